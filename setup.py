@@ -73,7 +73,9 @@ for level in [] if NATIVE else LEVELS:
 if "amx" in LEVELS and "avx512" not in LEVELS:
     sys.exit("BLITZ_ATTN_LEVELS: expected avx512 beside amx, which leaves to it what tiles cannot do")
 
-LIBRARY_SOURCES = sorted(glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/kernels/levels/*.c") + glob("csrc/ops/*.c"))
+LIBRARY_SOURCES = sorted(
+    glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/kernels/levels/*.c") + glob("csrc/ops/**/*.c", recursive=True)
+)
 PYTHON_SOURCES = sorted(glob("csrc/python/*.c"))
 CHECK_SOURCES = sorted(glob("tests/*.c"))
 RACE_SOURCES = sorted(glob("tests/threads/*.c"))

@@ -36,7 +36,7 @@
  *     query tile     at most tile_queries queries that walk the same list, share packed keys and keep their states in cache; of one query head, or of
  *                    all heads that share the list. It is made of panels. csrc/ops says "tile" for short (ba_tile)
  *     few            1 to BA_FEW_QUERIES queries of a KV head: tokens times query heads that share it (decode). A batch entry is attended by few
- *                    kernels where it has so few queries, or a few times as many over many keys (ba_plan_few_queries in ops/plan.h). Routed list
+ *                    kernels where it has so few queries, or a few times as many over many keys (ba_plan_few_queries in ops/plan/plan.h). Routed list
  *                    rows of at most BA_FEW_QUERIES queries go to the row kernels (ba_plan_few_rows). Few kernels have dims as vector lanes and
  *                    read K and V in place
  *     set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for
@@ -65,7 +65,8 @@
  *                    blocks or rows
  *
  * Work:
- *     opened         of a call or of page tables: its arguments are checked, and what must not change is copied (ops/open.h, ops/page_tables.h)
+ *     opened         of a call or of page tables: its arguments are checked, and what must not change is copied (ops/open/open.h,
+ *                    ops/kv_cache/page_tables.h)
  *     ragged         of a paged call: requests have different numbers of queries, and q is (T, H, D), all queries one after the other
  *     plan           of a call: its items, and how they are cut and sorted (ba_plan). Also, in paged operations, page tables that were opened for all
  *                    calls of a decode step (ba_page_tables, PagedPlan in Python)

@@ -1,4 +1,4 @@
-/* A checked call: shapes, strides and rules, whatever the layout was. Every driver starts from one, and ops/open.h makes them. Internal. */
+/* A checked call: shapes, strides and rules, whatever the layout was. Every driver starts from one, and ops/open/open.h makes them. Internal. */
 #ifndef BA_OPS_PROBLEM_H
 #define BA_OPS_PROBLEM_H
 

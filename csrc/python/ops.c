@@ -7,8 +7,8 @@
 #include "core/float_mode.h"
 #include "core/status.h"
 #include "ops/check.h"
-#include "ops/open.h"
-#include "ops/select_prefill.h"
+#include "ops/open/open.h"
+#include "ops/select/select_prefill.h"
 
 /* ---- Block-sparse attention -------------------------------------------------------------------------------- */
 

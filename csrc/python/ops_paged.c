@@ -3,8 +3,8 @@
 
 #include <string.h>
 
-#include "ops/append.h"
-#include "ops/open.h"
+#include "ops/kv_cache/append.h"
+#include "ops/open/open.h"
 
 /* ---- Requests: page tables and lengths ------------------------------------------------------------------------------ */
 

@@ -4,8 +4,8 @@
 #include <string.h>
 
 #include "ops/check.h"
-#include "ops/select_pages.h"
-#include "ops/summarise_pages.h"
+#include "ops/kv_cache/summarise_pages.h"
+#include "ops/select/select_pages.h"
 
 /* ---- Summaries of pages -------------------------------------------------------------------------------------------- */
 

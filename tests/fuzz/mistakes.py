@@ -33,7 +33,7 @@ MISTAKES = [
     Mistake(
         "padding",
         "tiles are cut by the padded length again",
-        "csrc/ops/plan.c",
+        "csrc/ops/plan/plan.c",
         "return t->gradients ? q.rows : q.valid;",
         "return q.rows;",
     ),
@@ -54,7 +54,7 @@ MISTAKES = [
     Mistake(
         "lanes",
         "gradients of a mask add lanes that have no query",
-        "csrc/ops/backward_bias.c",
+        "csrc/ops/backward/backward_bias.c",
         "w->slopes + j * width * real, panel->lanes);",
         "w->slopes + j * width * real, width);",
     ),
@@ -68,21 +68,21 @@ MISTAKES = [
     Mistake(
         "window",
         "the window's right bound is lost where the call is not causal",
-        "csrc/ops/open_block_sparse.c",
+        "csrc/ops/open/open_block_sparse.c",
         ".window_right = ba_min(args->window[1], INT32_MAX),",
         ".window_right = args->causal ? ba_min(args->window[1], INT32_MAX) : -1,",
     ),
     Mistake(
         "overflow",
         "a product of page sizes may wrap",
-        "csrc/ops/pages.c",
+        "csrc/ops/kv_cache/pages.c",
         "if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = BA_MOST_TOKENS;",
         "page_tokens = (int64_t)((uint64_t)unit * (uint64_t)units);",
     ),
     Mistake(
         "stride",
         "layout BSND takes heads to lie side by side",
-        "csrc/ops/open_block_sparse.c",
+        "csrc/ops/open/open_block_sparse.c",
         "t->dims[1], t->dims[3], {t->data, step[0], step[2], step[1]}}; break;",
         "t->dims[1], t->dims[3], {t->data, step[0], t->dims[3], step[1]}}; break;",
     ),
@@ -96,42 +96,42 @@ MISTAKES = [
     Mistake(
         "parts",
         "the last part of a sequence's keys is not joined",
-        "csrc/ops/attend_join.c",
+        "csrc/ops/attend/attend_join.c",
         "for (int64_t part = 1; part < parts; part++) {",
         "for (int64_t part = 1; part < parts - (parts > 2); part++) {",
     ),
     Mistake(
         "duplicates",
         "a block that is listed twice is not refused",
-        "csrc/ops/plan.c",
+        "csrc/ops/plan/plan.c",
         "if (column < 0 || column >= columns || bitmap[column / 64] >> (column % 64) & 1) return false;",
         "if (column < 0 || column >= columns) return false;",
     ),
     Mistake(
         "lists",
         "every batch entry reads the first one's lists",
-        "csrc/ops/plan.c",
+        "csrc/ops/plan/plan.c",
         "const int64_t offset = list_batch * t->strides[0] + list_head",
         "const int64_t offset = 0 * list_batch * t->strides[0] + list_head",
     ),
     Mistake(
         "groups",
         "heads of a group share the first one's lists",
-        "csrc/ops/plan.c",
+        "csrc/ops/plan/plan.c",
         "return p->listed && p->blocks.dims[1] == p->heads && p->group > 1 ? 1 : p->group;",
         "return p->group;",
     ),
     Mistake(
         "table",
         "a table may be one page too short",
-        "csrc/ops/page_tables.c",
+        "csrc/ops/kv_cache/page_tables.c",
         "ba_ceil_div(seq_lens[b], page_size) > width)",
         "ba_ceil_div(seq_lens[b], page_size) > width + 1)",
     ),
     Mistake(
         "diagonal",
         "gradients place the causal diagonal one key too far",
-        "csrc/ops/backward_tiles.c",
+        "csrc/ops/backward/backward_tiles.c",
         "ba_range seen = ba_visible_keys(p, item->batch, query);",
         "ba_range seen = ba_visible_keys(p, item->batch, query);\n        seen.hi += seen.hi > 0 && seen.hi < ba_kv_span(p, item->batch).valid;",
     ),
@@ -145,7 +145,7 @@ MISTAKES = [
     Mistake(
         "overlap",
         "a compressed block that overlaps three blocks adds to two of them",
-        "csrc/ops/nsa_select.c",
+        "csrc/ops/nsa/nsa_select.c",
         "for (int64_t n = 0; n < c->narrow; n++) {",
         "for (int64_t n = 0; n < ba_max(c->narrow - (c->narrow > 2), 1); n++) {",
     ),
@@ -173,14 +173,14 @@ MISTAKES = [
     Mistake(
         "queries",
         "the score of a block is that of the request's last query, not the largest of all",
-        "csrc/ops/select_pages.c",
+        "csrc/ops/select/select_pages.c",
         "    if (score > *page || score != score) *page = score;",
         "    *page = score;",
     ),
     Mistake(
         "scales",
         "all keys of a page are summarised with the scale of its first token",
-        "csrc/ops/summarise_pages.c",
+        "csrc/ops/kv_cache/summarise_pages.c",
         "scales[t] = first[t * c->scale.token_stride];",
         "scales[t] = first[0];",
     ),
@@ -230,6 +230,9 @@ def main() -> int:
     args = parser.parse_args()
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, COPY / folder, dirs_exist_ok=True, copy_function=bring, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for path in (COPY / "csrc").rglob("*.c"):  # a source that has moved would be built twice
+        if not (ROOT / path.relative_to(COPY)).exists():
+            path.unlink()
     for name in FILES:
         bring(str(ROOT / name), str(COPY / name))
     missed = 0

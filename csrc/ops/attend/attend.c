@@ -1,0 +1,180 @@
+/* Sets a forward call up: chooses the kernels, makes the plan, hands out memory, and runs the items. It looks kernels and numbers up by the call's
+ * level and by dtype, but branches on neither. attend_batch.c reads the level, and decides which batch entries this is called for. */
+#include "core/arena.h"
+#include "core/status.h"
+#include "kernels/prefetch_rows.h"
+#include "ops/attend/attend_by_block.h"
+#include "ops/attend/attend_call.h"
+#include "ops/plan/bias.h"
+
+#include <assert.h>
+
+/* ---- Scratch -------------------------------------------------------------------------------------------------------- */
+
+int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w) {
+    const ba_attend_family *f = c->family;
+    const ba_problem *p = c->problem;
+    const int64_t tiles = c->plan.grouping.tiles, keys = ba_max(c->chunk_keys, c->tuning->few.keys), packed = ba_round_up(keys, f->key_pad);
+    const int64_t lanes = tiles * ba_max(ba_tile_room(c), c->plan.grouping.few_heads * ba_few_tile_room(c));
+    const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
+    /* Bytes of a packed element of K or V: the family's own format, or reals where the family does not attend their dtype itself. */
+    const int64_t pack = c->widen ? f->pack_bytes : ba_max(f->pack_bytes, f->real_size);
+    const int64_t in_page = c->tuning->page_offset;
+    int64_t used = 0;
+    w->q = ba_take_in_page(base, &used, lanes * ba_query_room(c), in_page, 0);
+    w->o = ba_take_in_page(base, &used, lanes * pad_v * f->real_size, in_page, in_page);
+    w->ml = ba_take(base, &used, lanes * 2 * f->real_size);
+    w->bounds = ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
+    w->bitmaps = ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
+    w->packed_k = ba_take_in_page(base, &used, c->pack_k ? packed * pad_k * pack : 0, in_page, in_page);
+    w->packed_v = ba_take_in_page(base, &used, c->pack_v ? packed * pad_v * pack : 0, in_page, in_page);
+    w->wide = ba_take(base, &used, c->widen ? BA_WIDE_KEYS * ba_round_up(ba_max(p->head_dim, p->v_dim), BA_PACK_PAD) * f->pack_bytes : 0);
+    w->scores = ba_take(base, &used, ba_max(keys * f->scratch_per_key, c->plan.grouping.few_heads * ba_few_scratch(c)));
+    w->bias = ba_take(base, &used,
+                      ba_has_bias(p) ? ba_max(keys * f->lanes[BA_PANEL_WIDE], c->plan.grouping.few_heads * BA_FEW_BIAS(keys)) * f->real_size : 0);
+    w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
+    w->packed_k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    w->packed_v_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
+    w->gathered = ba_take(base, &used, c->gathers ? c->tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size : 0);
+    w->rows = ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
+    w->k_scale = ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
+    w->v_scale = ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
+    for (int i = 0; i < c->chunks; i++) {
+        w->chunk[i].k_rows = ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
+        w->chunk[i].v_rows = ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
+        w->chunk[i].k_scale_at = ba_take(base, &used, keys * (int64_t)sizeof(float *));
+        w->chunk[i].v_scale_at = ba_take(base, &used, keys * (int64_t)sizeof(float *));
+        w->chunk[i].key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
+    }
+    w->tiles = ba_take(base, &used, tiles * c->plan.grouping.few_heads * (int64_t)sizeof(ba_tile_state));
+    w->panels = ba_take(base, &used, BA_MANY_PANELS * (int64_t)sizeof(ba_panel));
+    w->chunks = ba_take(base, &used, BA_MANY_PANELS * (int64_t)sizeof(ba_chunk));
+    return used;
+}
+
+/* ---- The call ----------------------------------------------------------------------------------------------------- */
+
+bool ba_attends_kv_dtype(const ba_kernels *kernels, const ba_attend_family *family, const ba_problem *problem) {
+    return problem->kv_dtype == problem->dtype || (family->takes_scales && kernels->cache[problem->kv_dtype]->widen);
+}
+
+static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level) {
+    const ba_kernels *kernels = ba_kernels_at(level);
+    const ba_attend_family *f = c->family, *vectors = kernels->vector[p->dtype], *native = kernels->attend[p->dtype];
+    const ba_cache_kernels *cache = kernels->cache[p->kv_dtype];
+    const bool own = ba_attends_kv_dtype(kernels, f, p);
+    c->fill_bias = vectors->panel->fill_bias;
+    c->fill_few_bias = vectors->panel->fill_few_bias;
+    c->widen = own && p->kv_dtype != p->dtype ? cache->widen : NULL;
+    assert(!c->widen || BA_WIDE_KEYS % f->key_pad == 0);
+    c->pack_k = !own ? cache->pack : f->pack->keys ? f->pack->keys : c->widen;
+    c->pack_v = !own ? cache->pack : f->pack->values ? f->pack->values : c->widen;
+    /* The number of query heads per KV head decides, not the number of queries in a panel: it is the same whether heads share lists or not, and both
+     * kinds of lists must give the same bits. */
+    const int64_t least_heads = ba_tuning_at(native->isa)->few_least_heads[p->kv_dtype];
+    c->own_few = native->few->attend[p->kv_dtype] && least_heads > 0 && p->group >= least_heads;
+    c->few_family = c->own_few ? native : f;
+    c->few = c->own_few ? native->few->attend[p->kv_dtype] : cache->few;
+    c->pack_few = c->own_few ? native->few->pack_queries : vectors->few->pack_queries;
+    c->order_few = c->own_few ? native->few->order_queries : cache->order_few;
+}
+
+/* Chooses the numbers: those of the family's level, but those for few queries of the call's level. They are copied to `own`. */
+static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
+    const ba_tuning *of_level = ba_tuning_at(level);
+    *own = *ba_tuning_at(c->family->isa);
+    own->few = c->own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
+    /* Where more queries would go to panels of the level's own family, which are faster than others, fewer take turns. Such families widen rows, or
+     * have kernels of their own for few queries, whether or not this call has enough heads for these. */
+    const ba_dtype kv_dtype = c->problem->kv_dtype;
+    const bool own_panels = c->widen || (c->family->few->attend[kv_dtype] && of_level->few_least_heads[kv_dtype] > 0);
+    own->few_queries = own_panels ? of_level->own_few_queries : of_level->few_queries;
+    c->prefetch_level = ba_prefetch_level(level);
+    c->few_requests = c->prefetch_level == BA_INTO_L2 ? &own->few.into_l2 : &own->few.into_l1;
+    c->tuning = own;
+}
+
+/* Chooses the size of chunks. Where the rows of the lists are a single panel, chunks are small, so that neighbouring rows attend a key while it is in
+ * cache. Where rows are several panels, chunks are large, because every chunk loads the states of all panels. */
+static void choose_chunks(ba_attend_call *c) {
+    c->chunk_keys = c->tuning->chunk_keys;
+    c->chunks = 2;
+    if (!c->problem->listed || !c->family->has_cuts) return;
+    if (c->plan.tiling.row_tokens * c->plan.tiling.shared_heads <= c->family->lanes[BA_PANEL_WIDE]) c->chunk_keys = c->tuning->list_keys;
+    if (c->chunk_keys < c->tuning->chunk_keys) c->chunks = BA_MANY_PANELS + 2;
+}
+
+/* Whether rows are gathered before few queries attend them: where rows are short and do not lie side by side, as the rows of one head do among those
+ * of all heads, in calls whose heads have lists of their own. */
+static bool gathers(const ba_attend_call *c) {
+    const ba_problem *p = c->problem;
+    const bool scattered = p->k.token_stride > p->head_dim && p->v.token_stride > p->v_dim;
+    return scattered && c->plan.grouping.few_heads == 1 && ba_max(p->head_dim, p->v_dim) * p->kv_element_size <= c->tuning->few.gathered_bytes;
+}
+
+/* Decides whether items share packed K and V, as far as their size is known before the plan is made. */
+static void choose_sharing(ba_attend_call *c) {
+    /* There is room for packed keys in whole chunks of the tuning's size; chunks of this call's size, which may be smaller, divide them. */
+    c->sharing = (ba_sharing){.plan = &c->plan,
+                              .family = c->family,
+                              .chunk_keys = c->tuning->chunk_keys,
+                              .pack_keys = c->chunk_keys,
+                              .page_offset = c->tuning->page_offset,
+                              .least_pairs = 2.0 * (double)ba_plan_tile_lanes(&c->plan),
+                              .k.pack = c->pack_k,
+                              .v.pack = c->pack_v};
+    /* Sharing packs with the family's own functions, without scales, and does not widen rows. */
+    if (c->pack_k != c->family->pack->keys || c->widen || !ba_may_share(c->problem, c->family)) return;
+    c->shared_bytes = ba_sharing_lay_out(&c->sharing, NULL);
+    if (c->shared_bytes > c->tuning->shared_bytes) c->shared_bytes = 0;
+}
+
+static void attend_item(void *context, int64_t index, int worker) {
+    const ba_attend_call *c = context;
+    if (ba_plan_few_queries(&c->plan, c->plan.item[index].batch)) ba_attend_few(c, index, worker);
+    else ba_attend_panels(c, index, worker);
+}
+
+/* Lays out the memory of a call. */
+static int64_t lay_out_call(ba_attend_call *c, int threads, char *base) {
+    const int64_t in_page = c->tuning->page_offset;
+    int64_t used = 0;
+    ba_plan_lay_out(&c->plan, threads, base, &used);
+    int64_t *part_offset = ba_take(base, &used, c->problem->batch * (int64_t)sizeof(int64_t));
+    c->part_offset = part_offset;
+    c->parts = ba_take(base, &used, ba_lay_out_parts(c, part_offset));
+    c->scratch = ba_take_in_page(base, &used, threads * c->scratch_bytes, in_page, 0);
+    if (c->shared_bytes) ba_sharing_lay_out(&c->sharing, ba_take_in_page(base, &used, c->shared_bytes, in_page, 0));
+    return used;
+}
+
+ba_status ba_attend_with(ba_isa level, const ba_attend_family *family, const ba_problem *problem, int threads) {
+    if (ba_plan_few_rows(problem)) return ba_attend_by_block(problem, family->rows ? family : ba_kernels_at(level)->vector[problem->dtype], threads);
+
+    ba_attend_call c = {.problem = problem, .family = family};
+    ba_tuning tuning;
+    choose_kernels(&c, problem, level);
+    choose_tuning(&c, level, &tuning);
+    c.plan = ba_plan_forward(problem, &tuning, family->lanes[BA_PANEL_WIDE], threads);
+    choose_chunks(&c);
+    choose_sharing(&c);
+    c.gathers = gathers(&c);
+    threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
+    ba_attend_scratch unused;
+    c.scratch_bytes = ba_round_up(ba_lay_out_attend_scratch(&c, NULL, &unused), tuning.page_offset ? BA_PAGE : BA_ALIGN);
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, NULL), &memory));
+    lay_out_call(&c, threads, memory);
+
+    ba_status status = ba_plan_make(&c.plan, threads);
+    if (status == BA_OK) {
+        const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
+        if (ba_is_small(flops, tuning.inline_flops)) threads = 1;
+        c.threads = threads;
+        status = ba_share_rows(&c.sharing, threads);
+    }
+    if (status == BA_OK) status = ba_parallel(threads, c.plan.items, attend_item, &c);
+    if (status == BA_OK && c.plan.parts_most > 1) status = ba_parallel(threads, problem->batch * problem->kv_heads, ba_join_parts, &c);
+    ba_arena_release();
+    return status;
+}

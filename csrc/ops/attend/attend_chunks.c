@@ -1,0 +1,339 @@
+/* Paged attention in chunks of a fixed number of tokens (kv_split), each attended as a sequence of its own, whose states are merged by a fixed tree.
+ *
+ * Node i of level l covers chunks i * 2^l to (i + 1) * 2^l - 1, as far as the request has them. Its state is the merge of those of its two halves,
+ * or, where its right half has no chunk, that of its left half. So the result depends on the chunks alone: merge_states_tree() of blitz_attn/merge.py
+ * gives the same bits from the states of single chunks, whoever has computed them.
+ *
+ * A *unit* is some queries of one request. Units are attended in groups, so that memory need not hold a state per query and chunk of the whole call.
+ * A group goes through its chunks in *waves* of `width` chunks per unit, a power of two, so that a wave leaves one node of the tree. Nodes of earlier
+ * waves wait in a stack with one place per level, as the digits of a binary counter do: wave n leaves a node in place l where bit l of n is set. */
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/faults.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "kernels/kernels.h"
+#include "kernels/work_tuning.h"
+#include "ops/attend/attend.h"
+#include "ops/attend/merge.h"
+#include "ops/check.h"
+#include "ops/plan/plan.h"
+#include "ops/reals.h"
+
+typedef struct unit {
+    int64_t request, first_query, queries; /* which queries of the request */
+    int64_t row;                           /* of the first of them among the rows of the group's states */
+    int64_t chunks;
+} unit;
+
+/* The size of a group: its units, the rows of their queries, and the chunks of the request with the most. */
+typedef struct group_size {
+    int64_t units, rows, chunks;
+} group_size;
+
+/* Where a group begins: at this query of this request. */
+typedef struct place {
+    int64_t request, query;
+} place;
+
+typedef struct chunked_call {
+    const ba_problem *whole;
+    int64_t split; /* tokens per chunk */
+    ba_isa level;
+    int num_threads;
+    const ba_attend_family *merging, *writing; /* whose kernels merge states, and write results */
+    int64_t real_size, pad;                    /* of a state: bytes per real, and reals per row */
+    int64_t most_rows;                         /* of a group; a request with more queries is cut into units */
+    int64_t *first_word;                       /* [batch]: where the bitmaps of a request's lists begin in `listed` */
+    uint64_t *listed;                          /* NULL: no lists */
+    bool refused;                              /* an entry of the lists is wrong: the one at `bad` is the first */
+    int64_t bad[4];
+    /* of the group */
+    unit *units;
+    group_size size;
+    int32_t *unit_of_row;
+    int64_t width, wave;
+    char *outs, *lses; /* [place][row][head]: states, `width` places of the wave and then those of the stack */
+    char *nothing;     /* the value of a sink */
+} chunked_call;
+
+static void *get_memory(int64_t bytes) { return ba_fault(BA_FAULT_MEMORY) ? NULL : malloc((size_t)ba_max(1, bytes)); }
+
+static ba_status no_memory(int64_t bytes) { return ba_fail(BA_ERROR_MEMORY, "scratch: expected %" PRId64 " bytes of memory, got none", bytes); }
+
+/* ---- Requests -------------------------------------------------------------------------------------------------------- */
+
+static int64_t queries_of(const ba_problem *p, int64_t request) { return p->cu_q ? p->cu_q[request + 1] - p->cu_q[request] : 1; }
+static int64_t pages_of(const ba_problem *p, int64_t request) { return ba_ceil_div(p->kv_lens[request], p->page_size); }
+static int64_t words_of(const ba_problem *p, int64_t request) { return ba_ceil_div(pages_of(p, request), 64); }
+
+/* Reads one list of a request. An item is one (request, head of the lists); the items run in this order, on one thread. */
+static void mark_list(void *context, int64_t item, int worker) {
+    (void)worker;
+    chunked_call *c = context;
+    const ba_problem *p = c->whole;
+    const int64_t list_heads = p->blocks.dims[1], request = item / list_heads, head = item % list_heads, words = words_of(p, request);
+    int64_t at = 0;
+    if (c->refused || ba_list_to_bitmap(p, request, head * (p->heads / list_heads), 0, c->listed + c->first_word[request] + head * words, words, &at))
+        return;
+    c->refused = true;
+    memcpy(c->bad, (const int64_t[]){ba_list_batch(p, request), head, 0, at}, sizeof c->bad);
+}
+
+/* Reads and checks all lists, once for all chunks. */
+static ba_status mark_lists(chunked_call *c) {
+    const ba_problem *p = c->whole;
+    if (!p->listed) return BA_OK;
+    int64_t words = 0;
+    for (int64_t b = 0; b < p->batch; b++) words += words_of(p, b) * p->blocks.dims[1];
+    const int64_t bytes = (p->batch + words) * (int64_t)sizeof(int64_t);
+    c->first_word = get_memory(bytes);
+    if (!c->first_word) return no_memory(bytes);
+    c->listed = (uint64_t *)(c->first_word + p->batch);
+    words = 0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        c->first_word[b] = words;
+        words += words_of(p, b) * p->blocks.dims[1];
+    }
+    BA_TRY(ba_parallel(1, p->batch * p->blocks.dims[1], mark_list, c));
+    return c->refused ? ba_refuse_list_entry(p, c->bad) : BA_OK;
+}
+
+/* ---- States ---------------------------------------------------------------------------------------------------------- */
+
+static int64_t state_index(const chunked_call *c, int64_t place, int64_t row, int64_t head) {
+    return (place * c->size.rows + row) * c->whole->heads + head;
+}
+static char *state_out(const chunked_call *c, int64_t state) { return c->outs + state * c->pad * c->real_size; }
+static double state_lse(const chunked_call *c, int64_t state) { return ba_get_real(c->lses, state, c->real_size); }
+
+/* Merges a state with another one, and leaves the result in its place. */
+static void merge_state(const chunked_call *c, int64_t state, const void *other_out, double other_lse) {
+    char *out = state_out(c, state);
+    const void *rows[2];
+    double weights[2];
+    const double lse = ba_merge_row_states(c->merging, 2, (const void *const[]){out, other_out}, (const double[]){state_lse(c, state), other_lse},
+                                           rows, weights, out, c->whole->v_dim);
+    ba_set_real(c->lses, state, lse, c->real_size);
+}
+
+/* Lets a sink take part, which has a score and no value. As in a call without chunks, a sink is infinite where its exponent of 2 is, and an infinite
+ * one leaves nothing of finite scores. */
+static void add_sink(const chunked_call *c, int64_t state, double sink) {
+    double exponent = sink * BA_LOG2_E;
+    if (c->real_size == 4) exponent = (double)(float)exponent;
+    const double score = isinf(exponent) ? exponent : sink;
+    if (!(score == INFINITY && state_lse(c, state) < INFINITY)) {
+        merge_state(c, state, c->nothing, score);
+        return;
+    }
+    char *out = state_out(c, state); /* the merge would take the difference of infinities, which is NaN. Values that are not finite remain so */
+    for (int64_t d = 0; d < c->whole->v_dim; d++) ba_set_real(out, d, ba_get_real(out, d, c->real_size) * 0, c->real_size);
+    ba_set_real(c->lses, state, INFINITY, c->real_size);
+}
+
+/* Writes the final state of a query. */
+static void write_result(const chunked_call *c, const unit *u, int64_t query, int64_t head, int64_t state) {
+    const ba_problem *p = c->whole;
+    if (p->sinks) add_sink(c, state, (double)p->sinks[head]);
+    const double zero = 0, one = 1;
+    const float zero_float = 0, one_float = 1;
+    const ba_panel panel = {.o = state_out(c, state),
+                            .m = c->real_size == 4 ? (void *)&zero_float : (void *)&zero,
+                            .l = c->real_size == 4 ? (void *)&one_float : (void *)&one};
+    void *const row = ba_query_row(p, &p->out, p->out_element_size, u->request, head, query);
+    (p->unrounded ? c->writing->few->finish_reals : c->writing->few->finish)(&panel, 1, p->v_dim, &row, NULL);
+    if (p->lse.data) ba_set_real(ba_query_row(p, &p->lse, c->real_size, u->request, head, query), 0, state_lse(c, state), c->real_size);
+}
+
+/* Merges the states that a wave has left for one query of one head, and then with what waits in the stack. Writes the result after the last wave. */
+static void merge_wave(const chunked_call *c, int64_t row, int64_t head) {
+    const unit *u = &c->units[c->unit_of_row[row]];
+    const int64_t chunks = ba_min(c->width, u->chunks - c->wave * c->width);
+    if (chunks <= 0) return;
+    const bool last = (c->wave + 1) * c->width >= u->chunks;
+    for (int64_t step = 1; step < chunks; step *= 2)
+        for (int64_t left = 0; left + step < chunks; left += 2 * step) {
+            const int64_t right = state_index(c, left + step, row, head);
+            merge_state(c, state_index(c, left, row, head), state_out(c, right), state_lse(c, right));
+        }
+    int64_t node = state_index(c, 0, row, head), level = 0;
+    for (; c->wave >> level; level++) {
+        if (c->wave >> level & 1) {
+            const int64_t left = state_index(c, c->width + level, row, head);
+            merge_state(c, left, state_out(c, node), state_lse(c, node));
+            node = left;
+        } else if (!last) {
+            break;
+        }
+    }
+    if (last) {
+        write_result(c, u, u->first_query + row - u->row, head, node);
+        return;
+    }
+    const int64_t to = state_index(c, c->width + level, row, head);
+    memcpy(state_out(c, to), state_out(c, node), (size_t)(c->whole->v_dim * c->real_size));
+    ba_set_real(c->lses, to, state_lse(c, node), c->real_size);
+}
+
+static void merge_rows(void *context, int64_t item, int worker) {
+    (void)worker;
+    const chunked_call *c = context;
+    const int64_t heads = c->whole->heads, states = c->size.rows * heads;
+    for (int64_t i = item * ba_work.merge_rows; i < ba_min(states, (item + 1) * ba_work.merge_rows); i++) merge_wave(c, i / heads, i % heads);
+}
+
+/* ---- Groups ---------------------------------------------------------------------------------------------------------- */
+
+/* The group that begins at *at, which becomes the beginning of the group after it. Its units are written to `units`, unless that is NULL. */
+static group_size next_group(const chunked_call *c, place *at, unit *units) {
+    const ba_problem *p = c->whole;
+    group_size size = {0, 0, 0};
+    while (at->request < p->batch) {
+        const int64_t all = queries_of(p, at->request), queries = ba_min(all - at->query, c->most_rows);
+        if (size.units && size.rows + queries > c->most_rows) break;
+        if (queries) {
+            const int64_t chunks = ba_max(1, ba_ceil_div(p->kv_lens[at->request], c->split));
+            if (units) units[size.units] = (unit){at->request, at->query, queries, size.rows, chunks};
+            size = (group_size){size.units + 1, size.rows + queries, ba_max(size.chunks, chunks)};
+        }
+        at->query += queries;
+        if (at->query < all) continue;
+        *at = (place){at->request + 1, 0};
+    }
+    return size;
+}
+
+/* The arrays of the batch entries of a wave. */
+typedef struct entries {
+    ba_stretch *stretch;
+    int64_t *kv_len, *first_page, *q_begin, *q_total, *q_row, *q_end;
+} entries;
+
+enum { NUMBERS_OF_ENTRY = 6 };
+
+/* Fills the batch entries of a wave: each chunk of each unit. */
+static void fill_entries(const chunked_call *c, const entries *e, ba_problem *wave) {
+    const ba_problem *p = c->whole;
+    wave->batch = wave->kv_len = wave->q_len = 0;
+    for (const unit *u = c->units; u < c->units + c->size.units; u++) {
+        const int64_t b = u->request, queries = queries_of(p, b), row = (p->cu_q ? p->cu_q[b] : b) + u->first_query;
+        const int64_t begin = p->q_begin ? p->q_begin[b] : p->kv_lens[b] - queries;
+        for (int64_t i = 0; i < c->width && c->wave * c->width + i < u->chunks; i++) {
+            const int64_t n = wave->batch++, first_key = (c->wave * c->width + i) * c->split;
+            e->stretch[n] = (ba_stretch){.request = b,
+                                         .first_query = u->first_query,
+                                         .result_row = i * c->size.rows + u->row,
+                                         .first_key = first_key,
+                                         .listed = c->listed ? c->listed + c->first_word[b] : NULL,
+                                         .listed_words = words_of(p, b)};
+            e->kv_len[n] = ba_min(p->kv_lens[b] - first_key, c->split);
+            e->first_page[n] = p->first_page[b] + first_key / p->page_size;
+            /* A query that stands farther before or behind the tokens sees what one at this place does. */
+            e->q_begin[n] = ba_max(-BA_MOST_TOKENS, ba_min(begin - first_key, BA_MOST_TOKENS)) + u->first_query;
+            e->q_total[n] = queries;
+            e->q_row[n] = row;
+            e->q_end[n] = row + u->queries;
+            wave->kv_len = ba_max(wave->kv_len, e->kv_len[n]);
+            wave->q_len = ba_max(wave->q_len, u->queries);
+        }
+    }
+    wave->block_q = ba_max(1, wave->q_len);
+    wave->block_columns = ba_ceil_div(wave->kv_len, p->page_size);
+}
+
+/* The problem of a wave, but for what differs from one wave to the next. */
+static ba_problem problem_of_waves(const chunked_call *c, const entries *e) {
+    const ba_problem *p = c->whole;
+    ba_problem wave = *p;
+    wave.unrounded = p->dtype == BA_FLOAT16 || p->dtype == BA_BFLOAT16;
+    wave.out_element_size = c->real_size;
+    wave.sinks = NULL; /* they take part once, at the end */
+    wave.stretches = e->stretch;
+    wave.kv_lens = e->kv_len;
+    wave.first_page = e->first_page;
+    wave.q_begin = e->q_begin;
+    wave.q_total = e->q_total;
+    wave.q = (ba_view){p->q.data, 0, p->q.head_stride, p->cu_q ? p->q.token_stride : p->q.batch_stride};
+    wave.out = (ba_view){c->outs, 0, c->pad, p->heads * c->pad};
+    wave.lse = (ba_view){c->lses, 0, 1, p->heads};
+    wave.kv_ranges.strides[1] = p->kv_ranges.strides[p->cu_q ? 1 : 0];
+    wave.cu_q = e->q_row;
+    wave.q_ends = e->q_end;
+    return wave;
+}
+
+static ba_status attend_waves(chunked_call *c, int64_t waves, const entries *e) {
+    ba_problem wave = problem_of_waves(c, e);
+    const int64_t states = c->size.rows * c->whole->heads, items = ba_ceil_div(states, ba_work.merge_rows);
+    const int threads = ba_threads_of_call(c->num_threads, (double)states * (double)(c->width * c->whole->v_dim), ba_work.small_work, items);
+    for (c->wave = 0; c->wave < waves; c->wave++) {
+        fill_entries(c, e, &wave);
+        BA_TRY(ba_attend_at(c->level, &wave, c->num_threads));
+        BA_TRY(ba_parallel(threads, items, merge_rows, c));
+    }
+    return BA_OK;
+}
+
+/* Attends to the group of this size that begins at *at, in memory of its own. */
+static ba_status attend_group(chunked_call *c, group_size size, place *at) {
+    const ba_problem *p = c->whole;
+    /* All chunks of a wave have states at once: as many as leave a group of one chunk per unit and wave no smaller. */
+    for (c->width = 1; c->width < size.chunks && 2 * c->width * size.rows <= c->most_rows;) c->width *= 2;
+    const int64_t waves = ba_ceil_div(size.chunks, c->width), entry_count = ba_min(size.chunks, c->width) * size.units; /* of a wave, at most */
+    int64_t levels = 0;
+    while ((waves - 1) >> levels) levels++;
+    const int64_t states = (c->width + levels) * size.rows * p->heads, rows_bytes = ba_round_up(size.rows * (int64_t)sizeof(int32_t), 8);
+    const int64_t of_entries = entry_count * (int64_t)(sizeof(ba_stretch) + NUMBERS_OF_ENTRY * sizeof(int64_t)),
+                  lse_bytes = ba_round_up(states * c->real_size, 8);
+    const int64_t bytes =
+        of_entries + size.units * (int64_t)sizeof(unit) + rows_bytes + states * c->pad * c->real_size + lse_bytes + c->pad * c->real_size;
+    char *memory = get_memory(bytes);
+    if (!memory) return no_memory(bytes);
+    entries e = {.stretch = (ba_stretch *)(void *)memory};
+    e.kv_len = (int64_t *)(void *)(e.stretch + entry_count);
+    e.first_page = e.kv_len + entry_count;
+    e.q_begin = e.first_page + entry_count;
+    e.q_total = e.q_begin + entry_count;
+    e.q_row = e.q_total + entry_count;
+    e.q_end = e.q_row + entry_count;
+    c->units = (unit *)(void *)(e.q_end + entry_count);
+    c->unit_of_row = (int32_t *)(void *)(c->units + size.units);
+    c->outs = (char *)c->unit_of_row + rows_bytes;
+    c->lses = c->outs + states * c->pad * c->real_size;
+    c->nothing = c->lses + lse_bytes;
+    memset(c->nothing, 0, (size_t)(c->pad * c->real_size));
+    c->size = next_group(c, at, c->units);
+    for (int64_t i = 0; i < size.units; i++)
+        for (int64_t n = 0; n < c->units[i].queries; n++) c->unit_of_row[c->units[i].row + n] = (int32_t)i;
+    const ba_status status = attend_waves(c, waves, &e);
+    free(memory);
+    return status;
+}
+
+ba_status ba_attend_in_chunks(const ba_problem *problem, int64_t split, int num_threads) {
+    const ba_isa level = ba_isa_active(); /* once, for all waves: another thread may change it at any time */
+    const ba_kernels *kernels = ba_kernels_at(level);
+    const ba_dtype real = ba_real_of(problem->dtype);
+    chunked_call c = {.whole = problem,
+                      .split = split,
+                      .level = level,
+                      .num_threads = num_threads,
+                      .merging = kernels->vector[real],
+                      .writing = kernels->vector[problem->dtype],
+                      .real_size = ba_dtype_size(real),
+                      .pad = BA_FEW_PAD(problem->v_dim)};
+    c.most_rows = ba_max(ba_work.chunk_rows, ba_work.chunk_bytes / (problem->heads * c.pad * c.real_size));
+    ba_status status = mark_lists(&c);
+    for (place at = {0, 0}; status == BA_OK;) {
+        place next = at;
+        const group_size size = next_group(&c, &next, NULL);
+        if (size.units == 0) break;
+        status = attend_group(&c, size, &at);
+    }
+    free(c.first_word);
+    return status;
+}

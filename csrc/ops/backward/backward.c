@@ -1,0 +1,224 @@
+/* Sets a backward call up: the plan, the scratch memory, and the sums dK and dV. It looks kernels and numbers up by the level in use and by dtype,
+ * but branches on neither.
+ *
+ * As in the forward pass, an item is a run of tiles of one (batch, KV head), whose tiles walk their lists side by side, chunk by chunk. For each
+ * chunk, every panel of a tile computes its P and dS and adds to its dQ; then the whole tile, or all tiles that walk the same list, add to the
+ * chunk's rows of dK and dV. dQ belongs to the tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): into
+ * the outputs themselves where these are reals, else into arrays of reals that are rounded into the outputs at the end. Where the caller wants
+ * gradients added, the outputs are reals, and are not cleared first. */
+#include <math.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "kernels/work_tuning.h"
+#include "ops/backward/backward_call.h"
+#include "ops/plan/bias.h"
+#include "ops/reals.h"
+
+/* ---- Scratch ---------------------------------------------------------------------------------------------------------- */
+
+int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, char *base, ba_backward_scratch *w) {
+    const ba_attend_family *f = c->family;
+    const ba_problem *p = c->problem;
+    const int64_t room = ba_gradient_tile_room(c), lanes = tiles * room, keys = c->tuning->gradient_keys;
+    const int64_t weights = ba_gradient_room_at_once(c, tiles) * keys * (f->gradient->gradient_tile ? f->pack_bytes : f->real_size);
+    const int64_t pad_k = ba_padded(c, p->head_dim), pad_v = ba_padded(c, p->v_dim), pointer = sizeof(void *);
+    int64_t used = 0;
+    w->q = ba_take(base, &used, lanes * pad_k * f->q_bytes);
+    w->dout = ba_take(base, &used, lanes * pad_v * f->q_bytes);
+    w->dq = ba_take(base, &used, lanes * pad_k * f->real_size);
+    w->q_rows = ba_take(base, &used, lanes * pad_k * f->real_size);
+    w->dout_rows = ba_take(base, &used, lanes * pad_v * f->real_size);
+    w->lanes = ba_take(base, &used, lanes * 2 * f->real_size);
+    w->bounds = ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
+    w->bitmaps = ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
+    w->weights = ba_take(base, &used, weights);
+    w->slopes = ba_take(base, &used, weights);
+    w->bias = ba_take(base, &used, ba_has_bias(p) ? ba_gradient_room_at_once(c, tiles) * keys * f->real_size : 0);
+    w->packed_k = ba_take(base, &used, f->pack->keys ? keys * pad_k * f->pack_bytes : 0);
+    w->packed_v = ba_take(base, &used, f->pack->values ? keys * pad_v * f->pack_bytes : 0);
+    w->packed_columns = ba_take(base, &used, f->gradient->gradient_tile ? keys * pad_k * f->pack_bytes : 0);
+    w->reals = ba_take(base, &used, 4 * BA_MAX_LANES * f->real_size);
+    for (int i = 0; i < 2; i++) {
+        ba_gradient_rows *rows = &w->chunk_rows[i];
+        rows->key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
+        rows->k_rows = ba_take(base, &used, keys * pointer);
+        rows->v_rows = ba_take(base, &used, keys * pointer);
+        rows->k_columns = ba_take(base, &used, keys * pointer);
+    }
+    w->ahead = ba_take(base, &used, BA_GRADIENT_AHEADS * (int64_t)sizeof *w->ahead);
+    w->packed_k_rows = ba_take(base, &used, keys * pointer);
+    w->packed_v_rows = ba_take(base, &used, keys * pointer);
+    w->k_columns = ba_take(base, &used, keys * pointer);
+    w->dk_rows = ba_take(base, &used, keys * pointer);
+    w->dv_rows = ba_take(base, &used, keys * pointer);
+    w->rows = ba_take(base, &used, room * pointer);
+    w->more_rows = ba_take(base, &used, room * pointer);
+    w->tiles = ba_take(base, &used, tiles * (int64_t)sizeof(ba_tile_state));
+    return used;
+}
+
+/* ---- dK and dV as a whole ----------------------------------------------------------------------------------------------- */
+
+/* The number of stretches of ba_work.gradient_keys keys per (batch, KV head): that of the longest sequence. */
+static int64_t stretches(const ba_problem *p) { return ba_ceil_div(p->kv_len, ba_work.gradient_keys); }
+
+typedef void (*key_fn)(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key);
+
+/* Calls fn for every key of stretch number `index`. */
+static void each_key(const ba_backward_call *c, int64_t index, key_fn fn) {
+    const ba_problem *p = c->problem;
+    const int64_t first = index % stretches(p) * ba_work.gradient_keys, kv_head = index / stretches(p) % p->kv_heads,
+                  batch = index / stretches(p) / p->kv_heads;
+    for (int64_t key = first; key < ba_min(first + ba_work.gradient_keys, ba_kv_span(p, batch).rows); key++) fn(c, batch, kv_head, key);
+}
+
+static void clear_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key) {
+    const ba_problem *p = c->problem;
+    const int64_t real = c->family->real_size;
+    memset(ba_key_row(p, &c->dk, real, batch, kv_head, key), 0, (size_t)(p->head_dim * real));
+    memset(ba_key_row(p, &c->dv, real, batch, kv_head, key), 0, (size_t)(p->v_dim * real));
+}
+
+static void round_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key) {
+    const ba_problem *p = c->problem;
+    const ba_gradients *g = c->gradients;
+    const int64_t real = c->family->real_size, size = p->kv_element_size;
+    c->family->gradient->store_row(ba_key_row(p, &g->dk, size, batch, kv_head, key), ba_key_row(p, &c->dk, real, batch, kv_head, key), p->head_dim);
+    c->family->gradient->store_row(ba_key_row(p, &g->dv, size, batch, kv_head, key), ba_key_row(p, &c->dv, real, batch, kv_head, key), p->v_dim);
+}
+
+static bool is_zero(const char *row, int64_t bytes) { return bytes == 0 || (row[0] == 0 && memcmp(row, row + 1, (size_t)bytes - 1) == 0); }
+
+/* Adds a key's sums to the outputs. Keys that no query has seen are left alone. */
+static void add_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key) {
+    const ba_problem *p = c->problem;
+    const int64_t real = c->family->real_size, dims[] = {p->head_dim, p->v_dim};
+    const ba_view *const to[] = {&c->gradients->dk, &c->gradients->dv}, *const from[] = {&c->dk, &c->dv};
+    for (int i = 0; i < 2; i++) {
+        const char *sums = ba_key_row(p, from[i], real, batch, kv_head, key);
+        if (!is_zero(sums, dims[i] * real)) c->family->pack->add_reals(ba_key_row(p, to[i], real, batch, kv_head, key), sums, dims[i]);
+    }
+}
+
+static void clear_stretch(void *context, int64_t index, int worker) {
+    (void)worker;
+    each_key(context, index, clear_key);
+}
+
+static void keep_stretch(void *context, int64_t index, int worker) {
+    (void)worker;
+    const ba_backward_call *c = context;
+    each_key(c, index, c->gradients->accumulate ? add_key : round_key);
+}
+
+/* Whether rows of sums need more room than outputs have: families with gradient_tile add to whole multiples of BA_PACK_PAD dims. */
+static bool needs_room(const ba_backward_call *c) {
+    return c->family->gradient->gradient_tile && (c->problem->head_dim % BA_PACK_PAD || c->problem->v_dim % BA_PACK_PAD);
+}
+
+/* The number of rows per KV head in the arrays of sums. */
+static int64_t sum_tokens(const ba_problem *p) { return p->cu_kv ? p->cu_kv[p->batch] : p->batch * p->kv_len; }
+
+/* The view of an array of sums: rows by (KV head, token), each padded to a multiple of BA_PACK_PAD reals. */
+static ba_view sum_view(const ba_backward_call *c, char *data, int64_t dim) {
+    const ba_problem *p = c->problem;
+    const int64_t row = ba_round_up(dim, BA_PACK_PAD);
+    return (ba_view){data, p->kv_len * row, sum_tokens(p) * row, row};
+}
+
+static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
+    return c->apart ? c->problem->kv_heads * sum_tokens(c->problem) * ba_round_up(dim, BA_PACK_PAD) * c->family->real_size : 0;
+}
+
+/* ---- The call ---------------------------------------------------------------------------------------------------------- */
+
+/* Decides whether items may share packed K and V, and how much memory that takes. Whether it pays is known once the plan has its cost
+ * (ba_share_rows). Only families over tiles pack K here; those over pairs read it in place. V is packed like K; K is packed once more, in columns. */
+static void choose_sharing(ba_backward_call *c) {
+    const ba_problem *p = c->problem;
+    const ba_pack_kernels *pack = c->family->pack;
+    if (!pack->keys || !c->family->gradient->gradient_tile || !ba_may_share(p, c->family)) return;
+    const int64_t heads = p->listed && p->blocks.dims[1] == p->heads ? 1 : p->group;
+    const int64_t alike = (p->listed ? p->block_q : p->q_len) * heads; /* queries that see the same keys, or are in the same row of the lists */
+    const int64_t queries =
+        ba_min(alike, ba_plan_tile_lanes(&c->plan) * c->tuning->gradient_item_tiles); /* so many attend each key that an item packs */
+    c->sharing = (ba_sharing){.plan = &c->plan,
+                              .family = c->family,
+                              .chunk_keys = c->tuning->gradient_keys,
+                              .pack_keys = c->tuning->gradient_keys,
+                              .least_pairs = ba_work.gradient_packs * (double)queries,
+                              .k.pack = pack->keys,
+                              .v.pack = pack->keys,
+                              .k_columns.pack = pack->values};
+    c->shared_bytes = ba_sharing_lay_out(&c->sharing, NULL);
+    if (c->shared_bytes > c->tuning->shared_bytes) c->shared_bytes = 0;
+}
+
+/* Lays out the memory of a call. Where the sums are not the outputs, it makes their views, too. */
+static int64_t lay_out_call(ba_backward_call *c, int threads, char *base) {
+    const ba_problem *p = c->problem;
+    int64_t used = 0;
+    ba_plan_lay_out(&c->plan, threads, base, &used);
+    c->last = ba_take(base, &used, p->batch * p->kv_heads * (int64_t)sizeof(int64_t));
+    c->turns = ba_take(base, &used, c->plan.items * (int64_t)sizeof(ba_turn));
+    c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    if (c->shared_bytes) ba_sharing_lay_out(&c->sharing, ba_take(base, &used, c->shared_bytes));
+    char *dk = ba_take(base, &used, sum_bytes(c, p->head_dim)), *dv = ba_take(base, &used, sum_bytes(c, p->v_dim));
+    if (c->apart) {
+        c->dk = sum_view(c, dk, p->head_dim);
+        c->dv = sum_view(c, dv, p->v_dim);
+    }
+    return used;
+}
+
+/* Sets the turns: the items of each (batch, KV head) add in the order that they have in the plan. */
+static void set_turns(const ba_backward_call *c) {
+    const ba_problem *p = c->problem;
+    for (int64_t i = 0; i < p->batch * p->kv_heads; i++) c->last[i] = -1;
+    for (int64_t i = 0; i < c->plan.items; i++) {
+        const ba_item *item = &c->plan.item[i];
+        int64_t *before = &c->last[item->batch * p->kv_heads + item->kv_head];
+        atomic_init(&c->turns[i].past, 0);
+        atomic_init(&c->turns[i].before, *before);
+        *before = i;
+    }
+}
+
+ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *gradients, int num_threads) {
+    const ba_isa level = ba_isa_active();
+    const ba_attend_family *family = ba_kernels_at(level)->attend[problem->dtype];
+    ba_backward_call c = {.problem = problem,
+                          .gradients = gradients,
+                          .family = family->gradient && family->gradient->gradient_tile ? family : ba_kernels_at(level)->vector[problem->dtype],
+                          .fill_bias = ba_kernels_at(level)->vector[problem->dtype]->panel->fill_bias,
+                          .dk = gradients->dk,
+                          .dv = gradients->dv};
+    c.tuning = ba_tuning_at(c.family->isa);
+    c.apart = gradients->accumulate ? needs_room(&c) : c.family->real_size != problem->kv_element_size;
+    int threads = ba_threads_for(num_threads);
+    const bool by_block = ba_plan_few_rows(problem);
+    c.plan = by_block ? ba_plan_gradient_rows(problem, c.tuning) : ba_plan_gradients(problem, c.tuning);
+    c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
+    if (!by_block) choose_sharing(&c);
+    threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
+    c.scratch_bytes = by_block ? ba_backward_by_block_bytes(&c) : ba_backward_by_tile_bytes(&c);
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, NULL), &memory));
+    lay_out_call(&c, threads, memory);
+
+    const int64_t sums = problem->batch * problem->kv_heads;
+    ba_status status = ba_plan_make(&c.plan, threads);
+    if (status == BA_OK) {
+        if (ba_is_small(c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim), c.tuning->inline_flops)) threads = 1;
+        set_turns(&c);
+        if (c.apart || !gradients->accumulate) status = ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
+    }
+    if (status == BA_OK && c.shared_bytes) status = ba_share_rows(&c.sharing, threads);
+    if (status == BA_OK) status = ba_parallel(threads, c.plan.items, by_block ? ba_backward_by_block : ba_backward_by_tile, &c);
+    if (status == BA_OK && c.apart) status = ba_parallel(threads, sums * stretches(problem), keep_stretch, &c);
+    ba_arena_release();
+    return status;
+}

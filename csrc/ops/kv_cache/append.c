@@ -1,0 +1,251 @@
+/* Writes new tokens into a paged cache. */
+#include "ops/kv_cache/append.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+
+#include "core/faults.h"
+#include "core/float_mode.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "ops/check.h"
+#include "ops/kv_cache/kv_cache.h"
+#include "ops/kv_cache/store_rows.h"
+
+/* ---- Arrays that are written share no memory ------------------------------------------------------------------------ */
+
+/* Rows of `bytes` bytes of each page, place and head; steps are in bytes. */
+typedef struct places {
+    const char *name, *data;
+    int64_t bytes, steps[3];
+} places;
+
+static places places_of(const char *name, const ba_view *v, int64_t element, int64_t numbers) {
+    return (places){name, v->data, numbers * element, {v->batch_stride * element, v->token_stride * element, v->head_stride * element}};
+}
+
+/* The first byte of the places, and the byte behind the last. */
+static void find_bounds(const places *p, const int64_t lengths[3], const char **low, const char **high) {
+    *low = *high = p->data;
+    for (int i = 0; i < 3; i++) *(p->steps[i] < 0 ? low : high) += p->steps[i] * (lengths[i] - 1);
+    *high += p->bytes;
+}
+
+static bool bounds_meet(const places *a, const places *b, const int64_t lengths[3]) {
+    const char *low[2], *high[2];
+    find_bounds(a, lengths, &low[0], &high[0]);
+    find_bounds(b, lengths, &low[1], &high[1]);
+    return high[0] > low[1] && high[1] > low[0];
+}
+
+/* Whether two arrays may share memory. K and V may be views of one array, of which any axis may be the one for the two: then they have the same
+ * steps, and the rows of one lie in gaps of the other. (This may refuse an exotic pair of arrays; it never accepts a pair that shares memory.) */
+static bool may_share(const places *a, const places *b, const int64_t lengths[3]) {
+    const places *first = a->data <= b->data ? a : b, *second = a->data <= b->data ? b : a;
+    if (!bounds_meet(first, second, lengths)) return false;
+    /* Axes are taken by rising step. The arrays are apart if, on some axis, all places of the second array on the smaller axes fit between two steps
+     * of the first. */
+    int64_t inside = 0; /* how far the smaller axes reach, from row to row */
+    int64_t room = 0;   /* what the next step must be at least, so that the places of a larger axis do not reach into those gaps */
+    bool passed[3] = {false, false, false}, fits = false;
+    for (int n = 0; n < 3; n++) {
+        int next = -1;
+        for (int i = 0; i < 3; i++)
+            if (!passed[i] && lengths[i] > 1 && (next < 0 || first->steps[i] < first->steps[next])) next = i;
+        if (next < 0) break;
+        const int64_t step = first->steps[next], distance = second->data - first->data;
+        if (step != second->steps[next] || step < room) return true;
+        fits |= inside + first->bytes <= distance && distance + inside + second->bytes <= step;
+        passed[next] = true;
+        inside += step * (lengths[next] - 1);
+        room = step * lengths[next];
+    }
+    return !fits;
+}
+
+/* Checks that no array that is written shares memory with another, or with scales that are read. */
+static ba_status check_apart(const ba_caches *c, const ba_store_call *call) {
+    const int64_t element = ba_dtype_size(c->dtype), real = (int64_t)sizeof(float), lengths[3] = {c->pages, c->page_size, c->heads};
+    const places all[] = {places_of("k_cache", &c->k, element, c->k_dim), places_of("v_cache", &c->v, element, c->v_dim),
+                          places_of("k_scale", &c->k_scale, real, 1), places_of("v_scale", &c->v_scale, real, 1)};
+    const bool v = call->arrays == 2, k_fixed = call->rows[0].scale_is_fixed, v_fixed = call->rows[1].scale_is_fixed;
+    const bool given[] = {true, v, c->k_scale.data != NULL, v && c->v_scale.data != NULL}, fixed[] = {false, false, k_fixed, v_fixed};
+    if (c->pages == 0) return BA_OK;
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < i; j++) {
+            if (!given[i] || !given[j] || (fixed[i] && fixed[j])) continue;
+            if (fixed[i] || fixed[j] ? bounds_meet(&all[i], &all[j], lengths) : may_share(&all[i], &all[j], lengths))
+                return ba_fail(BA_ERROR_VALUE, "%s: expected memory of its own, got an array that overlaps %s", all[i].name, all[j].name);
+        }
+    return BA_OK;
+}
+
+/* ---- Slots ---------------------------------------------------------------------------------------------------------- */
+
+/* The number of new tokens of a request. */
+static int64_t new_tokens(const ba_page_tables *t, int64_t request) { return t->cu_q ? t->cu_q[request + 1] - t->cu_q[request] : 1; }
+
+/* Writes the slot of each new token. The new tokens are the last of their requests. */
+static ba_status slots_by_tables(const ba_page_tables *t, bool planned, const ba_caches *c, int64_t tokens, int64_t *slots) {
+    int64_t n = 0;
+    if (planned && t->queries != tokens)
+        return ba_fail(BA_ERROR_VALUE, "k: expected %" PRId64 " tokens as the plan has them, got %" PRId64, t->queries, tokens);
+    if (t->page_size != c->page_size)
+        return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64, t->page_size,
+                       c->page_size);
+    if (t->q_begin) return ba_fail(BA_ERROR_VALUE, "q_begin: expected none where tokens are written, which are the last of their requests, got some");
+    if (t->queries != tokens && t->cu_q)
+        return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to k's %" PRId64 " tokens, got %" PRId64, tokens, t->queries);
+    if (t->queries != tokens)
+        return ba_fail(BA_ERROR_VALUE,
+                       "q_lens: expected lengths that add up to k's %" PRId64 " tokens, got none, which means 1 for each of %" PRId64 " requests",
+                       tokens, t->queries);
+    for (int64_t b = 0; b < t->batch; b++) {
+        const int64_t count = new_tokens(t, b), *pages = t->page + t->first[b];
+        if (count > t->seq_lens[b])
+            return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
+                           t->seq_lens[b], count, b);
+        BA_TRY(ba_look_at_turn(b));
+        for (int64_t i = t->seq_lens[b] - count; i < t->seq_lens[b]; i++) {
+            BA_TRY(ba_look_at_turn(n));
+            const int64_t page = pages[i / c->page_size];
+            if (page < 0 || page >= c->pages) return ba_refuse_page(page, c->pages, i / c->page_size, b);
+            slots[n++] = page * c->page_size + i % c->page_size;
+        }
+    }
+    return BA_OK;
+}
+
+static ba_status check_slots(const int64_t *slots, int64_t tokens, int64_t available) {
+    for (int64_t i = 0; i < tokens; i++) {
+        BA_TRY(ba_look_at_turn(i));
+        if (slots[i] < -1 || slots[i] >= available)
+            return ba_fail(BA_ERROR_VALUE, "slot_mapping: expected slots from 0 to %" PRId64 ", or -1 for none, got %" PRId64 " at [%" PRId64 "]",
+                           available - 1, slots[i], i);
+    }
+    return BA_OK;
+}
+
+/* Checks that no two tokens have the same slot, with a hash table of `size` entries, a power of two above `tokens`. */
+static ba_status check_distinct(const char *name, const int64_t *slots, int64_t tokens, int64_t *table, int64_t size) {
+    for (int64_t i = 0; i < size; i++) {
+        BA_TRY(ba_look_at_turn(i));
+        table[i] = -1;
+    }
+    for (int64_t i = 0; i < tokens; i++) {
+        BA_TRY(ba_look_at_turn(i));
+        if (slots[i] < 0) continue;
+        int64_t at = (int64_t)((uint64_t)slots[i] * 0x9e3779b97f4a7c15u >> 32) & (size - 1);
+        for (; table[at] >= 0; at = (at + 1) & (size - 1))
+            if (table[at] == slots[i]) return ba_fail(BA_ERROR_VALUE, "%s: expected each slot once, got slot %" PRId64 " twice", name, slots[i]);
+        table[at] = slots[i];
+    }
+    return BA_OK;
+}
+
+/* Finds the slot of each token, and checks that all are distinct. `memory` has room for the slots, and behind them for a hash table of `hashed`
+ * entries. */
+static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_page_tables *tables, bool planned, const ba_caches *caches,
+                              int64_t *memory, int64_t hashed) {
+    if (slots) BA_TRY(check_slots(slots, c->tokens, caches->pages * caches->page_size));
+    else BA_TRY(slots_by_tables(tables, planned, caches, c->tokens, memory));
+    c->slots = slots ? slots : memory;
+    return check_distinct(slots ? "slot_mapping" : "block_tables", c->slots, c->tokens, memory + c->tokens, hashed);
+}
+
+/* ---- The operation -------------------------------------------------------------------------------------------------- */
+
+/* Checks one of k and v, and fills `rows`, but not the places where the rows go. */
+static ba_status open_rows(const char *name, const ba_tensor *t, const ba_caches *c, int64_t dim, ba_stored_rows *rows) {
+    BA_TRY(ba_check_float(name, t));
+    if (t->ndim != 3 || t->dims[1] != c->heads || t->dims[2] != dim)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected shape (T, %" PRId64 ", %" PRId64 ") like %s_cache, got %s", name, c->heads, dim, name,
+                       ba_shape_text(t).chars);
+    BA_TRY(ba_check_last_axis(name, t));
+    BA_TRY(ba_check_extent(name, t));
+    *rows = (ba_stored_rows){.name = name,
+                             .from_dtype = t->dtype,
+                             .to_dtype = c->dtype,
+                             .dim = dim,
+                             .from = t->data,
+                             .token_stride = ba_step(t, 0),
+                             .head_stride = ba_step(t, 1)};
+    return BA_OK;
+}
+
+/* Where the rows of one array go. */
+static void set_places(ba_stored_rows *rows, const ba_view *cache, const ba_view *scale, bool scale_is_fixed) {
+    rows->to = *cache;
+    rows->scale = *scale;
+    rows->scale_is_fixed = scale_is_fixed;
+}
+
+/* Checks that no two elements of an array that is written share memory. */
+static ba_status check_own_places(const char *cache_name, const ba_tensor *cache, const char *scale_name, const ba_tensor *scale) {
+    BA_TRY(ba_check_places(cache_name, cache));
+    return ba_is_fixed_scale(scale) ? BA_OK : ba_check_places(scale_name, scale);
+}
+
+static ba_status open_call(const ba_tensor *k, const ba_tensor *v, const ba_paged_args *args, ba_caches *caches, ba_store_call *c) {
+    ba_paged_args a = *args;
+    if (!v && ba_given(&a.v_cache)) return ba_fail(BA_ERROR_VALUE, "v: expected values for v_cache, got none");
+    if (!v && ba_given(&a.v_scale)) return ba_fail(BA_ERROR_VALUE, "v_scale: expected none without v, got some");
+    if (v && !ba_given(&a.v_cache)) return ba_fail(BA_ERROR_VALUE, "v_cache: expected a cache for v, got none");
+    if (!v) { /* ba_check_caches() takes two caches: that of K stands for that of V */
+        a.v_cache = a.k_cache;
+        a.v_scale = a.k_scale;
+    }
+    BA_TRY(ba_check_threads(a.num_threads));
+    BA_TRY(ba_check_caches(&a, caches));
+    BA_TRY(open_rows("k", k, caches, caches->k_dim, &c->rows[0]));
+    BA_TRY(check_own_places("k_cache", &a.k_cache, "k_scale", &a.k_scale));
+    set_places(&c->rows[0], &caches->k, &caches->k_scale, ba_is_fixed_scale(&a.k_scale));
+    c->arrays = 1;
+    if (v) {
+        BA_TRY(open_rows("v", v, caches, caches->v_dim, &c->rows[1]));
+        BA_TRY(check_own_places("v_cache", &a.v_cache, "v_scale", &a.v_scale));
+        set_places(&c->rows[1], &caches->v, &caches->v_scale, ba_is_fixed_scale(&a.v_scale));
+        c->arrays = 2;
+        if (v->dims[0] != k->dims[0]) return ba_fail(BA_ERROR_VALUE, "v: expected %" PRId64 " tokens like k, got %" PRId64, k->dims[0], v->dims[0]);
+    }
+    c->tokens = k->dims[0];
+    c->heads = caches->heads;
+    c->page_size = caches->page_size;
+    return check_apart(caches, c);
+}
+
+/* Runs an opened call. */
+static ba_status run(ba_store_call *c, const ba_caches *caches, const int64_t *slots, const ba_page_tables *tables, bool planned, int num_threads) {
+    int64_t hashed = 2;
+    while (hashed <= c->tokens) hashed *= 2;
+    hashed *= 2; /* at most half full, so that a search is short */
+    const size_t bytes = (size_t)(c->tokens + hashed) * sizeof *slots;
+    int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
+    if (!memory) return ba_fail(BA_ERROR_MEMORY, "slot_mapping: expected %lld bytes of memory for a copy, got none", (long long)bytes);
+    ba_status status = choose_slots(c, slots, tables, planned, caches, memory, hashed);
+    if (status == BA_OK) status = ba_store_rows(c, num_threads);
+    free(memory);
+    return status;
+}
+
+ba_status ba_append_by_plan(const ba_tensor *k, const ba_tensor *v, const ba_page_tables *plan, const ba_paged_args *args) {
+    BA_IN_USUAL_MODE;
+    ba_caches caches;
+    ba_store_call c = {.tokens = 0};
+    BA_TRY(open_call(k, v, args, &caches, &c));
+    return run(&c, &caches, NULL, plan, true, args->num_threads);
+}
+
+ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args) {
+    BA_IN_USUAL_MODE;
+    ba_caches caches;
+    ba_store_call c = {.tokens = 0};
+    ba_page_tables tables = {0};
+    BA_TRY(ba_check_pointer("k", k));
+    BA_TRY(ba_check_pointer("args", args));
+    BA_TRY(open_call(k, v, args, &caches, &c));
+    if (!slots) BA_TRY(ba_open_page_tables(args, caches.page_size, -1, -1, &tables));
+    const ba_status status = run(&c, &caches, slots, &tables, false, args->num_threads);
+    ba_close_page_tables(&tables);
+    return status;
+}

@@ -1,0 +1,10 @@
+/* Selecting pages for the requests of tables that were opened for all calls of a step. Internal. */
+#ifndef BA_OPS_SELECT_PAGES_H
+#define BA_OPS_SELECT_PAGES_H
+
+#include "ops/kv_cache/page_tables.h"
+
+/* As ba_select_blocks(). `plan` replaces seq_lens, cu_q, batch and page_size of `args`, and for BA_SELECT_MAX the tables. It has no q_begin. */
+ba_status ba_select_by_plan(const ba_select_args *args, const ba_page_tables *plan);
+
+#endif

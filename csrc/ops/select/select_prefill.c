@@ -1,0 +1,349 @@
+/* Selects the blocks of keys that each block of queries attends. Groups of keys are made first; then rows of queries are multiplied with them, one
+ * strip of rows of blocks after the other; then the budget of each row, or of a whole sequence, decides which blocks are kept. */
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/float_mode.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "kernels/work_tuning.h"
+#include "ops/check.h"
+#include "ops/levels.h"
+#include "ops/open/open.h"
+#include "ops/scratch.h"
+#include "ops/select/select_prefill.h"
+
+enum { MOST_DEPTH = 1 << 16 }; /* numbers per row or group */
+
+/* ---- Checks ------------------------------------------------------------------------------------------------------- */
+
+static ba_status check_sizes(const ba_select_prefill_args *a) {
+    const struct {
+        const char *name;
+        int64_t value;
+    } counts[] = {
+        {"sink", a->sink}, {"recent", a->recent}, {"last_columns", a->last_columns}, {"first_rows", a->first_rows}, {"last_rows", a->last_rows}};
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+        if (counts[i].value < 0) return ba_fail(BA_ERROR_VALUE, "%s: expected at least 0 blocks, got %" PRId64, counts[i].name, counts[i].value);
+    if ((unsigned)a->chooser > BA_CHOOSER_VERTICAL_SLASH)
+        return ba_fail(BA_ERROR_VALUE, "chooser: expected pooled, antidiagonal, sampled_rows or vertical_slash, got %d", (int)a->chooser);
+    if ((unsigned)a->term > BA_TERM_BOTH) return ba_fail(BA_ERROR_VALUE, "term: expected mean, bound or both, got %d", (int)a->term);
+    const bool pooled = a->chooser == BA_CHOOSER_POOLED;
+    const char *name = pooled ? "pool" : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? "stride" : "rows";
+    if (a->chooser == BA_CHOOSER_VERTICAL_SLASH && ba_given(&a->call.kv_ranges))
+        return ba_fail(BA_ERROR_VALUE, "kv_ranges: expected None with the chooser vertical_slash, whose lines run through all keys, got ranges");
+    if (a->chooser == BA_CHOOSER_VERTICAL_SLASH)
+        return a->pool_q < 1 ? ba_fail(BA_ERROR_VALUE, "rows: expected at least 1 query, got %" PRId64, a->pool_q) : BA_OK;
+    if (a->pool_q < 1 || a->call.block_q % a->pool_q != 0)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a divisor of block_shape[0] = %" PRId64 ", got %" PRId64, name, a->call.block_q, a->pool_q);
+    if (a->pool_k < 1 || a->call.block_kv % a->pool_k != 0)
+        return ba_fail(BA_ERROR_VALUE, "%s: expected a divisor of block_shape[1] = %" PRId64 ", got %" PRId64, name, a->call.block_kv, a->pool_k);
+    return BA_OK;
+}
+
+static ba_status check_budgets(const ba_select_prefill_args *a, int64_t lists) {
+    static const char *const names[] = {"density", "top_p", "threshold", "top_k"};
+    if ((unsigned)a->budget > BA_BUDGET_TOP_K)
+        return ba_fail(BA_ERROR_VALUE, "budget: expected density, top_p, threshold or top_k, got %d", (int)a->budget);
+    const char *name = names[a->budget];
+    const ba_tensor *t = &a->budgets;
+    if (t->dtype != BA_FLOAT64) return ba_fail(BA_ERROR_TYPE, "%s: expected float64, got %s", name, ba_dtype_name(t->dtype));
+    if (t->ndim != 1 || (t->dims[0] != 1 && t->dims[0] != lists))
+        return ba_fail(BA_ERROR_VALUE, "%s: expected one number, or one for each of %" PRId64 " lists, got %s", name, lists, ba_shape_text(t).chars);
+    BA_TRY(ba_check_extent(name, t));
+    for (int64_t i = 0; i < t->dims[0]; i++) {
+        const double budget = ((const double *)t->data)[i * ba_step(t, 0)];
+        if (a->budget == BA_BUDGET_TOP_K ? !(budget >= 1) : !(budget > 0 && budget <= 1))
+            return ba_fail(BA_ERROR_VALUE,
+                           a->budget == BA_BUDGET_TOP_K ? "%s: expected at least 1 block, got %s"
+                                                        : "%s: expected a number above 0 and at most 1, got %s",
+                           name, ba_number_text(budget, BA_FLOAT64).chars);
+    }
+    return BA_OK;
+}
+
+ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
+    BA_IN_USUAL_MODE;
+    ba_block_sparse_args call = a->call;
+    call.v = call.k;
+    call.blocks = call.attn_mask = call.out = call.lse = (ba_tensor){0};
+    call.alibi_slopes = NULL;
+    call.cu_rows = NULL;
+    call.q_total = NULL;
+    call.key_stride = call.key_last = 0;
+    *c = (ba_prefill){.args = a};
+    ba_attention attention = {0};
+    BA_TRY(ba_open_block_sparse(&call, &attention));
+    c->p = attention.problem;
+    ba_close_attention(&attention);
+    BA_TRY(check_sizes(a));
+    c->lists = a->per_kv_head ? c->p.kv_heads : c->p.heads;
+    c->list_heads = c->p.heads / c->lists;
+    BA_TRY(check_budgets(a, c->lists));
+    c->words = ba_ceil_div(c->p.block_columns, 64);
+    c->kept_shape = (ba_tensor){.dtype = BA_INT64, .ndim = 4, .dims = {c->p.batch, c->lists, c->p.block_rows, c->words}};
+    c->counts_shape = (ba_tensor){.dtype = BA_INT32, .ndim = 3, .dims = {c->p.batch, c->lists, c->p.block_rows}};
+    c->scores_shape = (ba_tensor){.dtype = BA_FLOAT32, .ndim = 4, .dims = {c->p.batch, c->lists, c->p.block_rows, c->p.block_columns}};
+    c->lists_shape = (ba_tensor){.dtype = BA_INT32, .ndim = 4, .dims = {c->p.batch, c->p.heads, c->p.block_rows, 1}};
+    int64_t bytes = (int64_t)sizeof(float);
+    for (int i = 0; i < 4; i++)
+        if (__builtin_mul_overflow(bytes, ba_max(1, c->scores_shape.dims[i]), &bytes))
+            return ba_fail(BA_ERROR_VALUE, "q: expected scores below 2^63 bytes, got shape %s", ba_shape_text(&c->scores_shape).chars);
+    const int64_t row_tokens = a->chooser == BA_CHOOSER_SAMPLED_ROWS ? a->call.block_q / a->pool_q : a->pool_q;
+    c->row_tokens = a->chooser == BA_CHOOSER_VERTICAL_SLASH ? 1 : ba_min(row_tokens, c->p.block_q);
+    c->group_tokens = ba_min(a->pool_k, c->p.block_kv);
+    c->rows_per_block = ba_max(1, c->p.block_q / c->row_tokens);
+    c->groups_per_block = ba_max(1, c->p.block_kv / c->group_tokens);
+    const bool ranges = a->chooser == BA_CHOOSER_POOLED && a->term != BA_TERM_MEAN;
+    c->depth = c->p.head_dim * (ranges ? 2 : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? c->row_tokens : 1);
+    if (c->depth > MOST_DEPTH)
+        return ba_fail(BA_ERROR_VALUE, "stride: expected at most %" PRId64 " tokens with D = %" PRId64 ", got %" PRId64, MOST_DEPTH / c->p.head_dim,
+                       c->p.head_dim, c->row_tokens);
+    return BA_OK;
+}
+
+ba_status ba_set_prefill_outputs(const ba_select_prefill_args *a, ba_prefill *c) {
+    c->args = a;
+    BA_TRY(ba_check_output("kept", &a->kept, &c->kept_shape, false));
+    BA_TRY(ba_check_output("counts", &a->counts, &c->counts_shape, false));
+    return ba_given(&a->scores) ? ba_check_output("scores", &a->scores, &c->scores_shape, false) : BA_OK;
+}
+
+/* ---- Items ---------------------------------------------------------------------------------------------------------- */
+
+static int64_t groups_of(const ba_prefill *c, int64_t batch) { return ba_ceil_div(ba_kv_span(&c->p, batch).valid, c->group_tokens); }
+
+/* Makes ba_work.choose.groups groups of one (batch entry, KV head) pair. */
+static void make_groups(void *context, int64_t item, int worker) {
+    const ba_prefill *c = context;
+    const int64_t here = item % c->pairs, pair = c->first_pair + here, batch = pair / c->p.kv_heads;
+    const int64_t begin = item / c->pairs * ba_work.choose.groups, end = ba_min(begin + ba_work.choose.groups, groups_of(c, batch));
+    ba_strip_scratch s;
+    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    for (int64_t g = begin; g < end; g++)
+        ba_features_of_group(c, &s.features, batch, pair % c->p.kv_heads, g, c->groups + here * c->pair_bytes + g * c->pitch * c->number_size);
+}
+
+/* Scores one strip of a list and decides what its rows keep. The last strips come first, because they take the longest in causal calls. */
+static void score_strip(void *context, int64_t item, int worker) {
+    const ba_prefill *c = context;
+    /* item = (strips behind this one * pairs in memory + pair) * lists per pair + list */
+    const int64_t lists = c->lists / c->p.kv_heads, list = item % lists, pair = c->first_pair + item / lists % c->pairs;
+    const int64_t behind = item / lists / c->pairs;
+    ba_strip strip = {.batch = pair / c->p.kv_heads, .list = pair % c->p.kv_heads * lists + list};
+    strip.first = (c->strips - 1 - behind) * c->strip_rows;
+    strip.rows = ba_min(c->strip_rows, c->p.block_rows - strip.first);
+    ba_strip_scratch s;
+    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    if (!ba_strip_score(c, &s, &strip)) return;
+    const bool counts_tails = c->args->budget == BA_BUDGET_DENSITY;
+    if (counts_tails) memset(s.bins, 0, 2 * BA_TAIL_CLASSES * sizeof *s.bins);
+    for (int64_t r = 0; r < strip.rows; r++) ba_budget_row(c, &s, strip.batch, strip.list, strip.first + r, s.scores + r * c->p.block_columns);
+    if (counts_tails) ba_budget_count(c, &s, strip.batch, strip.list);
+}
+
+/* Finds the lines of one query head. */
+static void find_lines(void *context, int64_t item, int worker) {
+    const ba_prefill *c = context;
+    const int64_t pair = c->first_pair + item / c->p.group;
+    ba_strip_scratch s;
+    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    ba_lines_find(c, &s, pair / c->p.kv_heads, pair % c->p.kv_heads * c->p.group + item % c->p.group, item);
+}
+
+/* ---- The call ------------------------------------------------------------------------------------------------------- */
+
+/* Sets where the tails of each sequence begin, unless `begin` is NULL. Returns the number of all tails. */
+static int64_t lay_out_tails(const ba_prefill *c, int64_t *begin) {
+    int64_t all = 0;
+    for (int64_t b = 0; b < c->p.batch; b++) {
+        if (begin) begin[b] = all;
+        all += c->lists * ba_ceil_div(ba_q_span(&c->p, b).valid, c->p.block_q) * ba_prefill_columns(c, b);
+    }
+    return all;
+}
+
+/* Bytes of the lines of one (batch entry, KV head) pair. */
+static int64_t lines_bytes(const ba_prefill *c) {
+    return c->args->chooser == BA_CHOOSER_VERTICAL_SLASH ? c->p.group * ba_lines_doubles(c) * (int64_t)sizeof(double) : 0;
+}
+
+/* The number of shares of a call. */
+static int64_t shares_in(const ba_prefill *c) { return c->args->budget == BA_BUDGET_DENSITY ? c->p.batch * c->args->budgets.dims[0] : 0; }
+
+/* Lays out the memory of a call. */
+static int64_t lay_out_call(ba_prefill *c, int threads, char *base) {
+    const int64_t lines = lines_bytes(c), shares = shares_in(c), rows = shares ? c->p.batch * c->lists * c->p.block_rows : 0;
+    int64_t used = 0;
+    c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    used += ba_rows_lay_out(c, base ? base + used : NULL, &c->rows);
+    c->groups = ba_take(base, &used, c->pairs * c->pair_bytes);
+    c->lines = lines ? ba_take(base, &used, c->pairs * lines) : NULL;
+    c->tails_begin = ba_take(base, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
+    c->tails = ba_take(base, &used, shares ? lay_out_tails(c, c->tails_begin) * (int64_t)sizeof(float) : 0);
+    c->outlines = ba_take(base, &used, rows * (int64_t)sizeof(ba_outline));
+    c->middles = ba_take(base, &used, rows * c->words * (int64_t)sizeof(uint64_t));
+    c->shares = ba_take(base, &used, shares * (int64_t)sizeof(ba_share));
+    c->bins = ba_take(base, &used, shares * BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
+    return used;
+}
+
+static ba_status run(ba_prefill *c, int threads) {
+    ba_status status = c->rows.seen ? ba_parallel(threads, c->p.batch * c->p.block_rows, ba_note_row, c) : BA_OK;
+    /* All (batch entry, KV head) pairs take turns, as many at once as have room for their groups: c->pairs becomes the number in this round. */
+    const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->pairs, lists = c->lists / c->p.kv_heads; /* lists: per pair */
+    const int64_t stretches = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->group_tokens), ba_work.choose.groups);
+    for (c->first_pair = 0; status == BA_OK && c->first_pair < all; c->first_pair += at_once) {
+        c->pairs = ba_min(at_once, all - c->first_pair);
+        status = ba_parallel(threads, c->pairs * stretches, make_groups, c);
+        if (status == BA_OK && c->lines) status = ba_parallel(threads, c->pairs * c->p.group, find_lines, c);
+        if (status == BA_OK) status = ba_parallel(threads, c->pairs * lists * c->strips, score_strip, c);
+    }
+    if (status == BA_OK && c->args->budget == BA_BUDGET_DENSITY) status = ba_budget_share(c, threads);
+    return status;
+}
+
+/* There is no block to keep: `kept` and `scores` have no elements, and all counts are 0. */
+static void keep_nothing(const ba_prefill *c) {
+    const ba_tensor *counts = &c->args->counts;
+    for (int64_t b = 0; b < c->p.batch; b++)
+        for (int64_t l = 0; l < c->lists; l++)
+            for (int64_t r = 0; r < c->p.block_rows; r++)
+                ((int32_t *)counts->data)[b * counts->strides[0] + l * counts->strides[1] + r * counts->strides[2]] = 0;
+}
+
+ba_status ba_run_prefill(ba_prefill *c) {
+    BA_IN_USUAL_MODE;
+    if (c->p.block_columns == 0) keep_nothing(c);
+    if (c->p.batch == 0 || c->p.block_rows == 0 || c->p.block_columns == 0) return BA_OK;
+    c->real = ba_real_of(c->p.dtype);
+    const ba_isa level = ba_level_with_parts(ba_isa_active(), c->real);
+    c->kernels = ba_kernels_at(level);
+    const ba_attend_family *own = c->kernels->attend[c->p.dtype];
+    const bool pairs = c->p.dtype == BA_BFLOAT16 && own->panel->sum_blocks && !own->pack->keys;
+    c->family = pairs ? own : c->kernels->vector[c->real];
+    c->real_size = c->family->real_size;
+    c->number_size = pairs ? (int64_t)sizeof(uint16_t) : c->real_size;
+    c->scale = c->p.scale / (c->args->chooser == BA_CHOOSER_ANTIDIAGONAL ? (double)c->row_tokens : 1) * BA_LOG2_E;
+    c->lanes = c->family->lanes[0];
+    c->chunk = ba_tuning_at(level)->chunk_keys;
+    c->pitch = ba_round_up(c->depth, BA_PACK_PAD);
+    const int64_t groups = ba_ceil_div(c->p.kv_len, c->group_tokens), rows = ba_ceil_div(c->p.q_len, c->row_tokens);
+    c->pair_bytes = groups * c->pitch * c->number_size;
+    c->pairs = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, ba_work.choose.group_bytes / ba_max(1, c->pair_bytes + lines_bytes(c))));
+    const double work =
+        (double)c->p.batch * (double)c->p.heads * ((double)rows * (double)groups * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);
+    const int64_t most_items = ba_max(c->p.batch * c->lists * c->p.block_rows, ba_ceil_div(c->pairs * groups, ba_work.choose.groups));
+    const int threads = ba_threads_of_call(c->args->call.num_threads, work, ba_work.small_products, most_items);
+    /* How many rows of blocks fit a panel as a whole. 0: several panels share one, and the next row of blocks begins with a new panel. */
+    const int64_t panel_blocks = c->lanes / c->rows_per_block;
+    c->panel_rows = panel_blocks ? panel_blocks * c->rows_per_block : c->lanes;
+    /* Several panels read a chunk of groups together, where there are strips enough for all threads. Their number changes no bit. */
+    for (c->panels = BA_STRIP_PANELS;; c->panels /= 2) {
+        c->strip_rows = ba_min(c->p.block_rows, panel_blocks ? c->panels * panel_blocks : 1);
+        c->strips = ba_ceil_div(c->p.block_rows, c->strip_rows);
+        if (c->panels == 1 || c->p.batch * c->lists * c->strips >= ba_work.choose.strips * threads) break;
+    }
+    ba_strip_scratch unused;
+    c->scratch_bytes = ba_strip_lay_out(c, NULL, &unused);
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(c, threads, NULL), &memory));
+    lay_out_call(c, threads, memory);
+    memset(c->bins, 0, (size_t)shares_in(c) * BA_BUDGET_BINS * sizeof *c->bins);
+    const ba_status status = run(c, threads);
+    ba_arena_release();
+    return status;
+}
+
+ba_status ba_select_prefill(const ba_select_prefill_args *args) {
+    ba_prefill c;
+    BA_TRY(ba_check_pointer("args", args));
+    BA_TRY(ba_open_prefill(args, &c));
+    BA_TRY(ba_set_prefill_outputs(args, &c));
+    return ba_run_prefill(&c);
+}
+
+/* ---- Lists ------------------------------------------------------------------------------------------------------------ */
+
+static void set_entry(const ba_tensor *lists, int64_t place, int64_t column) {
+    switch (lists->dtype) {
+    case BA_UINT16: ((uint16_t *)lists->data)[place] = (uint16_t)column; break;
+    case BA_INT16: ((int16_t *)lists->data)[place] = (int16_t)column; break;
+    case BA_INT32: ((int32_t *)lists->data)[place] = (int32_t)column; break;
+    default: ((int64_t *)lists->data)[place] = column; break;
+    }
+}
+
+static int64_t largest_entry(ba_dtype dtype) {
+    switch (dtype) {
+    case BA_UINT16: return UINT16_MAX - 1; /* UINT16_MAX is the pad */
+    case BA_INT16: return INT16_MAX;
+    case BA_INT32: return INT32_MAX;
+    default: return INT64_MAX;
+    }
+}
+
+/* The words of a row; NULL where there are none. */
+static const uint64_t *words_of(const ba_tensor *kept, int64_t batch, int64_t list, int64_t row) {
+    if (kept->dims[3] == 0) return NULL;
+    return (const uint64_t *)kept->data + batch * kept->strides[0] + list * kept->strides[1] + row * kept->strides[2];
+}
+
+/* Checks that the lists have room for the fullest row, and a dtype that holds the last column of all rows. */
+static ba_status check_room(const ba_tensor *kept, const ba_tensor *lists) {
+    int64_t fullest = 0, last = -1;
+    for (int64_t b = 0; b < kept->dims[0]; b++)
+        for (int64_t l = 0; l < kept->dims[1]; l++)
+            for (int64_t r = 0; r < kept->dims[2]; r++) {
+                const uint64_t *words = words_of(kept, b, l, r);
+                int64_t n = 0;
+                for (int64_t w = 0; w < kept->dims[3]; w++) {
+                    const uint64_t word = words[w * kept->strides[3]];
+                    n += __builtin_popcountll(word);
+                    if (word) last = ba_max(last, w * 64 + 63 - __builtin_clzll(word));
+                }
+                fullest = ba_max(fullest, n);
+            }
+    if (fullest > lists->dims[3])
+        return ba_fail(BA_ERROR_VALUE, "sabi: expected at least %" PRId64 " places per row, got %" PRId64, fullest, lists->dims[3]);
+    if (last <= largest_entry(lists->dtype)) return BA_OK;
+    return ba_fail(BA_ERROR_VALUE, "sabi: expected a dtype that holds column %" PRId64 ", got %s", last, ba_dtype_name(lists->dtype));
+}
+
+ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists) {
+    BA_TRY(ba_check_pointer("kept", kept));
+    BA_TRY(ba_check_pointer("lists", lists));
+    if (kept->dtype != BA_INT64 || kept->ndim != 4)
+        return ba_fail(BA_ERROR_VALUE, "kept: expected int64 (B, lists, rows, words), got %s", ba_shape_text(kept).chars);
+    BA_TRY(ba_check_extent("kept", kept));
+    if (lists->dtype != BA_UINT16 && lists->dtype != BA_INT16 && lists->dtype != BA_INT32 && lists->dtype != BA_INT64)
+        return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(lists->dtype));
+    if (lists->ndim != 4 || lists->dims[0] != kept->dims[0] || lists->dims[2] != kept->dims[2] ||
+        (kept->dims[1] ? lists->dims[1] % kept->dims[1] : lists->dims[1]))
+        return ba_fail(BA_ERROR_VALUE, "sabi: expected lists of %s, got %s", ba_shape_text(kept).chars, ba_shape_text(lists).chars);
+    BA_TRY(ba_check_extent("sabi", lists));
+    BA_TRY(ba_check_places("sabi", lists));
+    ba_tensor from = *kept, to = *lists;
+    ba_drop_unused_strides(&from);
+    ba_drop_unused_strides(&to);
+    BA_TRY(check_room(&from, &to));
+    const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3];
+    int64_t steps = 0;
+    for (int64_t b = 0; b < kept->dims[0]; b++)
+        for (int64_t l = 0; l < kept->dims[1]; l++)
+            for (int64_t r = 0; r < kept->dims[2]; r++) {
+                BA_TRY(ba_look_after(&steps, width * group));
+                const uint64_t *words = words_of(&from, b, l, r);
+                const int64_t place = b * to.strides[0] + l * group * to.strides[1] + r * to.strides[2];
+                int64_t n = 0;
+                for (int64_t w = 0; w < kept->dims[3]; w++)
+                    for (uint64_t word = words[w * from.strides[3]]; word; word &= word - 1, n++)
+                        for (int64_t g = 0; g < group; g++)
+                            set_entry(&to, place + g * to.strides[1] + n * to.strides[3], w * 64 + __builtin_ctzll(word));
+                for (; n < width; n++)
+                    for (int64_t g = 0; g < group; g++) set_entry(&to, place + g * to.strides[1] + n * to.strides[3], -1);
+            }
+    return BA_OK;
+}

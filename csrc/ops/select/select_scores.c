@@ -1,0 +1,272 @@
+/* Scores of blocks. Rows are the lanes of a panel, as in attention, and are multiplied with one chunk of groups after the other. The weights of a
+ * chunk are relative to the maximum so far. Each block keeps its sum of weights, and each chunk the factor by which it has raised the maximum; when
+ * all chunks are done, these factors and the sum of all weights turn the sums into shares. */
+#include <math.h>
+#include <string.h>
+
+#include "core/pool.h"
+#include "ops/reals.h"
+#include "ops/scratch.h"
+#include "ops/select/select_prefill.h"
+
+/* The end of the chunk of groups that begins at `begin`: a chunk is some whole blocks, or a part of one block. */
+static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
+    const int64_t per_block = c->groups_per_block;
+    const int64_t in_blocks = c->chunk - c->chunk % per_block;
+    if (per_block <= c->chunk) return (begin / in_blocks + 1) * in_blocks; /* the same borders for every panel */
+    return ba_min(begin + c->chunk, (begin / per_block + 1) * per_block);
+}
+
+/* The largest number of chunks of a panel. Blocks that are longer than a chunk have as many whole chunks as fit the groups of the sequence, which may
+ * be much shorter than a block, and each ends with one more. Where a chunk is some whole blocks, the panel's first chunk may be shorter than others.
+ */
+static int64_t most_chunks(const ba_prefill *c) {
+    const int64_t per_block = c->groups_per_block;
+    if (per_block > c->chunk) return ba_ceil_div(c->p.kv_len, c->group_tokens) / c->chunk + c->p.block_columns;
+    return ba_ceil_div(c->p.block_columns * per_block, c->chunk - c->chunk % per_block) + 1;
+}
+
+/* Bytes of what each panel of a strip has for itself. */
+typedef struct panel_sizes {
+    int64_t q, reals, bounds, sums, alphas, chunks;
+} panel_sizes;
+
+static panel_sizes sizes_of(const ba_prefill *c) {
+    const int64_t lanes = c->lanes, columns = ba_max(1, c->p.block_columns), reals = ba_round_up(lanes * c->real_size, BA_ALIGN);
+    return (panel_sizes){.q = ba_round_up(lanes * ba_round_up(c->depth, c->family->dim_pad) * c->family->q_bytes, BA_ALIGN),
+                         .reals = reals,
+                         .bounds = ba_round_up(lanes * (int64_t)sizeof(int32_t), BA_ALIGN),
+                         .sums = ba_round_up(columns * lanes * c->real_size, BA_ALIGN),
+                         .alphas = ba_round_up(most_chunks(c) * lanes * c->real_size, BA_ALIGN),
+                         .chunks = ba_round_up(columns * (int64_t)sizeof(int32_t), BA_ALIGN)};
+}
+
+/* The scratch of a worker as panel number `panel` of a strip sees it. */
+static ba_strip_scratch of_panel(const ba_prefill *c, const ba_strip_scratch *s, int64_t panel) {
+    const panel_sizes sizes = sizes_of(c);
+    ba_strip_scratch own = *s;
+    own.q += panel * sizes.q;
+    own.m += panel * sizes.reals;
+    own.l += panel * sizes.reals;
+    own.lo = (int32_t *)((char *)s->lo + panel * sizes.bounds);
+    own.hi = (int32_t *)((char *)s->hi + panel * sizes.bounds);
+    own.sums += panel * sizes.sums;
+    own.alphas += panel * sizes.alphas;
+    own.chunks = (int32_t *)((char *)s->chunks + panel * sizes.chunks);
+    return own;
+}
+
+int64_t ba_strip_lay_out(const ba_prefill *c, char *base, ba_strip_scratch *s) {
+    const int64_t real = c->real_size, lanes = c->lanes, columns = ba_max(1, c->p.block_columns);
+    int64_t used = ba_round_up(ba_features_lay_out(c, base, &s->features), BA_ALIGN);
+    s->rows = ba_take(base, &used, lanes * c->pitch * c->number_size);
+    s->pointers = ba_take(base, &used, lanes * (int64_t)sizeof(void *));
+    const panel_sizes sizes = sizes_of(c);
+    s->q = ba_take(base, &used, c->panels * sizes.q);
+    s->m = ba_take(base, &used, c->panels * sizes.reals);
+    s->l = ba_take(base, &used, c->panels * sizes.reals);
+    s->row_max = ba_take(base, &used, lanes * real);
+    s->lo = ba_take(base, &used, c->panels * sizes.bounds);
+    s->hi = ba_take(base, &used, c->panels * sizes.bounds);
+    s->key_index = ba_take(base, &used, 2 * c->chunk * (int64_t)sizeof(int32_t));
+    s->k_rows = ba_take(base, &used, 2 * c->chunk * (int64_t)sizeof(void *));
+    s->chunk = ba_take(base, &used, c->chunk * ba_max(c->family->scratch_per_key, lanes * real));
+    s->sums = ba_take(base, &used, c->panels * sizes.sums);
+    s->alphas = ba_take(base, &used, c->panels * sizes.alphas);
+    s->chunks = ba_take(base, &used, c->panels * sizes.chunks);
+    s->head = ba_take(base, &used, c->strip_rows * ba_head_pitch(c) * (int64_t)sizeof(double));
+    s->scores = ba_take(base, &used, c->strip_rows * columns * (int64_t)sizeof(float));
+    s->places = ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
+    s->other_places = ba_take(base, &used, columns * (int64_t)sizeof(uint64_t));
+    s->middle = ba_take(base, &used, ba_max(1, c->words) * (int64_t)sizeof(uint64_t));
+    s->free_scores = ba_take(base, &used, columns * (int64_t)sizeof(float));
+    s->bins = ba_take(base, &used, (BA_BUDGET_BINS + BA_SPARE_BINS) * (int64_t)sizeof(int64_t)); /* for ba_budget_share, too */
+    return used;
+}
+
+/* ---- A panel ---------------------------------------------------------------------------------------------------- */
+
+ba_panel_rows ba_panel_open(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t head, int64_t first, int64_t rows) {
+    ba_panel_rows at = {.lo = INT64_MAX, .all_hi = INT64_MAX};
+    const int64_t q_valid = ba_q_span(&c->p, batch).valid;
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t begin = (first + i) * c->row_tokens, last = ba_min(begin + c->row_tokens, q_valid) - 1;
+        const ba_range keys = ba_prefill_keys(c, batch, c->args->chooser == BA_CHOOSER_SAMPLED_ROWS ? last : begin, last);
+        const int64_t lo = keys.lo / c->group_tokens, hi = ba_ceil_div(keys.hi, c->group_tokens);
+        s->lo[i] = (int32_t)lo;
+        s->hi[i] = (int32_t)hi;
+        if (hi > 0) at.lo = ba_min(at.lo, lo);
+        at.hi = ba_max(at.hi, hi);
+        at.all_lo = ba_max(at.all_lo, lo);
+        at.all_hi = ba_min(at.all_hi, hi);
+        char *row = s->rows + i * c->pitch * c->number_size;
+        ba_features_of_row(c, &s->features, batch, head, first + i, row);
+        s->pointers[i] = row;
+    }
+    for (int64_t i = 0; i < c->lanes; i++) {
+        if (i >= rows) s->lo[i] = s->hi[i] = 0;
+        ba_set_real(s->m, i, ba_initial_m(c->real_size), c->real_size);
+        ba_set_real(s->l, i, 0, c->real_size);
+    }
+    c->family->pack->queries[0](s->q, s->pointers, rows, c->depth, c->scale);
+    return at;
+}
+
+void ba_point_to_groups(const ba_prefill *c, const ba_strip_scratch *s, const char *groups, int64_t begin, int64_t end) {
+    const int64_t bytes = c->pitch * c->number_size;
+    for (int64_t g = begin; g < end; g++) {
+        s->k_rows[g - begin] = groups + g * bytes;
+        s->key_index[g - begin] = (int32_t)g;
+    }
+}
+
+void ba_panel_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_panel_rows *at, const ba_group_range *range, int64_t block, void *sums,
+                    void *alpha) {
+    const int64_t begin = range->begin, end = range->end;
+    const bool all_see = begin >= at->all_lo && end <= at->all_hi;
+    const ba_panel panel = {.q = s->q, .m = s->m, .l = s->l, .lo = all_see ? NULL : s->lo, .hi = all_see ? NULL : s->hi};
+    const ba_chunk chunk = {.keys = end - begin,
+                            .head_dim = c->depth,
+                            .v_dim = 1,
+                            .k_rows = s->k_rows + (begin - range->first),
+                            .v_rows = s->k_rows,
+                            .k_next = s->k_rows + (range->next - range->first),
+                            .v_next = s->k_rows,
+                            .next_rows = range->next_end - range->next,
+                            .k_next_bytes = c->depth * c->number_size,
+                            .next_level = c->kernels->cache[BA_FLOAT32]->prefetch_level,
+                            .key_index = s->key_index + (begin - range->first),
+                            .scale = c->scale,
+                            .scratch = s->chunk};
+    c->family->panel->scores[0](&panel, &chunk, s->row_max);
+    if (at->known) /* no score may raise m */
+        for (int64_t i = 0; i < c->lanes; i++) ba_set_real(s->row_max, i, ba_initial_m(c->real_size), c->real_size);
+    c->family->panel->sum_blocks(&panel, &chunk, s->row_max, alpha, &(ba_block_sums){sums, block, begin % block});
+}
+
+/* A panel while its strip is scored. */
+typedef struct scored_panel {
+    ba_strip_scratch s;
+    ba_panel_rows at;
+    int64_t first, rows; /* of the head */
+    int64_t first_block, end_block;
+    int32_t chunks;
+} scored_panel;
+
+/* Joins of each two neighbours one: the larger, or the sum. */
+#define DEFINE_CLOSE(real)                                                                                                                           \
+    static void halve_##real(real *restrict to, const real *restrict from, int64_t n, bool largest) {                                                \
+        if (largest)                                                                                                                                 \
+            for (int64_t i = 0; i < n; i++) to[i] = from[2 * i] > from[2 * i + 1] ? from[2 * i] : from[2 * i + 1];                                   \
+        else                                                                                                                                         \
+            for (int64_t i = 0; i < n; i++) to[i] = from[2 * i] + from[2 * i + 1];                                                                   \
+    }                                                                                                                                                \
+    /* Turns the sums of a panel into shares, and joins those of the rows of each row of blocks to the scores of the strip. It goes backwards: what  \
+     * the sums of a chunk are to be multiplied with is the product of the alphas of all chunks behind it, over the sum of all weights. */           \
+    static void close_panel_##real(const ba_prefill *c, const scored_panel *p, const ba_strip *strip, double *scores) {                              \
+        const int64_t lanes = c->lanes, pitch = ba_head_pitch(c), together = ba_min(c->rows_per_block, lanes); /* lanes of a row of blocks */        \
+        const bool largest = c->args->largest != 0;                                                                                                  \
+        real factor[BA_MAX_LANES], shares[2][BA_MAX_LANES];                                                                                          \
+        for (int64_t i = 0; i < lanes; i++) {                                                                                                        \
+            const real l = ((const real *)p->s.l)[i];                                                                                                \
+            factor[i] = i >= p->rows || l == 0 ? 0 : 1 / l;                                                                                          \
+        }                                                                                                                                            \
+        int32_t chunk = p->chunks - 1;                                                                                                               \
+        for (int64_t block = p->end_block - 1; block >= p->first_block; block--) {                                                                   \
+            const real *sum = (const real *)p->s.sums + (block - p->first_block) * lanes;                                                            \
+            for (; chunk > p->s.chunks[block - p->first_block]; chunk--)                                                                             \
+                for (int64_t i = 0; i < lanes; i++) factor[i] *= ((const real *)p->s.alphas)[chunk * lanes + i];                                     \
+            for (int64_t i = 0; i < lanes; i++) {                                                                                                    \
+                const real share = sum[i] * factor[i];                                                                                               \
+                shares[0][i] = share > 0 ? share : 0; /* what is not a number counts as 0 */                                                         \
+            }                                                                                                                                        \
+            int64_t size = together;                                                                                                                 \
+            int at = 0;                                                                                                                              \
+            for (int64_t n = lanes / 2; size % 2 == 0; n /= 2, size /= 2, at = !at) halve_##real(shares[!at], shares[at], n, largest);               \
+            double *score = scores + (p->first / c->rows_per_block - strip->first) * pitch + block;                                                  \
+            for (int64_t lane = 0; lane * together < p->rows * size; lane += size, score += pitch) {                                                 \
+                real joined = shares[at][lane];                                                                                                      \
+                for (int64_t i = lane + 1; i < lane + size; i++)                                                                                     \
+                    joined = !largest ? joined + shares[at][i] : shares[at][i] > joined ? shares[at][i] : joined;                                    \
+                *score = !largest ? *score + (double)joined : (double)joined > *score ? (double)joined : *score;                                     \
+            }                                                                                                                                        \
+        }                                                                                                                                            \
+    }
+DEFINE_CLOSE(float)
+DEFINE_CLOSE(double)
+
+/* Scores the groups of a range that the panel sees, and adds up their blocks. */
+static void score_chunk(const ba_prefill *c, scored_panel *p, const ba_group_range *range) {
+    const int64_t per_block = c->groups_per_block, line = c->lanes * c->real_size;
+    ba_group_range own = *range;
+    own.begin = ba_max(own.begin, p->first_block * per_block);
+    own.end = ba_min(own.end, p->at.hi);
+    if (own.begin >= own.end) return;
+    ba_panel_score(c, &p->s, &p->at, &own, per_block, p->s.sums + (own.begin / per_block - p->first_block) * line, p->s.alphas + p->chunks * line);
+    for (int64_t b = own.begin / per_block; b < ba_ceil_div(own.end, per_block); b++) p->s.chunks[b - p->first_block] = p->chunks;
+    p->chunks++;
+}
+
+/* Adds the scores of rows first .. first + rows - 1 of one query head, which lie in the strip, to s->head. The panels score one chunk of groups after
+ * the other, so that a chunk is read from memory once. */
+static void score_panels(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip, int64_t head, int64_t first, int64_t rows) {
+    const int64_t per_block = c->groups_per_block, pair = strip->batch * c->p.kv_heads + head / c->p.group - c->first_pair;
+    const char *groups = c->groups + pair * c->pair_bytes;
+    scored_panel panels[BA_STRIP_PANELS];
+    int64_t n = 0, lo = INT64_MAX, hi = 0;
+    for (int64_t at = 0; at < rows; at += c->panel_rows, n++) {
+        scored_panel *p = &panels[n];
+        *p = (scored_panel){.s = of_panel(c, s, n), .first = first + at, .rows = ba_min(c->panel_rows, rows - at)};
+        p->at = ba_panel_open(c, &p->s, strip->batch, head, p->first, p->rows);
+        if (p->at.hi == 0) continue;
+        p->first_block = p->at.lo / per_block;
+        p->end_block = ba_ceil_div(p->at.hi, per_block);
+        lo = ba_min(lo, p->first_block * per_block);
+        hi = ba_max(hi, p->at.hi);
+    }
+    for (int64_t begin = lo, end; begin < hi; begin = end) {
+        end = ba_min(chunk_end(c, begin), hi);
+        const int64_t next_end = end < hi ? ba_min(chunk_end(c, end), hi) : end;
+        ba_point_to_groups(c, s, groups, begin, next_end);
+        for (int64_t i = 0; i < n; i++) { /* each panel prefetches a share of the next chunk */
+            const int64_t next = end + (next_end - end) * i / n;
+            score_chunk(c, &panels[i], &(ba_group_range){begin, begin, end, next, end + (next_end - end) * (i + 1) / n});
+        }
+    }
+    for (int64_t i = 0; i < n; i++) (c->real_size == 4 ? close_panel_float : close_panel_double)(c, &panels[i], strip, s->head);
+}
+
+/* ---- A strip ----------------------------------------------------------------------------------------------------- */
+
+/* Adds a query head's scores to those of its list, each row divided by its sum. Where the sum is not positive, all visible blocks score the same. */
+static void add_head(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip) {
+    for (int64_t r = 0; r < strip->rows; r++) {
+        const ba_range seen = ba_prefill_blocks(c, strip->batch, strip->first + r);
+        const uint64_t *visible = ba_visible_blocks(c, strip->batch, strip->first + r);
+        const int64_t blocks = ba_count_visible(c, visible, seen);
+        double *head = s->head + r * ba_head_pitch(c);
+        float *scores = s->scores + r * c->p.block_columns;
+        double sum = 0;
+        for (int64_t b = seen.lo; b < seen.hi && visible; b++) head[b] = ba_is_visible(visible, b) ? head[b] : 0;
+        for (int64_t b = seen.lo; b < seen.hi; b++) sum += head[b];
+        const double weight = 1 / (sum > 0 ? sum * (double)c->list_heads : (double)blocks * (double)c->list_heads);
+        for (int64_t b = seen.lo; b < seen.hi; b++) scores[b] += (float)((sum > 0 ? head[b] : ba_is_visible(visible, b)) * weight);
+    }
+}
+
+bool ba_strip_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip) {
+    const size_t places = (size_t)(strip->rows * c->p.block_columns);
+    const int64_t q_rows = ba_ceil_div(ba_q_span(&c->p, strip->batch).valid, c->row_tokens);
+    const int64_t begin = strip->first * c->rows_per_block, end = ba_min(q_rows, (strip->first + strip->rows) * c->rows_per_block);
+    memset(s->scores, 0, places * sizeof *s->scores);
+    for (int64_t h = 0; h < c->list_heads && begin < end; h++) {
+        memset(s->head, 0, (size_t)(strip->rows * ba_head_pitch(c)) * sizeof *s->head);
+        if (c->lines) ba_lines_score(c, s, strip, strip->list * c->list_heads + h);
+        for (int64_t first = begin; first < end && !c->lines; first += c->panels * c->panel_rows) {
+            if (ba_stopped()) return false;
+            score_panels(c, s, strip, strip->list * c->list_heads + h, first, ba_min(c->panels * c->panel_rows, end - first));
+        }
+        add_head(c, s, strip);
+    }
+    return true;
+}
