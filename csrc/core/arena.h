@@ -10,7 +10,7 @@
  * keys of pthreads, the thread's end cannot find the arena, so that each release frees it.)
  *
  * Some memory comes from malloc instead, and its owner frees it: opened page tables, which outlive a call (ops/kv_cache/page_tables.c), lengths
- * that are in use while two passes get the arena one after the other (ops/attend/attend_batch.c), the slots of tokens that are written, which are
+ * that are in use while two passes get the arena one after the other (ops/attend/attend_entry.c), the slots of tokens that are written, which are
  * in use while ba_store_rows() has the arena (ops/kv_cache/append.c), the states of chunks that calls with the arena leave
  * (ops/attend/attend_chunks.c), and the arrays of a probe (ops/probe.c). */
 void *ba_arena_get(size_t bytes);

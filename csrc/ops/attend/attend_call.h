@@ -1,7 +1,7 @@
 /* A running forward call: the state that all of its items share, a worker's scratch memory, and the functions that the drivers for panels and for few
  * queries have in common. Internal.
  *
- * attend.c sets the call up: it chooses the kernels, makes the plan, and hands out memory. attend_panels.c runs items whose tiles are panels;
+ * attend_setup.c sets the call up: it chooses the kernels, makes the plan, and hands out memory. attend_panels.c runs items whose tiles are panels;
  * attend_few.c runs items of few queries, and attend_join.c joins their parts. attend_tiles.c opens tiles, finds rows and writes results for both. */
 #ifndef BA_OPS_ATTEND_CALL_H
 #define BA_OPS_ATTEND_CALL_H
@@ -70,7 +70,7 @@ typedef struct ba_attend_call {
     const int64_t *part_offset; /* [batch]: where its parts begin in `parts`, in bytes; -1: its lists are not cut */
 } ba_attend_call;
 
-/* ---- attend.c ------------------------------------------------------------------------------------------------------- */
+/* ---- attend_setup.c ------------------------------------------------------------------------------------------------- */
 
 /* The number of lanes that the scratch memory of a tile has room for. The last panel of a tile may be half empty. */
 static inline int64_t ba_tile_room(const ba_attend_call *c) { return ba_round_up(ba_plan_tile_lanes(&c->plan), c->family->lanes[BA_PANEL_WIDE]); }

@@ -1,9 +1,9 @@
 /* A running backward call: the state that all of its items share, a worker's scratch memory, and the functions that its two drivers have in common.
  * Internal.
  *
- * backward.c sets the call up, and clears and rounds dK and dV. backward_by_tile.c runs items whose tiles walk their lists. backward_by_block.c runs
- * items of lists that route single queries, block by block. backward_tiles.c computes some tiles and one chunk for both. backward_bias.c is a pass of
- * its own, for gradients of masks, which uses this header, too. */
+ * backward_setup.c sets the call up, and clears and rounds dK and dV. backward_by_tile.c runs items whose tiles walk their lists. backward_by_block.c
+ * runs items of lists that route single queries, block by block. backward_tiles.c computes some tiles and one chunk for both. backward_bias.c is a
+ * pass of its own, for gradients of masks, which uses this header, too. */
 #ifndef BA_OPS_BACKWARD_CALL_H
 #define BA_OPS_BACKWARD_CALL_H
 
@@ -46,7 +46,7 @@ typedef struct ba_backward_call {
     ba_sharing sharing;
     int64_t shared_bytes; /* reserved for packed K and V that items share; 0: they do not share any */
     ba_turn *turns;       /* [items] */
-    int64_t *last;        /* [batch][KV head]: scratch memory of backward.c */
+    int64_t *last;        /* [batch][KV head]: scratch memory of backward_setup.c */
     ba_view dk, dv;       /* the sums, as reals */
     bool apart;           /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
     int64_t row_lanes;    /* the largest number of queries in a row of the lists */
