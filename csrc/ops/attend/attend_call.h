@@ -2,7 +2,8 @@
  * queries have in common. Internal.
  *
  * attend_setup.c sets the call up: it chooses the kernels, makes the plan, and hands out memory. attend_panels.c runs items whose tiles are panels;
- * attend_few.c runs items of few queries, and attend_join.c joins their parts. attend_tiles.c opens tiles, finds rows and writes results for both. */
+ * attend_few.c runs items of few queries, and attend_join.c joins their parts. attend_tiles.c lays out their scratch memory, opens tiles, finds rows
+ * and writes results for both. */
 #ifndef BA_OPS_ATTEND_CALL_H
 #define BA_OPS_ATTEND_CALL_H
 
@@ -96,10 +97,10 @@ static inline int64_t ba_few_scratch(const ba_attend_call *c) {
     return ba_round_up((BA_FEW_SCRATCH(c->tuning->few.keys, c->problem->v_dim) + between) * c->family->real_size, BA_ALIGN);
 }
 
+/* ---- attend_tiles.c -------------------------------------------------------------------------------------------------- */
+
 /* Lays out the scratch memory of one worker (scratch.h), which begins a page where tuning has a page_offset. */
 int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w);
-
-/* ---- attend_tiles.c -------------------------------------------------------------------------------------------------- */
 
 /* Opens tile number `index` of the item, where the tiles of its first KV head come first, then those of the next head, and so on: packs the tile's
  * queries and empties its states. */

@@ -5,52 +5,8 @@
 #include "kernels/prefetch_rows.h"
 #include "ops/attend/attend_by_block.h"
 #include "ops/attend/attend_call.h"
-#include "ops/plan/bias.h"
 
 #include <assert.h>
-
-/* ---- Scratch -------------------------------------------------------------------------------------------------------- */
-
-int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w) {
-    const ba_attend_family *f = c->family;
-    const ba_problem *p = c->problem;
-    const int64_t tiles = c->plan.grouping.tiles, keys = ba_max(c->chunk_keys, c->tuning->few.keys), packed = ba_round_up(keys, f->key_pad);
-    const int64_t lanes = tiles * ba_max(ba_tile_room(c), c->plan.grouping.few_heads * ba_few_tile_room(c));
-    const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
-    /* Bytes of a packed element of K or V: the family's own format, or reals where the family does not attend their dtype itself. */
-    const int64_t pack = c->widen ? f->pack_bytes : ba_max(f->pack_bytes, f->real_size);
-    const int64_t in_page = c->tuning->page_offset;
-    int64_t used = 0;
-    w->q = ba_take_in_page(base, &used, lanes * ba_query_room(c), in_page, 0);
-    w->o = ba_take_in_page(base, &used, lanes * pad_v * f->real_size, in_page, in_page);
-    w->ml = ba_take(base, &used, lanes * 2 * f->real_size);
-    w->bounds = ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
-    w->bitmaps = ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
-    w->packed_k = ba_take_in_page(base, &used, c->pack_k ? packed * pad_k * pack : 0, in_page, in_page);
-    w->packed_v = ba_take_in_page(base, &used, c->pack_v ? packed * pad_v * pack : 0, in_page, in_page);
-    w->wide = ba_take(base, &used, c->widen ? BA_WIDE_KEYS * ba_round_up(ba_max(p->head_dim, p->v_dim), BA_PACK_PAD) * f->pack_bytes : 0);
-    w->scores = ba_take(base, &used, ba_max(keys * f->scratch_per_key, c->plan.grouping.few_heads * ba_few_scratch(c)));
-    w->bias = ba_take(base, &used,
-                      ba_has_bias(p) ? ba_max(keys * f->lanes[BA_PANEL_WIDE], c->plan.grouping.few_heads * BA_FEW_BIAS(keys)) * f->real_size : 0);
-    w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
-    w->packed_k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
-    w->packed_v_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
-    w->gathered = ba_take(base, &used, c->gathers ? c->tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size : 0);
-    w->rows = ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
-    w->k_scale = ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
-    w->v_scale = ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
-    for (int i = 0; i < c->chunks; i++) {
-        w->chunk[i].k_rows = ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
-        w->chunk[i].v_rows = ba_take(base, &used, (keys + c->tuning->few.keys) * (int64_t)sizeof(void *));
-        w->chunk[i].k_scale_at = ba_take(base, &used, keys * (int64_t)sizeof(float *));
-        w->chunk[i].v_scale_at = ba_take(base, &used, keys * (int64_t)sizeof(float *));
-        w->chunk[i].key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
-    }
-    w->tiles = ba_take(base, &used, tiles * c->plan.grouping.few_heads * (int64_t)sizeof(ba_tile_state));
-    w->panels = ba_take(base, &used, BA_MANY_PANELS * (int64_t)sizeof(ba_panel));
-    w->chunks = ba_take(base, &used, BA_MANY_PANELS * (int64_t)sizeof(ba_chunk));
-    return used;
-}
 
 /* ---- The call ----------------------------------------------------------------------------------------------------- */
 

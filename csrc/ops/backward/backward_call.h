@@ -2,8 +2,8 @@
  * Internal.
  *
  * backward_setup.c sets the call up, and clears and rounds dK and dV. backward_by_tile.c runs items whose tiles walk their lists. backward_by_block.c
- * runs items of lists that route single queries, block by block. backward_tiles.c computes some tiles and one chunk for both. backward_bias.c is a
- * pass of its own, for gradients of masks, which uses this header, too. */
+ * runs items of lists that route single queries, block by block. backward_tiles.c lays out scratch memory and computes some tiles and one chunk for
+ * both. backward_bias.c is a pass of its own, for gradients of masks, which uses this header, too. */
 #ifndef BA_OPS_BACKWARD_CALL_H
 #define BA_OPS_BACKWARD_CALL_H
 
@@ -68,10 +68,10 @@ static inline int64_t ba_gradient_room_at_once(const ba_backward_call *c, int64_
 /* The number of reals that a packed row takes, in whichever of its forms. */
 static inline int64_t ba_padded(const ba_backward_call *c, int64_t dim) { return ba_round_up(dim, ba_max(BA_PACK_PAD, c->family->lane_block)); }
 
+/* ---- backward_tiles.c ------------------------------------------------------------------------------------------------ */
+
 /* Lays out the scratch memory of one worker, for `tiles` tiles (scratch.h). */
 int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, char *base, ba_backward_scratch *w);
-
-/* ---- backward_tiles.c ------------------------------------------------------------------------------------------------ */
 
 /* Adds a panel to the tile, for its lanes from `lane` on. *at counts the lanes of the scratch memory that are in use. */
 ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t, int64_t lane, int64_t *at);

@@ -6,7 +6,6 @@
  * chunk's rows of dK and dV. dQ belongs to the tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): into
  * the outputs themselves where these are reals, else into arrays of reals that are rounded into the outputs at the end. Where the caller wants
  * gradients added, the outputs are reals, and are not cleared first. */
-#include <math.h>
 #include <string.h>
 
 #include "core/arena.h"
@@ -14,51 +13,6 @@
 #include "core/status.h"
 #include "kernels/work_tuning.h"
 #include "ops/backward/backward_call.h"
-#include "ops/plan/bias.h"
-#include "ops/reals.h"
-
-/* ---- Scratch ---------------------------------------------------------------------------------------------------------- */
-
-int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, char *base, ba_backward_scratch *w) {
-    const ba_attend_family *f = c->family;
-    const ba_problem *p = c->problem;
-    const int64_t room = ba_gradient_tile_room(c), lanes = tiles * room, keys = c->tuning->gradient_keys;
-    const int64_t weights = ba_gradient_room_at_once(c, tiles) * keys * (f->gradient->gradient_tile ? f->pack_bytes : f->real_size);
-    const int64_t pad_k = ba_padded(c, p->head_dim), pad_v = ba_padded(c, p->v_dim), pointer = sizeof(void *);
-    int64_t used = 0;
-    w->q = ba_take(base, &used, lanes * pad_k * f->q_bytes);
-    w->dout = ba_take(base, &used, lanes * pad_v * f->q_bytes);
-    w->dq = ba_take(base, &used, lanes * pad_k * f->real_size);
-    w->q_rows = ba_take(base, &used, lanes * pad_k * f->real_size);
-    w->dout_rows = ba_take(base, &used, lanes * pad_v * f->real_size);
-    w->lanes = ba_take(base, &used, lanes * 2 * f->real_size);
-    w->bounds = ba_take(base, &used, lanes * 2 * (int64_t)sizeof(int32_t));
-    w->bitmaps = ba_take(base, &used, tiles * c->plan.bitmap_words * (int64_t)sizeof(uint64_t));
-    w->weights = ba_take(base, &used, weights);
-    w->slopes = ba_take(base, &used, weights);
-    w->bias = ba_take(base, &used, ba_has_bias(p) ? ba_gradient_room_at_once(c, tiles) * keys * f->real_size : 0);
-    w->packed_k = ba_take(base, &used, f->pack->keys ? keys * pad_k * f->pack_bytes : 0);
-    w->packed_v = ba_take(base, &used, f->pack->values ? keys * pad_v * f->pack_bytes : 0);
-    w->packed_columns = ba_take(base, &used, f->gradient->gradient_tile ? keys * pad_k * f->pack_bytes : 0);
-    w->reals = ba_take(base, &used, 4 * BA_MAX_LANES * f->real_size);
-    for (int i = 0; i < 2; i++) {
-        ba_gradient_rows *rows = &w->chunk_rows[i];
-        rows->key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
-        rows->k_rows = ba_take(base, &used, keys * pointer);
-        rows->v_rows = ba_take(base, &used, keys * pointer);
-        rows->k_columns = ba_take(base, &used, keys * pointer);
-    }
-    w->ahead = ba_take(base, &used, BA_GRADIENT_AHEADS * (int64_t)sizeof *w->ahead);
-    w->packed_k_rows = ba_take(base, &used, keys * pointer);
-    w->packed_v_rows = ba_take(base, &used, keys * pointer);
-    w->k_columns = ba_take(base, &used, keys * pointer);
-    w->dk_rows = ba_take(base, &used, keys * pointer);
-    w->dv_rows = ba_take(base, &used, keys * pointer);
-    w->rows = ba_take(base, &used, room * pointer);
-    w->more_rows = ba_take(base, &used, room * pointer);
-    w->tiles = ba_take(base, &used, tiles * (int64_t)sizeof(ba_tile_state));
-    return used;
-}
 
 /* ---- dK and dV as a whole ----------------------------------------------------------------------------------------------- */
 

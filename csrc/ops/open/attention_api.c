@@ -17,8 +17,6 @@ ba_status ba_run_attention_backward(const ba_attention *a, const ba_gradients *g
     return ba_attend_bias_backward(&a->problem, gradients, a->num_threads);
 }
 
-void ba_close_attention(ba_attention *a) { ba_close_page_tables(&a->own_tables); }
-
 /* ---- The C API ------------------------------------------------------------------------------------------------------------- */
 
 ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tensor *out_shape, ba_tensor *lse_shape) {

@@ -166,6 +166,8 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, b
     return status;
 }
 
+void ba_close_attention(ba_attention *a) { ba_close_page_tables(&a->own_tables); }
+
 ba_status ba_set_paged_outputs(const ba_paged_args *args, ba_attention *a) {
     ba_problem *p = &a->problem;
     BA_TRY(ba_check_output("out", &args->out, &a->out_shape, true));

@@ -6,7 +6,7 @@
 
 #include "core/pool.h"
 #include "ops/reals.h"
-#include "ops/select/select_prefill.h"
+#include "ops/select/select_call.h"
 
 /* The sums of one query head. Distance d, from a query back to a key, has index d + behind. */
 typedef struct lines {
