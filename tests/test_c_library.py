@@ -68,6 +68,12 @@ def test_the_shared_library_exports_the_header_and_nothing_else(installed):
     assert sorted(exported) == sorted(name for _, name, _ in declared())
 
 
+def test_no_two_sources_have_one_name():
+    """The static library would lose one of them: an archive replaces a member by a later one of the same name."""
+    names = sorted(path.name for folder in ("core", "kernels", "ops") for path in (ROOT / "csrc" / folder).rglob("*.c"))
+    assert names == sorted(set(names))
+
+
 def run_linked(installed, program):
     return run(program, environment={"LD_LIBRARY_PATH": str(installed / "lib")})
 
