@@ -11,10 +11,10 @@ from . import _arrays, _core, _formats
 from ._float_mode import in_usual_mode
 from ._floats import FLOATS, floats
 from ._names import KVLayout
-from ._paged_append import Summaries, append_tokens
-from ._paged_call import attend_requests
-from ._paged_plan import PagedPlan
-from ._paged_tables import tables_for_core
+from ._paged.append import Summaries, append_tokens
+from ._paged.call import attend_requests
+from ._paged.plan import PagedPlan
+from ._paged.tables import tables_for_core
 from ._sentences import shown
 
 __all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]

@@ -7,9 +7,9 @@ from typing import Any
 from . import _arrays, _core
 from ._floats import refuse_overlaps
 from ._names import KVLayout, Method
-from ._page_selection import Opened, integer_empty, select_pages, select_to_attend, with_lists
-from ._paged_call import attend_requests, open_requests, scales_for_core
-from ._paged_tables import cache_sizes, tables_for_core
+from ._paged.call import attend_requests, open_requests, scales_for_core
+from ._paged.selection import Opened, integer_empty, select_pages, select_to_attend, with_lists
+from ._paged.tables import cache_sizes, tables_for_core
 from ._sentences import renamed
 
 __all__ = [

@@ -11,8 +11,8 @@ from .. import _arrays, _core
 from .._floats import Result, attention_results, real_of, written
 from .._lazy import computed_once
 from .._names import KVLayout
-from .._paged_call import Rules, attend_requests, open_requests
-from .._paged_tables import Listed, cache_sizes, listed_blocks, lists_by_unit, sinks_of
+from .._paged.call import Rules, attend_requests, open_requests
+from .._paged.tables import Listed, cache_sizes, listed_blocks, lists_by_unit, sinks_of
 from .._state_tree import Merges, ranges, rounded, with_sinks
 from . import _tree
 from ._comm import Agreement, communicator

@@ -9,7 +9,7 @@ from numpy import ndarray
 
 from .. import _arrays
 from .._names import KVLayout, Method
-from .._page_selection import block_size_of, budgets
+from .._paged.selection import block_size_of, budgets
 from .._sentences import shown
 from ..quest import select_blocks
 from ._comm import Agreement, communicator

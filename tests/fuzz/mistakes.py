@@ -187,7 +187,7 @@ MISTAKES = [
     Mistake(
         "refresh",
         "an append refreshes the summary of each request's newest token alone",
-        "blitz_attn/_paged_append.py",
+        "blitz_attn/_paged/append.py",
         "refresh(start_lens=ends - new)",
         "refresh(start_lens=ends - (new > 0))",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..._names import KVLayout
-from ..._paged_tables import tables_for_core
+from ..._paged.tables import tables_for_core
 from . import operators
 from .tensors import expect_tensors, flag_of, integer_of, integers_of, mask_of, number_of, numbers_of, ranges_of, text_of
 

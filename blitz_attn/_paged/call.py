@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from numpy import empty, float32, floating, integer, ndarray, zeros
 
-from . import _arrays, _core
-from ._arrays import bias_for_core, is_registered
-from ._floats import FLOATS
-from ._sentences import renamed
+from .. import _arrays, _core
+from .._arrays import bias_for_core, is_registered
+from .._floats import FLOATS
+from .._sentences import renamed
 
 _CORE_NAMES = {"selected_counts": "counts"}
 _OTHER_FLOATS = ("float64", "float16", "bfloat16")

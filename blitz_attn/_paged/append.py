@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from numpy import asarray, ndarray
 
-from . import _arrays, _core
-from ._floats import refuse_overlaps
-from ._paged_call import scales_for_core
-from ._sentences import renamed
+from .. import _arrays, _core
+from .._floats import refuse_overlaps
+from .._sentences import renamed
+from .call import scales_for_core
 
 
 class Summaries(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import empty
 
-from . import _arrays, _core
-from ._paged_call import scales_for_core
-from ._sentences import renamed, shown
+from .. import _arrays, _core
+from .._sentences import renamed, shown
+from .call import scales_for_core
 
 _MOST = 2**31 - 1  # blocks in a row of the result
 _NAMES = {

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from . import _arrays
-from ._state_tree import ranges
+from .. import _arrays
+from .._state_tree import ranges
 
 
 def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, Any]:

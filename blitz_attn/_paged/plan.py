@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _arrays
-from ._names import KVLayout, Method
-from ._page_selection import Opened, select_to_attend, with_lists
-from ._paged_append import Summaries, append_tokens
-from ._paged_call import Rules, attend_requests, check_rules, open_requests
-from ._paged_tables import tables_for_core
+from .. import _arrays
+from .._names import KVLayout, Method
+from .append import Summaries, append_tokens
+from .call import Rules, attend_requests, check_rules, open_requests
+from .selection import Opened, select_to_attend, with_lists
+from .tables import tables_for_core
 
 __all__ = ["PagedPlan"]
 
