@@ -254,7 +254,7 @@ NEED_NO_CASE = {
     "integrations/_torch/native.py NativeSparseAttention": "saves what the gradient needs, for autograd",
     "integrations/_transformers/cache.py PagedCache": "has its public methods above",
     "integrations/_transformers/cache.py PagedPair": "has its public methods above",
-    "_lazy.py computed_once": "changes while its class is made",
+    "distributed/_lazy.py computed_once": "changes while its class is made",
 }
 CONSTRUCTORS = ("__init__", "__new__")
 
@@ -292,6 +292,6 @@ def test_every_object_that_changes_is_among_them():
 
 
 def test_no_value_is_computed_under_a_lock_of_python():
-    """A child that is forked while another thread holds it would wait for ever: see blitz_attn/_lazy.py."""
+    """A child that is forked while another thread holds it would wait for ever: see blitz_attn/distributed/_lazy.py."""
     named = [path.name for path in PACKAGE.rglob("*.py") if "import cached_property" in path.read_text()]
     assert named == []

@@ -10,10 +10,10 @@ from numpy import ndarray
 
 from .._arrays import array as array_of
 from .._arrays import choice, dtype_name, falls, flag, integer, integers
-from .._lazy import computed_once
 from .._sabi.lists import PAD_UINT16, blocks_of, checked_shape, two_integers
 from .._sabi.lists import check as check_lists
 from ._dispatch import Cut
+from ._lazy import computed_once
 
 LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
 MOST_SIDE = 1 << 22  # most rows and most columns: 268 million tokens in blocks of 64

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from .._lazy import computed_once
 from ._dispatch import DISPATCHES, Cut, Dispatch, balance, cut_of, even, loads
+from ._lazy import computed_once
 from ._problem import Problem
 
 TIE = 1.02  # a later dispatch is taken where it is quicker by this factor

@@ -1,4 +1,4 @@
-"""Who merges what of the tree of states (_state_tree.py) where ranks hold the chunks of requests, and what they send.
+"""Who merges what of the tree of states (_states.py) where ranks hold the chunks of requests, and what they send.
 
 A rank merges the nodes of which it has all chunks. Of those it sends the ones whose parent it does not have whole, and every rank merges
 the rest of the tree.

@@ -9,13 +9,14 @@ from numpy import ndarray
 
 from .. import _arrays, _core
 from .._floats import Result, attention_results, real_of, written
-from .._lazy import computed_once
 from .._names import KVLayout
 from .._paged.call import Rules, attend_requests, open_requests
-from .._paged.tables import Listed, cache_sizes, listed_blocks, lists_by_unit, sinks_of
-from .._state_tree import Merges, ranges, rounded, with_sinks
+from .._paged.tables import cache_sizes
 from . import _tree
 from ._comm import Agreement, communicator
+from ._lazy import computed_once
+from ._lists import Listed, listed_blocks, lists_by_unit
+from ._states import Merges, ranges, rounded, sinks_of, with_sinks
 
 __all__ = ["DecodePlan", "decode_context_parallel_attention"]
 

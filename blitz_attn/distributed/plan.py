@@ -8,10 +8,10 @@ import numpy as np
 from numpy import ndarray
 
 from .._arrays import choice, integer, number
-from .._lazy import computed_once
 from .._names import Layout
 from ._comm import Agreement, communicator, digest, spans_hosts
 from ._dispatch import DISPATCHES
+from ._lazy import computed_once
 from ._problem import Problem
 from ._routes import Routes, best_of, made
 from ._rows import RowCall

@@ -12,29 +12,15 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from ._float_mode import in_usual_mode
-from .merge import merge_states
+from .. import _arrays
+from .._float_mode import in_usual_mode
+from ..merge import merge_states
 
 
 def ranges(starts: ndarray, lengths: ndarray) -> ndarray:
     """The numbers ``starts[i], starts[i] + 1, ...``, ``lengths[i]`` of them, for each i."""
     shift = starts - (np.cumsum(lengths) - lengths)
     return np.arange(int(lengths.sum())) + shift.repeat(lengths)
-
-
-def pairs(counts: ndarray) -> list[tuple[ndarray, ndarray]]:
-    """(left, right) of each level of the trees of requests of ``counts[b]`` chunks. Nodes are named by their first chunk, and chunks are
-    numbered through all requests."""
-    levels = []
-    request = np.arange(len(counts)).repeat(counts)
-    place = np.arange(len(request))
-    index, number = place - (np.cumsum(counts) - counts)[request], counts
-    while len(number) and number.max() > 1:
-        left = (index % 2 == 0).nonzero()[0]
-        a = left[index[left] + 1 < number[request[left]]]
-        levels.append((place[a], place[a + 1]))
-        request, place, index, number = request[left], place[left], index[left] // 2, -(-number // 2)
-    return levels
 
 
 class Merges:
@@ -56,6 +42,16 @@ def merged(out_a: ndarray, lse_a: ndarray, out_b: ndarray, lse_b: ndarray) -> tu
     """`merge_states` of arrays (rows, H, Dv) and (rows, H)."""
     out, lse = merge_states(*(x[:, :, None] for x in (out_a, lse_a, out_b, lse_b)))
     return out[:, :, 0], lse[:, :, 0]
+
+
+def sinks_of(sinks: Any, heads: int) -> ndarray | None:
+    """float32 sinks, one per query head."""
+    if sinks is None:
+        return None
+    numbers = _arrays.float32_numbers(sinks, "sinks")
+    if numbers.shape != (heads,):
+        raise ValueError(f"sinks: expected shape ({heads},), one number per head, got {numbers.shape}")
+    return numbers
 
 
 @in_usual_mode
