@@ -16,7 +16,7 @@ import numpy as np
 from . import reference
 from . import sabi as lists
 from ._arrays import dtype_name, integer, number
-from ._testing_paged import QUANTIZED, Paged, make_paged
+from ._testing.paged import QUANTIZED, Paged, make_paged
 from .reference import round_to, to_float64
 from .sabi import FrameWidths
 

@@ -99,7 +99,7 @@ def test_dir_shows_what_is_public(name):
 
 def test_public_functions_are_found():
     names = [name for name, _ in FUNCTIONS]
-    assert "blitz_attn.block_sparse.block_sparse_attention" in names
+    assert "blitz_attn._block_sparse.call.block_sparse_attention" in names
     assert "blitz_attn._paged.plan.PagedPlan.select_attention" in names
     assert "blitz_attn.compat.torch_bsa.blitz_sparse_attention" in names
     assert len(names) > 30

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
+from .._block_sparse.call import block_sparse_attention
 from .._float_mode import in_usual_mode
 from .._sabi.lists import two_integers
 from .._sentences import number_shown
-from ..block_sparse import block_sparse_attention
 from .choosers import Antidiagonal, Pooled, SampledRows, chooser_for, rules_of
 from .prefill import select_blocks_prefill
 from .profile import Profile, captures_of, refuse_unknown

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays, _core
+from .._block_sparse.call import block_sparse_attention
 from .._names import Layout
-from ..block_sparse import block_sparse_attention
 from .choosers import budget_of, rules_of
 from .options import Options
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
+from .._block_sparse.call import block_sparse_attention
 from .._float_mode import in_usual_mode
 from .._formats import widened
 from .._names import Layout
-from ..block_sparse import block_sparse_attention
 from .options import JudgingOptions, Options
 
 __all__ = ["output_error", "recall"]

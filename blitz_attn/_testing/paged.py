@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import reference
-from ._arrays import integer, integers
+from .._arrays import integer, integers
+from .._reference.dense import round_to
+from .._reference.paged import quantize_kv
 
 QUANTIZED = ("int8", "float8_e4m3")
 
@@ -129,7 +130,7 @@ def make_paged(
     seed, table_seed = integer(seed, "seed"), integer(table_seed, "table_seed")
     rng = np.random.default_rng(seed)
     queries = batch if q_lens is None else int(integers(q_lens, "q_lens").sum())
-    q = reference.round_to(rng.standard_normal((queries, heads, head_dim), dtype=np.float32), dtype)
+    q = round_to(rng.standard_normal((queries, heads, head_dim), dtype=np.float32), dtype)
     used = -(-lengths // page_size)
     tables, pages = _random_tables(used, table_seed, index_dtype, poison)
     options: dict[str, Any] = {"kv_layout": kv_layout}
@@ -138,13 +139,13 @@ def make_paged(
         tokens = [rng.standard_normal((n, kv_heads, dim), dtype=np.float32) for n in lengths]
         values: list[Any]
         if kv_dtype in QUANTIZED:
-            pairs = [reference.quantize_kv(x, kv_dtype) for x in tokens]
+            pairs = [quantize_kv(x, kv_dtype) for x in tokens]
             values = [x for x, _ in pairs]
             scale = np.full((pages, page_size, kv_heads), np.nan if poison else 1.0, np.float32)
             _scatter(scale, tables, [s for _, s in pairs])
             options[name] = _in_layout(scale, kv_layout)
         else:
-            values = [reference.round_to(x, kv_dtype) for x in tokens]
+            values = [round_to(x, kv_dtype) for x in tokens]
         cache = np.full((pages, page_size, kv_heads, dim), _filling(kv_dtype, poison))
         _scatter(cache, tables, values)
         caches.append(_in_layout(cache, kv_layout))
@@ -174,7 +175,7 @@ def _filling(kv_dtype: str, poison: bool) -> Any:
         return np.int8(-128 if poison else 0)
     if kv_dtype == "float8_e4m3":
         return np.uint8(0x7F if poison else 0)  # 0x7F is NaN
-    return reference.round_to(np.nan if poison else 0.0, kv_dtype)
+    return round_to(np.nan if poison else 0.0, kv_dtype)
 
 
 def _scatter(cache: np.ndarray, tables: np.ndarray, tokens: list[np.ndarray]) -> None:

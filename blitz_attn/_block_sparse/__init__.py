@@ -1,0 +1,1 @@
+"""The calls over block lists. Public through `blitz_attn.block_sparse`."""

@@ -1,0 +1,1 @@
+"""What `blitz_attn.testing` is made of, beside its own functions. Public through it."""
