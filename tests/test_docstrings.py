@@ -18,7 +18,7 @@ MODULES = sorted(
     info.name
     for info in pkgutil.walk_packages(blitz_attn.__path__, "blitz_attn.")
     if info.name.rpartition(".")[2] not in ("_core", "__main__")
-    and not info.name.startswith("blitz_attn.integrations._transformers")  # needs torch and transformers to be imported
+    and (not info.name.startswith("blitz_attn.integrations._transformers.") or info.name.endswith(".config"))  # others need transformers
 )
 
 PUBLIC = [

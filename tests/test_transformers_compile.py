@@ -12,8 +12,9 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from blitz_attn import select  # noqa: E402
 from blitz_attn.integrations._transformers.attention import attend_dense  # noqa: E402
+from blitz_attn.integrations._transformers.config import config_of_text  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
-from blitz_attn.integrations.transformers import SparseConfig, _config_of_text, configure, paged_cache  # noqa: E402
+from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
 from cases_transformers import eager, make_cache, padded, small_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -288,7 +289,7 @@ PROFILE = select.Profile(4, 2, 16, (select.Pooled(4), select.SampledRows(2)), (8
 )
 def test_a_configuration_is_its_text(make):
     config = make()
-    again = _config_of_text(config._text)
+    again = config_of_text(config._text)
     assert again._text == config._text
     for layer in (0, 1):
         ours, theirs = (x._options(layer, 4, 2, 16) for x in (config, again))

@@ -16,6 +16,10 @@ from ..block_sparse import block_sparse_attention
 from ..paged import paged_attention, paged_select_attention
 from ..quest import select_blocks
 from ._comm import Agreement, Alone, Place, everyone, has_threads, import_mpi, places, shared_cpus, spans_hosts
+from .attention import context_parallel_attention, dispatch
+from .decode import decode_context_parallel_attention
+from .plan import ContextParallelPlan
+from .selection import select_blocks_distributed
 
 PAGE, SPLIT, TURN = 16, 64, 128
 _MESSAGE = 1 << 24  # bytes
@@ -135,9 +139,6 @@ class Counting:
 
 def check_prefill(comm: Any) -> None:
     """Attention of a whole sequence is bit-identical to that of one process, and sends the bytes that its plan says."""
-    from .attention import context_parallel_attention, dispatch
-    from .plan import ContextParallelPlan
-
     tokens, rng = 1100, np.random.default_rng(28)
     lists = build.sliding_window(tokens, block_shape=(64, 64), window=(300, 0))
     q, k, v = (rng.standard_normal((1, heads, tokens, 64), dtype=np.float32) for heads in (4, 2, 2))
@@ -164,8 +165,6 @@ def check_prefill(comm: Any) -> None:
 
 def check_decode(comm: Any) -> None:
     """Decoding is bit-identical to that of one process for any owner."""
-    from .decode import decode_context_parallel_attention
-
     for kind in ("float32", "float16", "bfloat16"):
         for interleave in (None, TURN):
             c = _Cache(comm, [1500, 17, 777], kind, interleave)
@@ -181,9 +180,6 @@ def check_decode(comm: Any) -> None:
 
 def check_selection(comm: Any) -> None:
     """The choice of blocks, and attention over them, are those of one process."""
-    from .decode import decode_context_parallel_attention
-    from .selection import select_blocks_distributed
-
     c = _Cache(comm, [1500, 17, 777], "float32", TURN)
     whole = select_blocks(c.q, c.k, c.tables, c.lengths, 8, method="max")
     shared = select_blocks_distributed(c.q, c.own_k, c.own_rows, c.lengths, 8, method="max", interleave=TURN, comm=comm)

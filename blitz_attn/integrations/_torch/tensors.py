@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._arrays import array, choice, flag, host, integer, integers, number, readable, refuse_tangent
+from ..._arrays import array, choice, flag, float32_numbers, host, integer, integers, number, readable, refuse_tangent
 from ..._sabi.lists import some_integers
 from ..._select.choosers import BUDGETS, budget_of
 
@@ -156,8 +156,6 @@ def numbers_of(x: Any, name: str) -> Any:
         return x
     if torch.compiler.is_compiling() and isinstance(x, (tuple, list)):
         return torch.tensor(x, dtype=torch.float32)
-    from ..._arrays import float32_numbers
-
     return _copied(float32_numbers(x, name))
 
 

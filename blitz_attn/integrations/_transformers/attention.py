@@ -12,13 +12,15 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ... import _arrays, _core, block_sparse_attention, select_blocks_prefill
+from ... import _arrays, _core
 from ..._select.choosers import rules_of
+from ..._select.prefill import select_blocks_prefill
+from ...block_sparse import block_sparse_attention
 from .._torch.masks import read_mask
 from .._torch.tensors import autocast_dtype, lowered
 from ..torch import block_sparse_attention as differentiable_attention
-from ..transformers import SparseConfig, _config_of, _config_of_text
 from .cache import keeps_few_keys, pages_of
+from .config import SparseConfig, config_of, config_of_text
 from .fallbacks import tell
 from .masks import MATRIX, Call, RuleMask, Rules, TracedMask, additive
 from .operators import Traced, attend_in_graph, register_operator
@@ -488,7 +490,7 @@ def _attend_in_operator(module: Traced, tensors: tuple[Any, Any, Any], mask: Any
     rest = {name: options[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")}
     layer = _Layer(
         module, *tensors, mask, options.get("scaling"), 0.0, options.get("softcap"), options["sinks"], options["block_indices"],
-        module.is_causal, rest, _config_of_text(options.get("config") or SparseConfig()._text), bool(options.get("sparse")),
+        module.is_causal, rest, config_of_text(options.get("config") or SparseConfig()._text), bool(options.get("sparse")),
     )  # fmt: skip
     return _attend(layer)[0]
 
@@ -502,7 +504,7 @@ def _attention(sparse: bool) -> Any:
         is_causal: bool | None = None, softcap: float | None = None, s_aux: Any = None, block_indices: Any = None, **rest: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         layer = _Layer(
-            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, block_indices, is_causal, rest, _config_of(module),
+            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, block_indices, is_causal, rest, config_of(module),
             sparse,
         )  # fmt: skip
         if isinstance(attention_mask, TracedMask) and not torch.compiler.is_compiling():  # the graph has ended between mask and attention

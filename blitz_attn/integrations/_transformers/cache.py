@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import cache_utils
 
-from ... import quest_prefill_metadata, select_and_attend
+from ...quest import quest_prefill_metadata, select_and_attend
 from .._torch.tensors import autocast_dtype, lowered
 
 __all__ = ["PagedCache", "PagedLayer", "PagedPair", "keeps_few_keys", "pages_of"]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import masking_utils
 
-from ..transformers import _config_of
+from .config import config_of
 from .fallbacks import tell
 
 __all__ = ["MATRIX", "Call", "RuleMask", "Rules", "TracedMask", "additive", "make_mask"]
@@ -417,7 +417,7 @@ def _added(function: Any, arguments: Any) -> Any:
     if function.overloadpacket is _aten.add_ and isinstance(arguments[0], RuleMask):
         raise _misread(function)
     reason = "a model that adds its mask to scores by itself"
-    if _config_of(None).on_unsupported == "error":
+    if config_of(None).on_unsupported == "error":
         raise ValueError(f"attention_mask: expected attention that blitz_attn computes, got {reason}")
     tell(f"attention by torch instead of blitz_attn, because of {reason}")
     (dtype,) = (x.dtype for x in arguments if not isinstance(x, RuleMask))
