@@ -1,7 +1,10 @@
 """The names that arguments take, for type checkers and editors. Calls check them at run time, too."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 Layout = Literal["BNSD", "BSND", "BSH", "TND"]
 KVLayout = Literal["NHD", "HND"]
 Method = Literal["quest", "mean", "max"]
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+KV_LAYOUTS: tuple[KVLayout, ...] = get_args(KVLayout)

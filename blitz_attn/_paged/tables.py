@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _arrays
+from .._names import KV_LAYOUTS
 
 
 def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, Any]:
@@ -37,6 +38,6 @@ def cache_shape(cache: Any, name: str, kv_layout: str) -> tuple[int, ...]:
 
 def cache_sizes(k_cache: Any, kv_layout: Any) -> tuple[int, int, int]:
     """Pages, tokens per page and KV heads of a cache."""
-    layout = _arrays.choice(kv_layout, "kv_layout", ("NHD", "HND"))
+    layout = _arrays.choice(kv_layout, "kv_layout", KV_LAYOUTS)
     shape = cache_shape(k_cache, "k_cache", layout)
     return (shape[0], shape[1], shape[2]) if layout == "NHD" else (shape[0], shape[2], shape[1])

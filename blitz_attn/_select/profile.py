@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import _arrays
 from .._float_mode import in_usual_mode
+from .._names import LAYOUTS
 from .._sabi.lists import two_integers
 from .._sentences import number_shown, shown
 from .choosers import chooser_for, chooser_of, fields_of, rules_of
@@ -407,7 +408,7 @@ def _captures_of_layer(layer: Any, name: str, names: tuple[str, ...]) -> list[An
 
 def shape_of_model(q: Any, k: Any, rules: dict[str, Any]) -> tuple[int, int, int]:
     """Heads, KV heads and D of a capture."""
-    layout = _arrays.choice(rules.get("layout", "BNSD"), "layout", ("BNSD", "BSND", "BSH", "TND"))
+    layout = _arrays.choice(rules.get("layout", "BNSD"), "layout", LAYOUTS)
     shapes = _arrays.shape_of(q), _arrays.shape_of(k)
     if layout == "BSH":
         heads = _arrays.integer(rules.get("num_heads", 0), "num_heads")

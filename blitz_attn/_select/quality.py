@@ -11,7 +11,7 @@ from .. import _arrays
 from .._block_sparse.call import block_sparse_attention
 from .._float_mode import in_usual_mode
 from .._formats import widened
-from .._names import Layout
+from .._names import LAYOUTS, Layout
 from .options import JudgingOptions, Options
 
 __all__ = ["output_error", "recall"]
@@ -60,7 +60,7 @@ def _sampled(sabi: Any, every: int) -> np.ndarray:
 
 def checked(sabi: Any, every: Any, layout: Any) -> int:
     """`every` as an int, after the checks that `recall` and `output_error` have in common."""
-    _arrays.choice(layout, "layout", ("BNSD", "BSND", "BSH", "TND"))
+    _arrays.choice(layout, "layout", LAYOUTS)
     if isinstance(sabi, (tuple, list)):
         raise TypeError(f"sabi: expected an array, got {type(sabi).__name__}")
     if len(_arrays.shape_of(sabi)) != 4:

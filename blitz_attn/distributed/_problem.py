@@ -10,12 +10,12 @@ from numpy import ndarray
 
 from .._arrays import array as array_of
 from .._arrays import choice, dtype_name, falls, flag, integer, integers
+from .._names import LAYOUTS
 from .._sabi.lists import PAD_UINT16, blocks_of, checked_shape, two_integers
 from .._sabi.lists import check as check_lists
 from ._dispatch import Cut
 from ._lazy import computed_once
 
-LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
 MOST_SIDE = 1 << 22  # most rows and most columns: 268 million tokens in blocks of 64
 MOST_LISTED = 1 << 32  # most blocks of a grid with a list, which is held as bits
 _STRIPE = 1 << 20  # blocks that are looked at at once

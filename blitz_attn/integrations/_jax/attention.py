@@ -9,14 +9,13 @@ import numpy as np
 
 from ... import block_sparse as numpy_calls
 from ..._arrays import choice, flag, integer, result_shapes
-from ..._names import Layout
+from ..._names import LAYOUTS, Layout
 from ..._select import prefill as numpy_choice
 from ..._sentences import renamed
 from .calls import arrays_of, call, frozen, is_traced, jax, no_second, plain, real_of, shape_like, without_gradient
 
 __all__ = ["block_sparse_attention", "dot_product_attention", "select_and_attend_prefill"]
 
-_LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
 _LEARNED = ("attn_mask", "alibi_slopes")  # what is added to scores, of which the core has gradients
 _NAMES = {
     "q": "query",
@@ -40,7 +39,7 @@ def _expect_axes(arrays: dict[str, Any], layout: str) -> None:
 
 def _attend_shapes(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
     """Shape and dtype of the output and of the log-sum-exp."""
-    layout = choice(options["layout"], "layout", _LAYOUTS)
+    layout = choice(options["layout"], "layout", LAYOUTS)
     _expect_axes(arrays, layout)
     counts = [options[name] for name in ("num_heads", "num_kv_heads")]
     if layout == "BSH":

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..._arrays import refuse_block_mask
-from ..._names import Layout
+from ..._names import LAYOUTS, Layout
 from ..._sentences import renamed
 from . import operators
 from .tensors import (
-    LAYOUTS,
     expect_tensors,
     flag_of,
     integer_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._names import KVLayout
+from ..._names import KV_LAYOUTS, KVLayout
 from ..._paged.tables import tables_for_core
 from . import operators
 from .tensors import expect_tensors, flag_of, integer_of, integers_of, mask_of, number_of, numbers_of, ranges_of, text_of
@@ -28,7 +28,7 @@ def _attend(
         integers_of(counts, "counts"), numbers_of(sinks, "sinks"), numbers_of(k_scale, "k_scale"), numbers_of(v_scale, "v_scale"),
         integers_of(q_lens, "q_lens"), ranges_of(kv_ranges), mask_of(attn_mask, "attn_mask"),
         numbers_of(alibi_slopes, "alibi_slopes"), scale=number_of(scale, "scale"),
-        kv_layout=text_of(kv_layout, "kv_layout", ("NHD", "HND")), window=integer_of(window, "window"),
+        kv_layout=text_of(kv_layout, "kv_layout", KV_LAYOUTS), window=integer_of(window, "window"),
         softcap=number_of(softcap, "softcap"), num_threads=integer_of(num_threads, "num_threads"), return_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out

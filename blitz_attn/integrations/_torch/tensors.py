@@ -19,7 +19,6 @@ try:
 except ModuleNotFoundError:  # the module can be imported then, and documented; its functions cannot be called
     torch = None
 
-LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
 MOST = 2**63
 _LISTS = ("uint16", "int16", "int32", "int64")
 _RANGES = ("int32", "int64")
