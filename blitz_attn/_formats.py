@@ -26,8 +26,8 @@ def e4m3_from_bits(bits: np.ndarray) -> np.ndarray:
     return _E4M3_VALUES[bits]
 
 
-def _bfloat16_to_bits(x: np.ndarray) -> np.ndarray:
-    """Bits of the bfloat16 nearest to each float32, ties to even."""
+def bfloat16_bits(x: np.ndarray) -> np.ndarray:
+    """Bits of the bfloat16 nearest to each float32, ties to even; 0x7FC0 for each NaN."""
     pattern = np.ascontiguousarray(x).view(np.uint32)
     rounded = (pattern + np.uint32(0x7FFF) + (pattern >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
@@ -50,4 +50,4 @@ def converted(x: np.ndarray, name: str, to: str) -> np.ndarray:
         return x
     values = widened(x, name)
     with np.errstate(over="ignore", invalid="ignore"):  # too large numbers become infinite, as in any conversion; signalling NaN
-        return _bfloat16_to_bits(values.astype(np.float32, copy=False)) if to == "bfloat16" else values.astype(to)
+        return bfloat16_bits(values.astype(np.float32, copy=False)) if to == "bfloat16" else values.astype(to)

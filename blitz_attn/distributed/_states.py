@@ -14,6 +14,7 @@ from numpy import ndarray
 
 from .. import _arrays
 from .._float_mode import in_usual_mode
+from .._formats import bfloat16_bits
 from ..merge import merge_states
 
 
@@ -78,6 +79,5 @@ def rounded(x: ndarray, kind: str) -> Any:
     if kind != "bfloat16":
         with np.errstate(over="ignore"):
             return x.astype(kind, copy=False)
-    bits = x.view(np.uint32)
-    nearest = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), ((bits >> 16) | 0x40).astype(np.uint16), nearest)
+    of_nan = (x.view(np.uint32) >> 16 | 0x40).astype(np.uint16)  # as the core writes it, with its sign and upper bits
+    return np.where(np.isnan(x), of_nan, bfloat16_bits(x))
