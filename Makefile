@@ -31,26 +31,26 @@ C_FILES = $(shell find csrc tests examples -name '*.[ch]' -o -name '*.inc')
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
-# stands for its success. Arguments: script, who draws it, packages.
+# stands for its success. Arguments: script, packages.
 define table_and_figure
 	@rm -f build/$(1).done
-	@$(call find_python,$(3)) { \
+	@$(call find_python,$(2)) { \
 	  PYTHONPATH=. "$$python" benchmark/$(1).py $(ARGS) && touch build/$(1).done; } | tee build/$(1).txt
 	@test -e build/$(1).done
-	@$(call find_python,$(3)) PYTHONPATH=. "$$python" benchmark/$(2).py -o build/$(1).png < build/$(1).txt
+	@$(call find_python,$(2)) PYTHONPATH=. "$$python" benchmark/plot.py -o build/$(1).png < build/$(1).txt
 	@echo "table: build/$(1).txt, figure: build/$(1).png"
 endef
 
 benchmark: build
-	$(call table_and_figure,benchmark,plot)
+	$(call table_and_figure,benchmark)
 
 roofline: build
-	$(call table_and_figure,roofline,plot_roofline)
+	$(call table_and_figure,roofline)
 
 # ARGS=--quick takes minutes, everything an hour or so. PEERS="torch onnx onnxruntime" leaves libraries out.
 PEERS = $(TORCH) onnx onnxruntime openvino jax ml_dtypes threadpoolctl
 peers: build
-	$(call table_and_figure,peers,plot_peers,$(PEERS))
+	$(call table_and_figure,peers,$(PEERS))
 
 # The speed memory: what a small fixed set of operations reaches on this machine, and what moved since that was stored.
 bench-record: ACTION = --record

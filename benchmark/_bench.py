@@ -171,6 +171,24 @@ class Table:
         self.line("=" * RULE_WIDTH)
 
 
+def parse_rows(text: str, first_columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of tables, found among any other output: lines with as many cells as the last header line above them, which starts with one
+    of `first_columns`. What stands behind a # is not looked at."""
+    from blitz_attn.plot import _cell as cell_value
+
+    header: list[str] = []
+    rows = []
+    for line in text.splitlines():
+        cells = line.partition("#")[0].split()
+        if line.startswith("==="):
+            header = []  # the end of a table, or what stands above the next one's header
+        elif len(cells) > 5 and cells[0] in first_columns:
+            header = cells
+        elif header and len(cells) == len(header):
+            rows.append({name: cell_value(name, cell) for name, cell in zip(header, cells, strict=True)})
+    return rows
+
+
 def parameters(**values: Any) -> str:
     """Upstream's parameter line: NAME=value, two spaces apart."""
     return "  ".join(f"{name}={value!r}" for name, value in values.items())

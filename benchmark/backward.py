@@ -27,11 +27,11 @@ import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 import roofline
 from _bench import Column, Contender, Progress, Table, command, in_turns, isa_level, natural, parameters, positive, share
-from _peers import UnavailableError, imported_torch, torch_tensor
 from benchmark import DTYPES, block_shape
 from blitz_attn import reference, sabi, testing
-from saved import add_save, main_with_save
-from work import dense_pairs, kept_pairs
+from operands import dense_pairs, kept_pairs
+from other_libraries import UnavailableError, imported_torch, torch_tensor
+from result_files import add_save, main_with_save
 
 COLUMNS = (
     Column("dtype", 9),

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from _bench import command, isa_level, natural, positive, readable, share, writable
-from saved import add_save, main_with_save
+from result_files import add_save, main_with_save
 
 SIZES = (128, 256, 512, 1024)
 GRID_BLOCK_SHAPES = [(block_q, block_kv) for block_q in SIZES for block_kv in SIZES]
@@ -129,9 +129,9 @@ def run(args: argparse.Namespace) -> None:
     import blitz_attn
     import roofline
     from blitz_attn import _core
-    from captured import RealRun
-    from grid import Sweep
-    from records import Records
+    from captured_input import RealRun
+    from random_input import Sweep
+    from result_files import Records
 
     if args.isa:
         blitz_attn.isa(args.isa)

@@ -23,7 +23,7 @@ from typing import Any
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 from _bench import Column, Contender, Progress, Table, command, in_turns, positive
-from operations import DTYPES, SETTLE_SECONDS, Operation, decode, every_operation
+from operation_set import DTYPES, SETTLE_SECONDS, Operation, decode, every_operation
 
 GROUPS = (1, 4, 8)
 COLUMNS = (

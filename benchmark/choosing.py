@@ -5,7 +5,7 @@
     python benchmark/choosing.py --tokens 8192 --choosers pooled8 pooled64 --peers --threads 1
 
 Causal attention of normally distributed q, k and v. Each chooser finds its list at one density; dense attention, attention over the
-list of the first chooser, every chooser, and the choosers of choosing_peers.py are timed in turns (A B C A B C ...), and medians are
+list of the first chooser, every chooser, and choosers as users of torch write them are timed in turns (A B C A B C ...), and medians are
 compared. "%_of_dense" and "%_of_sparse" are shares of those calls' times. A peer that cannot run is a line that says why. Progress goes to
 stderr.
 """
@@ -13,16 +13,19 @@ stderr.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 from _bench import Contender, Progress, command, density, in_turns, positive
-from _peers import UnavailableError, pause
 from blitz_attn import _core, select, testing
-from choosing_peers import PEERS, peer
-from saved import add_save, main_with_save
+from other_libraries import Step, UnavailableError, imported_torch, pause, torch_tensor
+from result_files import add_save, main_with_save
 
 CHOOSERS = {
     "pooled8": select.Pooled(8),
@@ -34,10 +37,76 @@ CHOOSERS = {
     "vertical_slash64": select.VerticalSlash(64),
 }
 
+STRIDE = 16  # of the antidiagonals
+BLOCK_MEANS, ANTIDIAGONAL = "torch_block_means", "torch_antidiagonal16"
+PEERS = (BLOCK_MEANS, ANTIDIAGONAL)
+
 COLUMNS = {
     "dtype": 8, "tokens": 7, "heads": 6, "D": 4, "block": 7, "density": 7, "threads": 7, "chooser": 21, "ms": 9, "%_of_dense": 10,
     "%_of_sparse": 11,
 }  # fmt: skip
+
+
+# Choosers in torch, after published definitions; the code is this repository's own. Each works on one KV head at a time, so that memory
+# stays bounded.
+
+
+def _visible(torch: Any, rows: int, columns: int) -> Any:
+    """Which column each row sees, causally; both count the same number of tokens."""
+    return torch.ones((rows, columns), dtype=torch.bool).tril(columns - rows)
+
+
+def block_means(q: Any, k: Any, block: int, density: float) -> Any:
+    """The blocks of keys with the highest products of mean query and mean key, as many per row as `density` of those that it sees:
+    (H, R, K) indices in rising order, -1 behind the last. It is the usual way to make a BlockMask for FlexAttention."""
+    torch = imported_torch()
+    heads, kv_heads, rows = q.shape[1], k.shape[1], q.shape[2] // block
+    means_q, means_k = (x[0].unflatten(1, (-1, block)).mean(2) for x in (q, k))
+    scores = torch.matmul(means_q.unflatten(0, (kv_heads, -1)), means_k.unsqueeze(1).mT).flatten(0, 1).float()
+    scores.masked_fill_(~_visible(torch, rows, scores.shape[2]), -math.inf)
+    wanted = (torch.arange(1, rows + 1) * density).ceil().long()
+    chosen = scores.topk(int(wanted.max()), dim=-1).indices
+    unused = torch.arange(chosen.shape[2]) >= wanted[:, None]
+    listed = chosen.masked_fill(unused, scores.shape[2]).sort(dim=-1).values
+    return listed.masked_fill(listed == scores.shape[2], -1).expand(heads, -1, -1)
+
+
+def antidiagonal_scores(q: Any, k: Any, block: int, stride: int = STRIDE) -> Any:
+    """XAttention's scores (H, R, C), each row adding up to 1: the queries of a stride, taken backwards, are one long query, the keys of a
+    stride one long key, so that their product is the sum along the antidiagonals; the softmax over all keys is added up by blocks."""
+    torch = imported_torch()
+    group = q.shape[1] // k.shape[1]
+    scale = 1 / (math.sqrt(q.shape[3]) * stride)
+    every = []
+    for head in range(k.shape[1]):
+        long_q = q[0, head * group : (head + 1) * group].unflatten(1, (-1, stride)).flip(2).flatten(2)
+        long_k = k[0, head].unflatten(0, (-1, stride)).flatten(1)
+        scores = torch.matmul(long_q, long_k.T).float() * scale
+        scores.masked_fill_(~_visible(torch, scores.shape[1], scores.shape[2]), -math.inf)
+        shares = scores.softmax(dim=-1)
+        every.append(shares.unflatten(2, (-1, block // stride)).sum(3).unflatten(1, (-1, block // stride)).mean(2))
+    return torch.cat(every)
+
+
+def antidiagonal(q: Any, k: Any, block: int, mass: float) -> Any:
+    """The fewest blocks of each row that hold `mass` of its scores: (H, R, C) bool."""
+    scores = antidiagonal_scores(q, k, block)
+    ordered = scores.sort(dim=-1, descending=True)
+    before = ordered.values.cumsum(dim=-1) - ordered.values
+    return (before < mass).new_zeros(scores.shape).scatter_(2, ordered.indices, before < mass)
+
+
+def peer(name: str, q: np.ndarray, k: np.ndarray, dtype: str, block: int, density: float, threads: int) -> Step:
+    """A call of the peer. Raises `UnavailableError` where there is no torch."""
+    torch = imported_torch()
+    torch.set_num_threads(threads)
+    tensors = (torch_tensor(q, dtype), torch_tensor(k, dtype))
+    if name == BLOCK_MEANS:
+        return lambda: block_means(*tensors, block, density)
+    return lambda: antidiagonal(*tensors, block, 0.9)
+
+
+# ---- The command -------------------------------------------------------------------------------------------------
 
 
 def parser() -> argparse.ArgumentParser:

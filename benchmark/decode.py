@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Paged decode attention against what the machine allows and against other libraries: a table on stdout, progress on stderr.
 
-    python benchmark/decode.py | tee decode.log | python benchmark/plot_decode.py    # everything; says first how many cells
+    python benchmark/decode.py | tee decode.log | python benchmark/plot.py    # everything; says first how many cells
     python benchmark/decode.py --quick                                               # a minute or so
     python benchmark/decode.py --cells DRAM --dtypes bfloat16 --groups 4 --batches 1
     python benchmark/decode.py --shapes 4x32x8x4096 --dtypes float16                 # B x H x Hkv x S of one's own
@@ -28,14 +28,12 @@ import numpy as np
 import _bench
 import blitz_attn
 import check
-import decode_peers as peers
 import roofline
 from _bench import Column, Contender, Progress, Table, command, in_turns, isa_level, natural, positive, writable
-from _peers import Step, UnavailableError, pause
 from blitz_attn import _core, testing
-from paged_operands import ITEM_BYTES, LAYOUTS, Decode, draw_decode, memory_available, query_dtype, token_bytes
-from records import Records
-from saved import add_save, main_with_save
+from operands import ITEM_BYTES, LAYOUTS, Decode, draw_decode, memory_available, query_dtype, token_bytes
+from other_libraries import DECODE_PEERS, Pieces, Step, UnavailableError, pause
+from result_files import Records, add_save, main_with_save
 
 LEVELS = ("L2", "L3", "DRAM")
 KV_HEADS = {"L2": 1, "L3": 8, "DRAM": 8}  # 8 heads of 128 would leave L2 a handful of tokens
@@ -81,7 +79,7 @@ COLUMNS = (
     Column("Bound_by", 8),
     Column("Share_of_limit", 14, ".3f"),
     Column("Over_1_thread", 13, ".2f"),
-    *(Column(f"{name}_[usec]", len(name) + 8, ".1f") for name in peers.PEERS),
+    *(Column(f"{name}_[usec]", len(name) + 8, ".1f") for name in DECODE_PEERS),
     Column("Best_peer/ours", 14, ".2f"),
 )
 
@@ -153,13 +151,13 @@ def peer_calls(step: Decode, args: argparse.Namespace, notes: dict[str, None]) -
     """What other libraries need to do the same, by name and threads; only those whose result equals float64's."""
     calls: dict[tuple[str, int], Step] = {}
     try:
-        pieces = peers.Pieces(step)
+        pieces = Pieces(step)
     except UnavailableError:
         return calls
     for name in args.peers:
         for threads in args.threads:
             try:
-                run, fetch = peers.PEERS[name](pieces, threads)
+                run, fetch = DECODE_PEERS[name](pieces, threads)
             except UnavailableError as reason:
                 notes[f"{name}: {reason}"] = None
                 break
@@ -234,7 +232,7 @@ def measured(
             "Bound_by": max(limits, key=lambda name: limits[name]),
             "Share_of_limit": statistics.median(shares),
             "Over_1_thread": times["own", 1].median / seconds if threads != 1 and 1 in args.threads else None,
-            **{f"{name}_[usec]": by_peer[name].median * 1e6 if name in by_peer else None for name in peers.PEERS},
+            **{f"{name}_[usec]": by_peer[name].median * 1e6 if name in by_peer else None for name in DECODE_PEERS},
             "Best_peer/ours": min(ratios, default=None),
         }, {"samples_s": {f"{name}_{n}": timing.samples for (name, n), timing in times.items() if n == threads}}
 
@@ -253,7 +251,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--layout", choices=LAYOUTS, default="NHD", help="in a page: a token's heads together, or a head's tokens (%(default)s)"
     )
-    every = list(peers.PEERS)
+    every = list(DECODE_PEERS)
     what.add_argument("--peers", nargs="*", choices=every, default=every, help="libraries to compare with (all that are installed)")
     what.add_argument("--seed", type=natural, default=1234, help="of the operands (%(default)s)")
     timing = result.add_argument_group("timing")

@@ -38,7 +38,7 @@ import blitz_attn
 from _bench import Column, Table, checked, command, density, parameters, positive
 from blitz_attn import sabi
 from blitz_attn.distributed import ContextParallelPlan
-from saved import add_save, main_with_save
+from result_files import add_save, main_with_save
 
 BLOCK = 128
 DISPATCHES = ("cut", "zigzag", "contiguous", "items")

@@ -22,7 +22,7 @@ import _bench  # first: finds the library of this checkout
 import blitz_attn
 from _bench import checked, command, isa_level, natural
 from blitz_attn import sabi, testing
-from saved import add_save, main_with_save
+from result_files import add_save, main_with_save
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 COLUMNS = (

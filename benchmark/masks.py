@@ -25,10 +25,10 @@ import numpy as np
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 from _bench import Column, Contender, Progress, Table, command, in_turns, natural, parameters, positive
-from _peers import imported_torch, torch_tensor, version
 from blitz_attn import _core, sabi, testing
 from operands import Operands, draw
-from saved import add_save, main_with_save
+from other_libraries import imported_torch, torch_tensor, version
+from result_files import add_save, main_with_save
 
 COLUMNS = (
     Column("dtype", 9),

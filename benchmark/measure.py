@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 import check
 import roofline
 from _bench import Contender, Progress, Timing, in_turns
-from operands import Operands, dense_call
-from work import dense_pairs, flops, kept_pairs
+from operands import Operands, dense_pairs, flops, kept_pairs
+from other_libraries import UnavailableError, torch_sdpa, torch_tensor
 
 PEAK_SECONDS = 0.05
 SETTLE_SECONDS = 0.3  # NumPy's threads, which checked the result before, still wait busily for a while
@@ -39,6 +39,19 @@ class Result:
     reference: Timing
     own: Timing
     peak: float  # F in GFLOP/s, the median over the turns
+
+
+def dense_call(operands: Operands, reference: str, threads: int) -> Callable[[], Any]:
+    """Dense attention over the operands: `own` writes into `operands.out`, `torch` is torch's scaled_dot_product_attention."""
+    if reference == "own":
+        return operands.call(None, (128, 128), threads)
+    options = {"is_causal": bool(operands.options.get("causal")), "scale": operands.options.get("scale")}
+    if operands.views[1].shape[1] != operands.views[0].shape[1]:
+        options["enable_gqa"] = True
+    try:
+        return torch_sdpa([tuple(torch_tensor(x, operands.dtype) for x in operands.views[:3])], threads, **options)[0]
+    except UnavailableError:
+        raise SystemExit("benchmark.py: --reference torch: torch is not installed: pip install torch, or use --reference own") from None
 
 
 def _shape(operands: Operands) -> tuple[int, int, int, int, int, int]:

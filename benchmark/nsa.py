@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Native sparse attention against dense causal attention, over the length: a table on stdout, progress on stderr.
 
-    python benchmark/nsa.py | tee nsa.log | python benchmark/plot_nsa.py -o nsa.png   # upstream's sizes, 1K .. 64K tokens
+    python benchmark/nsa.py | tee nsa.log | python benchmark/plot.py   # upstream's sizes, 1K .. 64K tokens
     python benchmark/nsa.py --quick                                                   # 1K .. 8K
     python benchmark/nsa.py -H 8 --kv-heads 2 --tokens 262144 1048576 --passes forward
     python benchmark/nsa.py --mode mslk --weights --dtype float32
@@ -44,9 +44,8 @@ from blitz_attn.nsa import (
     window_attention,
     window_attention_backward,
 )
-from paged_operands import bits_options, memory_available
-from records import Records
-from saved import add_save, main_with_save
+from operands import bits_options, memory_available
+from result_files import Records, add_save, main_with_save
 
 TOKENS = tuple(1 << n for n in range(10, 17))
 QUICK_TOKENS = tuple(1 << n for n in range(10, 14))

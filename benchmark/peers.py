@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """This library beside others: the same attention over the same operands and threads, in turns in one process. A table on stdout.
 
-    python benchmark/peers.py | tee peers.log | python benchmark/plot_peers.py    # everything: an hour or so; says first how many cells
+    python benchmark/peers.py | tee peers.log | python benchmark/plot.py    # everything: an hour or so; says first how many cells
     python benchmark/peers.py --quick                                             # two minutes
     python benchmark/peers.py -S 512 2048 -D 64 --dtypes bfloat16 --peers torch flex
     python benchmark/peers.py --merge part1.log part2.log                         # the last tables, of what was measured in pieces
@@ -38,20 +38,17 @@ from _bench import (
     in_turns,
     isa_level,
     natural,
+    parse_rows,
     positive,
     readable,
     share,
     writable,
 )
-from _peers import Fetch, Step, UnavailableError, pause, reason_of
-from _plots import parse_rows
 from blitz_attn import _core, sabi, testing
-from operands import draw
-from paged_operands import memory_available
-from prefill_peers import BLOCK, LARGEST_ERROR, OURS, PEERS, Question
-from records import Records
-from saved import add_save, main_with_save
-from work import dense_pairs, flops, kept_pairs
+from operands import dense_pairs, draw, flops, kept_pairs, memory_available
+from other_libraries import BLOCK, LARGEST_ERROR, OURS, Fetch, Question, Step, UnavailableError, pause, reason_of
+from other_libraries import PREFILL_PEERS as PEERS
+from result_files import Records, add_save, main_with_save
 
 OWN = "ours"
 DTYPES = tuple(LARGEST_ERROR)

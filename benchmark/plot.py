@@ -1,22 +1,52 @@
 #!/usr/bin/env python3
-"""Draw a benchmark table: speed-up over dense attention against sparsity, a line a block shape.
+"""Draw the table of a benchmark script: the head of the table tells which figure it is.
 
     python benchmark/benchmark.py | python benchmark/plot.py -o benchmark.png
 
-Reads the table on stdin and takes nothing else from it, so a log with other lines in it is fine. A table of `benchmark.py --input` gets
-a second panel: the softmax mass that the kept blocks hold. Its speeds are the medians over layers and choosers.
+benchmark.py: speed-up over dense attention against sparsity, a line a block shape. With --input there is a second panel, the softmax mass
+that the kept blocks hold; speeds are then the medians over layers and choosers. roofline.py: what the machine allows at each arithmetic
+intensity, and where operations stand; hollow marks are lower levels. peers.py: what each library reaches over the length, for the largest
+head dimension and the most threads in the table. decode.py: the share of the limit that each cell reaches; marks are other libraries,
+held against the same limit. quest.py: time over context beside the byte model, and the speed-up over dense decode. nsa.py: time, speed-up
+over dense attention, shares of the parts and memory, over the length; what is hollow was not measured but grown with N^2. distributed.py:
+what the busiest rank receives, and the imbalance of work, over the number of ranks.
+
+Reads the table on stdin and takes nothing else from it, so a log with other lines in it is fine; several tables of one script are one.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from _bench import command
-from _plots import Row, plot_main
+from _bench import command, parse_rows, positive, writable
 from blitz_attn.plot import parse_table, plot_speedup
+
+Row = dict[str, Any]
+
+GREY = "#666666"
+DTYPE_COLOURS = {"float32": "#0072B2", "float16": "#56B4E9", "bfloat16": "#009E73", "int8": "#E69F00", "float8_e4m3": "#D55E00"}
+
+
+def new_figure(width: float, height: float, dpi: int) -> Any:
+    from matplotlib.figure import Figure  # here, so that a missing matplotlib is said in one sentence
+
+    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+
+
+def counted(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
+def distinct(rows: list[Row], column: str) -> list[Any]:
+    """The values of a column, in the order of the table."""
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+# ---- benchmark.py ------------------------------------------------------------------------------------------------
 
 CHOOSER_COLOURS = {"mean-pool": "#0072B2", "oracle": "#D55E00"}
 LINES = ("-", "--", ":", "-.")
@@ -33,12 +63,11 @@ def merged(rows: list[Row], keys: Sequence[str], columns: Sequence[str], middle:
 
 def draw_mass(rows: list[Row], axes: Any) -> None:
     """Kept softmax mass against sparsity: a line a chooser and block size, the mean over the layers; faint: the layer that keeps least."""
-    shapes = list(dict.fromkeys(row["block_shape"] for row in rows))
-    for chooser in dict.fromkeys(row["Chooser"] for row in rows if row["Chooser"] != "all"):
-        for index, shape in enumerate(shapes):
+    for chooser in (name for name in distinct(rows, "Chooser") if name != "all"):
+        for index, shape in enumerate(distinct(rows, "block_shape")):
             own = [row for row in rows if row["block_shape"] == shape and row["Chooser"] in ("all", chooser)]
             style = {
-                "color": CHOOSER_COLOURS.get(chooser, "#666666"),
+                "color": CHOOSER_COLOURS.get(chooser, GREY),
                 "linestyle": LINES[index % len(LINES)],
                 "marker": MARKERS[index % len(MARKERS)],
             }
@@ -53,13 +82,10 @@ def draw_mass(rows: list[Row], axes: Any) -> None:
     axes.set_title("What the kept blocks hold")
 
 
-def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
-    """The figure of a table."""
+def draw_benchmark(rows: list[Row], title: str | None, dpi: int) -> Any:
     if "Kept_mass" not in rows[0]:
         return plot_speedup(rows, title=title, dpi=dpi)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 6.5), dpi=dpi, layout="constrained")
+    figure = new_figure(14, 6.5, dpi)
     left, right = figure.subplots(1, 2)
     keys = ("B", "H", "s_q", "s_kv", "D", "block_shape", "sparsity")
     plot_speedup(merged(rows, keys, ("Ref_Latency_[usec]", "Our_Latency_[usec]")), title=title, ax=left)
@@ -67,9 +93,353 @@ def draw(rows: list[Row], title: str | None, dpi: int) -> Any:
     return figure
 
 
+# ---- roofline.py -------------------------------------------------------------------------------------------------
+
+FAMILY_MARKS = {"dense": "o", "causal": "^", "sparse": "s", "backward": "v", "few": "D", "decode": "P", "select": "X", "small": "*"}
+PEAKS = {"flops": "{} FMA", "tiles": "{} tiles"}
+INTENSITIES = (0.0625, 4096.0)  # operations begin at 0.5; left of them stand the names of the slopes
+
+
+def family(row: Row) -> str:
+    """What a row's mark stands for: dense_D=64 and dense are both dense."""
+    return next((name for name in FAMILY_MARKS if row["operation"].startswith(name)), "dense")
+
+
+def draw_ceilings(axes: Any, limits: list[Row]) -> tuple[float, float]:
+    """The roofs; returns where the lowest begins, and the highest."""
+    peaks: dict[float, list[str]] = {}
+    for row in limits:
+        if row["what"] in PEAKS:  # levels whose vectors are equally wide have the same peak but for noise
+            near = next((value for value in peaks if abs(value / row["value"] - 1) < 0.05), row["value"])
+            peaks.setdefault(near, []).append(PEAKS[row["what"]].format(row["level"]))
+    top = max(peaks)
+    for value, names in peaks.items():
+        axes.axhline(value, color="#444444", linewidth=1)
+        text = f"{names[0] if len(names) == 1 else names[0] + ' and up'}, {value:.0f}"
+        axes.text(INTENSITIES[1] * 0.9, value * 1.04, text, fontsize=7, ha="right", va="bottom", color="#444444")
+    slopes: dict[float, list[str]] = {}
+    for row in limits:
+        if row["what"] == "read":
+            near = next((value for value in slopes if abs(value / row["value"] - 1) < 0.15), row["value"])
+            slopes.setdefault(near, []).append(row["level"])
+    for value, names in slopes.items():
+        ends = (INTENSITIES[0], min(top / value, INTENSITIES[1]))
+        axes.plot(ends, [value * x for x in ends], color="#999999", linewidth=1, linestyle="--")
+        place = (INTENSITIES[0] * 1.35, value * INTENSITIES[0] * 1.25)
+        axes.text(*place, f"{', '.join(names)} {value:.0f} GB/s", fontsize=7, ha="left", va="top", color="#777777")
+    return min(slopes) * INTENSITIES[0], top
+
+
+def draw_roofline(rows: list[Row], title: str | None, dpi: int) -> Any:
+    """A panel a number of threads: slopes are the read bandwidths of the caches and of memory, level lines the peaks of the levels."""
+    limits = [row for row in rows if "what" in row]
+    points = [row for row in rows if "flop/byte" in row]
+    if not limits or not points:
+        raise ValueError("expected limits and operations: the whole output of roofline.py")
+    counts = sorted({row["threads"] for row in points})
+    best = points[0]["level"]  # the table starts with the level in use
+    figure = new_figure(8.5 * len(counts), 7, dpi)
+    for axes, threads in zip(figure.subplots(1, len(counts), squeeze=False).flat, counts, strict=True):
+        bottom, top = draw_ceilings(axes, [row for row in limits if row["threads"] == threads])
+        own = [row for row in points if row["threads"] == threads]
+        for row in own:
+            style = {"color": DTYPE_COLOURS.get(row["dtype"], GREY), "fillstyle": "full" if row["level"] == best else "none"}
+            axes.plot(row["flop/byte"], row["GFLOP/s"], FAMILY_MARKS[family(row)], markersize=7, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlim(*INTENSITIES)
+        rates = [row["GFLOP/s"] for row in own]  # those of pairs of bfloat16 can be twice the peak
+        axes.set_ylim(0.7 * min(bottom, *rates), 1.6 * max(top, *rates))
+        axes.set_xlabel("arithmetic intensity (flop/byte, operands and results counted once)")
+        axes.set_ylabel("GFLOP/s")
+        axes.grid(True, alpha=0.2, which="both")
+        axes.set_title(counted(threads), fontsize=10)
+    from matplotlib.lines import Line2D
+
+    keys = [Line2D([], [], color=DTYPE_COLOURS.get(x, GREY), marker="o", linestyle="", label=x) for x in distinct(points, "dtype")]
+    families = dict.fromkeys(family(row) for row in points)
+    keys += [Line2D([], [], color=GREY, marker=FAMILY_MARKS[x], linestyle="", label=x) for x in families]
+    figure.axes[0].legend(handles=keys, fontsize=8, loc="lower right", ncols=2)
+    figure.suptitle(title or "What the machine allows, and what the operations reach")
+    return figure
+
+
+# ---- peers.py ----------------------------------------------------------------------------------------------------
+
+PEER_STYLES = {
+    "ours": ("#D55E00", "o"),
+    "torch": ("#0072B2", "v"),
+    "flex": ("#56B4E9", "^"),
+    "onnxruntime": ("#009E73", "s"),
+    "openvino": ("#CC79A7", "x"),
+    "jax": ("#E69F00", "D"),
+    "numpy": ("#000000", "+"),
+}
+
+
+def attended(row: Row) -> str:
+    if row["rule"] == "causal":
+        return "causal"
+    return f"sparsity {row['sparsity']:g}" if row["sparsity"] else "dense"
+
+
+def draw_peers(rows: list[Row], title: str | None, dpi: int) -> Any:
+    """A panel a dtype (across) and what is attended (down)."""
+    widest, most = max(row["D"] for row in rows), max(row["threads"] for row in rows)
+    rows = [row for row in rows if row["D"] == widest and row["threads"] == most]
+    dtypes = distinct(rows, "dtype")
+    rules = list(dict.fromkeys(attended(row) for row in sorted(rows, key=lambda row: (row["rule"], row["sparsity"]))))
+    figure = new_figure(5 * len(dtypes) + 1, 3.4 * len(rules) + 0.6, dpi)
+    grid = figure.subplots(len(rules), len(dtypes), squeeze=False, sharex=True)
+    for across, dtype in enumerate(dtypes):
+        for down, rule in enumerate(rules):
+            axes, own = grid[down][across], [row for row in rows if row["dtype"] == dtype and attended(row) == rule]
+            for name, (colour, mark) in PEER_STYLES.items():
+                points = sorted((row["S"], row["GFLOP/s"]) for row in own if row["contender"] == name and row["GFLOP/s"] is not None)
+                if points:
+                    axes.plot(*zip(*points, strict=True), color=colour, marker=mark, markersize=5, label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.grid(True, alpha=0.3, which="both")
+            axes.set_title(f"{dtype}, {rule}", fontsize=10)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=7)
+    for axes in grid[-1]:
+        axes.set_xlabel("tokens")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("GFLOP/s attended")
+    figure.suptitle(title or f"Attention of a whole sequence: H = {rows[0]['H']}, D = {widest}, {counted(most)}")
+    return figure
+
+
+# ---- decode.py ---------------------------------------------------------------------------------------------------
+
+DECODE_PEER_MARKS = {"torch": "v", "onnxruntime": "s", "openvino": "x"}
+SIZE_CLASSES = ("L2", "L3", "DRAM", "ragged")
+
+
+def draw_decode(rows: list[Row], title: str | None, dpi: int) -> Any:
+    """A panel a size class and number of threads."""
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        panels.setdefault(f"{row['cell'] if row['cell'] in SIZE_CLASSES else 'models'}, {counted(row['threads'])}", []).append(row)
+    across = min(2, len(panels))
+    down = -(-len(panels) // across)
+    figure = new_figure(9 * across, 3.6 * down + 0.6, dpi)
+    grid = figure.add_gridspec(down + 1, across, height_ratios=[1.0] * down + [0.1])
+    for number, (name, own) in enumerate(panels.items()):
+        axes = figure.add_subplot(grid[number // across, number % across])
+        for index, row in enumerate(own):
+            style = {"hatch": None if row["Bound_by"] == "read" else "///", "edgecolor": "white"}
+            axes.bar(index, row["Share_of_limit"], color=DTYPE_COLOURS.get(row["dtype"], GREY), **style)
+            for peer, mark in DECODE_PEER_MARKS.items():
+                taken = row.get(f"{peer}_[usec]")
+                if taken:
+                    axes.plot(index, row["Share_of_limit"] * row["Our_[usec]"] / taken, mark, color="black", markersize=4)
+        small = {"fontsize": max(3, 8 - len(own) // 8), "rotation": 90 if len(own) > 14 else 0}
+        axes.set_xticks(range(len(own)), [f"B{row['B']} G{row['H'] // row['H_kv']}\n{row['S']}" for row in own], **small)
+        axes.set_ylim(0, max(1.05, *(row["Share_of_limit"] * 1.05 for row in own)))
+        axes.axhline(1.0, color="#999999", linewidth=1)
+        axes.set_title(name, fontsize=10)
+        axes.set_ylabel("share of the limit")
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    keys: list[Any] = [Patch(color=DTYPE_COLOURS.get(dtype, GREY), label=dtype) for dtype in distinct(rows, "dtype")]
+    keys.append(Patch(facecolor="#BBBBBB", hatch="///", edgecolor="white", label="arithmetic binds, not reads"))
+    for peer, mark in DECODE_PEER_MARKS.items():
+        if any(row.get(f"{peer}_[usec]") for row in rows):
+            keys.append(Line2D([], [], color="black", marker=mark, linestyle="", label=peer))
+    foot = figure.add_subplot(grid[down, :])  # a row of its own: matplotlib 3.6 cannot place a figure's legend outside its axes
+    foot.axis("off")
+    foot.legend(handles=keys, loc="center", ncols=len(keys), fontsize=8)
+    figure.suptitle(title or "Paged decode: share of what reads and arithmetic allow")
+    return figure
+
+
+# ---- quest.py ----------------------------------------------------------------------------------------------------
+
+QUEST_COLOURS = {"Dense": "#000000", "Both": "#D55E00", "Select": "#0072B2", "Attend": "#009E73", "Build": "#CC79A7"}
+
+
+def draw_quest(rows: list[Row], title: str | None, dpi: int) -> Any:
+    figure = new_figure(14, 6, dpi)
+    left, right = figure.subplots(1, 2)
+    most, widest = max(row["threads"] for row in rows), max(row["blocks"] for row in rows)
+    groups: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:  # a context of fewer blocks than were asked for belongs to the smallest number that was
+        groups.setdefault((row["threads"], row["blocks"] if row["blocks"] * row["page"] < row["context"] else widest), []).append(row)
+    for number, ((threads, blocks), own) in enumerate(groups.items()):
+        own = sorted(own, key=lambda row: row["context"])
+        contexts = [row["context"] for row in own]
+        if (threads, blocks) == (most, widest):
+            for name, colour in QUEST_COLOURS.items():
+                left.plot(contexts, [row[f"{name}_[usec]"] for row in own], color=colour, marker="o", markersize=4, label=name.lower())
+            both = [row["Model_[usec]"] for row in own]
+            left.plot(contexts, both, color=QUEST_COLOURS["Both"], linestyle=":", label="byte model of both")
+            dense = [row["Model_[usec]"] * row["Model_speedup"] for row in own]
+            left.plot(contexts, dense, color=QUEST_COLOURS["Dense"], linestyle=":", label="byte model of dense")
+            left.set_title(f"one layer, {counted(threads)}, {blocks} blocks of {own[0]['page']}", fontsize=10)
+            model = [row["Model_speedup"] for row in own]
+            right.plot(contexts, model, color="#999999", linestyle=":", label=f"byte model, {blocks} blocks")
+        label = f"{blocks} blocks, {counted(threads)}"
+        right.plot(contexts, [row["Speedup"] for row in own], marker="os^Dv"[number % 5], markersize=4, label=label)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("context (tokens)")
+        axes.grid(True, alpha=0.3, which="both")
+        axes.legend(fontsize=8)
+    left.set_ylabel("microseconds")
+    right.set_ylabel("speed-up of select and attend over dense decode")
+    figure.suptitle(title or "Quest: {dtype}, H = {H} on {H_kv} KV heads, D = {D}".format(**rows[0]))
+    return figure
+
+
+# ---- nsa.py ------------------------------------------------------------------------------------------------------
+
+PASSES = {"fwd": ("forward", "-", "o", "#0072B2"), "f+b": ("forward and backward", "--", "s", "#009E73")}
+PARTS = {
+    "compress": ("compression", "#999999"),
+    "cmp": ("compressed branch", "#0072B2"),
+    "select": ("selection", "#E69F00"),
+    "slc": ("selected branch", "#D55E00"),
+    "win": ("window", "#009E73"),
+    "gate": ("gates", "#CC79A7"),
+}
+
+
+def draw_over_length(axes: Any, rows: list[Row], column: str, line: str, mark: str, grown: bool, **style: Any) -> None:
+    """A curve of the rows that have the column. Where dense attention was `grown` and not run, marks are hollow."""
+    rows = [row for row in rows if row.get(column) is not None]
+    if rows:
+        axes.plot([row["N"] for row in rows], [row[column] for row in rows], line, **style)
+    style.pop("label")
+    for row in rows:
+        hollow = grown and row["Dense_by"] != "run"
+        axes.plot(row["N"], row[column], mark, markersize=5, fillstyle="none" if hollow else "full", **style)
+
+
+def draw_nsa(rows: list[Row], title: str | None, dpi: int) -> Any:
+    """The figure of the rows with the most threads."""
+    threads = max(row["threads"] for row in rows)
+    rows = sorted((row for row in rows if row["threads"] == threads), key=lambda row: row["N"])
+    figure = new_figure(13, 9, dpi)
+    times, speedups, shares, memory = figure.subplots(2, 2).flat
+    for tag, (what, line, mark, colour) in PASSES.items():
+        for name, own_colour in (("Dense", "#000000"), ("NSA", "#D55E00")):
+            label = f"{name.lower()}, {what}"
+            draw_over_length(times, rows, f"{name}_{tag}_[ms]", line, mark, name == "Dense", color=own_colour, label=label)
+        draw_over_length(speedups, rows, f"Speedup_{tag}", line, mark, True, color=colour, label=what)
+        draw_over_length(memory, rows, f"{tag.capitalize()}_peak_[MiB]", line, mark, False, color=colour, label=what)
+    times.set_ylabel("milliseconds (hollow: grown with N²)")
+    speedups.axhline(1.0, color="#999999", linewidth=1)
+    speedups.set_ylabel("speed-up over dense causal attention")
+    memory.set_ylabel("largest resident memory (MiB)")
+    own = [row for row in rows if row.get("cmp") is not None]
+    bottom = [0.0] * len(own)
+    for part, (label, colour) in PARTS.items():
+        heights = [row[part] for row in own]
+        shares.bar([row["N"] for row in own], heights, [0.6 * row["N"] for row in own], bottom=bottom, color=colour, label=label)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    shares.set_ylim(0, 1)
+    shares.set_ylabel("share of the forward parts")
+    if own:
+        shares.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # above: bars fill the panel
+    for axes in (times, speedups, shares, memory):
+        if axes is not shares:
+            axes.set_yscale("log")
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens")
+        axes.grid(True, alpha=0.3, which="both")
+    usual = "Native sparse attention, {mode}: {dtype}, H = {H} on {H_kv} KV heads, D = {D}, {threads}"
+    figure.suptitle(title or usual.format(**{**rows[0], "threads": counted(threads)}))
+    return figure
+
+
+# ---- distributed.py ----------------------------------------------------------------------------------------------
+
+DISPATCHES = {
+    "cut": ("#D55E00", "-", "o"),
+    "items": ("#0072B2", "--", "s"),
+    "zigzag": ("#009E73", ":", "^"),
+    "contiguous": ("#999999", "-.", "x"),
+}
+
+
+def draw_distributed(rows: list[Row], title: str | None, dpi: int) -> Any:
+    """A column for each pattern: bytes above, imbalance below."""
+    patterns = distinct(rows, "pattern")
+    figure = new_figure(3 * len(patterns), 6.5, dpi)
+    axes = figure.subplots(2, len(patterns), sharex=True, sharey="row", squeeze=False)
+    for column, pattern in enumerate(patterns):
+        for dispatch, (colour, line, mark) in DISPATCHES.items():
+            own = sorted((row for row in rows if row["pattern"] == pattern and row["dispatch"] == dispatch), key=lambda row: row["P"])
+            for panel, name in zip(axes[:, column], ("Moved", "Imbalance"), strict=True):
+                ranks, values = [row["P"] for row in own], [row[name] for row in own]
+                panel.plot(ranks, values, line, color=colour, marker=mark, markersize=4, label=dispatch)
+        axes[0, column].set_title(pattern.replace("_", " "))
+        axes[1, column].set_xlabel("ranks")
+        for panel in axes[:, column]:
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:.0f}")
+            panel.grid(True, alpha=0.3)
+    axes[0, 0].set_yscale("log")
+    axes[0, 0].set_ylabel("received by the busiest rank,\nover an all-gather of keys and values")
+    axes[1, 0].set_ylabel("load of the busiest rank over the mean")
+    axes[0, 0].legend(fontsize=8)
+    figure.suptitle(title or "Bytes and imbalance of context-parallel attention, from plans")
+    return figure
+
+
+# ---- The command -------------------------------------------------------------------------------------------------
+
+Draw = Callable[[list[Row], str | None, int], Any]
+
+# The first columns of a script's tables, the columns that tell them from others, and who draws them.
+FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Draw]] = {
+    "roofline": (("what", "operation"), ("what", "flop/byte"), draw_roofline),
+    "peers": (("dtype",), ("contender",), draw_peers),
+    "decode": (("cell",), ("Share_of_limit",), draw_decode),
+    "quest": (("context",), ("Model_speedup",), draw_quest),
+    "nsa": (("N",), ("Dense_by",), draw_nsa),
+    "distributed": (("pattern",), ("Imbalance",), draw_distributed),
+}
+
+
+def table_of(text: str) -> tuple[str, list[Row], Draw]:
+    """The script whose table is in `text`, its rows, and who draws them. Rows of benchmark.py are known without a head, too."""
+    for script, (first_columns, columns, draw) in FIGURES.items():
+        rows = [row for row in parse_rows(text, first_columns) if any(column in row for column in columns)]
+        if rows:
+            return script, rows, draw
+    return "benchmark", parse_table(text), draw_benchmark
+
+
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    return plot_main(argv, "plot.py", __doc__, "a benchmark table", parse_table, draw)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", "-o", type=writable, help="picture to write (the name of the table's script and .png)")
+    parser.add_argument("--title", help="title of the figure")
+    parser.add_argument("--dpi", type=positive, default=120, help="resolution (%(default)s)")
+    args = parser.parse_args(argv)
+    script, rows, draw = table_of(sys.stdin.read())
+    if not rows:
+        print("plot.py: no row of a table that it can draw on stdin, so there is nothing to draw", file=sys.stderr)
+        return 1
+    output = args.output or f"{script}.png"
+    try:
+        draw(rows, args.title, args.dpi).savefig(output)
+    except ImportError as error:
+        print(f"plot.py: needs matplotlib ({error})", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"plot.py: {error}", file=sys.stderr)
+        return 1
+    print(f"{output}: {len(rows)} rows drawn", file=sys.stderr)
+    return 0
 
 
 if __name__ == "__main__":

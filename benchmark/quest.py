@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Quest on a paged cache against dense decode, over the context length: a table on stdout, progress on stderr.
 
-    python benchmark/quest.py | tee quest.log | python benchmark/plot_decode.py -o quest.png   # 4K .. 1M tokens, as memory allows
+    python benchmark/quest.py | tee quest.log | python benchmark/plot.py   # 4K .. 1M tokens, as memory allows
     python benchmark/quest.py --quick                                                          # 4K, 32K, 128K
     python benchmark/quest.py --contexts 131072 --blocks 16 32 64 --dtype float16
 
@@ -28,9 +28,8 @@ import check
 import roofline
 from _bench import Column, Contender, Progress, Table, command, in_turns, isa_level, natural, positive, writable
 from blitz_attn import _core, testing
-from paged_operands import ITEM_BYTES, LAYOUTS, Decode, bits_options, draw_cache, draw_tables, memory_available, token_bytes
-from records import Records
-from saved import add_save, main_with_save
+from operands import ITEM_BYTES, LAYOUTS, Decode, bits_options, draw_cache, draw_tables, memory_available, token_bytes
+from result_files import Records, add_save, main_with_save
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 QUICK_CONTEXTS = (4096, 32768, 131072)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What this machine can do at most, measured through the library's own vector code, and how near its operations come.
 
-    python benchmark/roofline.py | tee roofline.log | python benchmark/plot_roofline.py    # a minute or so
+    python benchmark/roofline.py | tee roofline.log | python benchmark/plot.py    # a minute or so
     python benchmark/roofline.py --threads 2 --no-operations                               # limits only, two threads only
 
 First one row a limit: `flops` rows give F, the fp32 FMA peak of a level's widest vectors in GFLOP/s; `tiles` rows
@@ -25,7 +25,7 @@ import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 from _bench import Column, Progress, Table, above_zero, command, isa_level, positive
 from blitz_attn import _core
-from saved import add_save, main_with_save
+from result_files import add_save, main_with_save
 
 READ_LEVELS = ("L1", "L2", "L3", "DRAM")
 DRAM_BYTES = int(os.environ.get("BENCHMARK_DRAM_BYTES") or 0)  # tests set it, to save time; what is measured then is no limit
@@ -133,9 +133,9 @@ def limit_rows(limits: dict) -> Iterator[dict[str, Any]]:
 
 def operation_rows(threads: list[int], repeats: int, progress: Progress) -> Iterator[dict[str, Any]]:
     """The table's rows of the fixed set of operations."""
-    import operations  # which measures its limits with this module
+    import operation_set  # which measures its limits with this module
 
-    for point in operations.measured(operations.every_operation(), threads, repeats, progress):
+    for point in operation_set.measured(operation_set.every_operation(), threads, repeats, progress):
         seconds = statistics.median(point.seconds)
         yield {
             "operation": point.operation.name.replace(", ", ",").replace(" ", "_"),

@@ -33,8 +33,8 @@ import blitz_attn
 from _bench import Column, Contender, Progress, Table, command, from_zero, in_turns, isa_level, natural, parameters, positive
 from benchmark import DTYPES
 from blitz_attn import sabi, testing
-from paged_operands import bits_options, draw_decode
-from saved import add_save, main_with_save
+from operands import bits_options, draw_decode
+from result_files import add_save, main_with_save
 
 COLUMNS = (
     Column("dtype", 9),

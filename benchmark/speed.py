@@ -26,8 +26,8 @@ import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 from _bench import Column, Progress, Table, command, positive
 from blitz_attn import _core
-from operations import Point, every_operation, measured
-from saved import RESULTS, commit, machine, tag, today
+from operation_set import Point, every_operation, measured
+from result_files import RESULTS, commit, machine, tag, today
 
 # Between two runs of the same build, medians differ by this much on a machine that others share: caches and memory more than arithmetic.
 LEAST_MOVE = {"F": 0.05, "P": 0.05, "R": 0.15}

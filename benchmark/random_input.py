@@ -1,13 +1,15 @@
-"""The main job on random operands: upstream's sweep of block shapes, sizes and sparsities."""
+"""benchmark.py on random operands: upstream's sweep of block shapes, sizes and sparsities, which can go on where an earlier run ended."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -16,13 +18,46 @@ import _bench
 from _bench import Progress, Table
 from blitz_attn import reference, testing
 from blitz_attn import sabi as lists
-from measure import Job, measured
-from operands import Operands, dense_call, draw
-from records import Records
-from resume import Earlier, row_key
-from work import dense_pairs, flops
+from measure import Job, dense_call, measured
+from operands import Operands, dense_pairs, draw, flops
+from result_files import Records
 
 COLUMNS = _bench.UPSTREAM_COLUMNS + _bench.RATE_COLUMNS
+
+
+def row_key(text: str) -> tuple[str, ...]:
+    """What a row measures: its leading columns, as printed."""
+    return tuple(text.split()[: _bench.KEY_COLUMNS])
+
+
+@dataclass
+class Earlier:
+    """The rows of an earlier run by what they measure."""
+
+    path: Path | None = None
+    lines: list[str] = field(default_factory=list)
+    rows: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path, columns: int) -> Earlier:
+        """Rows of the table in `path`; complete ones only, for a stopped run may have left half a line.
+
+        Raises
+        ------
+        ValueError
+            There is no table in it.
+        """
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        lines = [line.rstrip("\n") for line in lines if line.endswith("\n")]
+        if not any(line.split()[:1] == [_bench.UPSTREAM_COLUMNS[0].name] for line in lines):
+            raise ValueError(f"--resume: {path} holds no table (was it overwritten by sending this run's output to the same file?)")
+        found = [line for line in lines if re.match(r"\s*\d+x\d+\s", line) and len(line.split()) == columns]
+        return cls(path, lines, {row_key(line): line for line in found})
+
+    def require(self, parameter_line: str) -> None:
+        """Raise ValueError where the earlier run had other parameters."""
+        if self.path and parameter_line not in (line.strip() for line in self.lines):
+            raise ValueError(f"--resume: {self.path} was measured with other parameters than {parameter_line}")
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ import blitz_attn
 import check
 from _bench import Contender, Progress, in_turns
 from blitz_attn import _core, sabi, testing
-from paged_operands import ITEM_BYTES, Decode, bits_options, draw_decode, token_bytes
-from work import dense_pairs, flops, kept_pairs
+from operands import ITEM_BYTES, Decode, bits_options, dense_pairs, draw_decode, flops, kept_pairs, token_bytes
 
 DTYPES = ("float32", "float16", "bfloat16")
 TOKENS, HEADS = 2048, 2  # of the forward and backward passes
