@@ -34,10 +34,6 @@ def test_blitz_sparse_attention_correctness(shape, frame_kind, sparsity, block_s
     assert_close(out, lse, shape, DTYPE, sabi, block_shape, out_atol=testing.OUT_ATOL)
 
 
-def test_as_many_cells_are_feasible_as_upstream_collects():
-    assert sum(bool(c.marks) for c in CELLS) == 2532
-
-
 if __name__ == "__main__":
     test_blitz_sparse_attention_correctness((1, 3, 10_000, 128), "small_frame", 0.5, (128, 128))
     print("Smoke test passed.")
