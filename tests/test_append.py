@@ -205,15 +205,15 @@ def test_given_scales(scale, kv_dtype, kv_layout, isa_level):
         assert same_bits(got, op(*call, k_scale=whole, v_scale=whole, **named))
 
 
-def test_float64_is_rounded_once():
+@pytest.mark.parametrize(("kv_dtype", "tie"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+def test_float64_is_rounded_once(kv_dtype, tie):
     """A float64 that rounds to a tie of 16 bits in float32 is no tie."""
     case = testing.make_paged(1, 4, KV_HEADS, [8], 8, DIM, V_DIM)
-    for kv_dtype, tie in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
-        numbers = np.array([1 + tie, 1 + tie + 2.0**-40, 1 + 3 * tie - 2.0**-40, -1 - tie - 2.0**-40, 2.0**-149, -(2.0**-149), 1e300, -1e-300, np.inf])
-        k = np.resize(numbers, (3, KV_HEADS, DIM))
-        cache = np.zeros(case.k_cache.shape, np.uint16 if kv_dtype == "bfloat16" else np.float16)
-        blitz_attn.append_paged_kv(k, k, cache, cache.copy(), slot_mapping=[5, 0, 7], kv_dtype=kv_dtype if kv_dtype == "bfloat16" else None)
-        assert same_bits(cache[0, [5, 0, 7]].view(np.uint16), testing.round_to(k, kv_dtype).view(np.uint16))
+    numbers = np.array([1 + tie, 1 + tie + 2.0**-40, 1 + 3 * tie - 2.0**-40, -1 - tie - 2.0**-40, 2.0**-149, -(2.0**-149), 1e300, -1e-300, np.inf])
+    k = np.resize(numbers, (3, KV_HEADS, DIM))
+    cache = np.zeros(case.k_cache.shape, np.uint16 if kv_dtype == "bfloat16" else np.float16)
+    blitz_attn.append_paged_kv(k, k, cache, cache.copy(), slot_mapping=[5, 0, 7], kv_dtype=kv_dtype if kv_dtype == "bfloat16" else None)
+    assert same_bits(cache[0, [5, 0, 7]].view(np.uint16), testing.round_to(k, kv_dtype).view(np.uint16))
 
 
 def test_keys_alone():

@@ -590,14 +590,14 @@ def test_the_twin_refuses(name):
         reference.block_sparse_attention(*arrays, **{sentence.partition(":")[0]: given}, **options)
 
 
-def test_the_same_precision_rounds_what_is_added():
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.1), ("float64", 1e-12)])
+def test_the_same_precision_rounds_what_is_added(dtype, most):
     """The error of a plain computation with a mask is that of its dtype."""
-    for dtype, most in (("float32", 1e-5), ("bfloat16", 0.1), ("float64", 1e-12)):
-        arrays, _, options = problem(dtype)
-        options |= {"attn_mask": mask_of("all axes"), "alibi_slopes": SLOPES}
-        exact, rounded = (f(*arrays, **options) for f in (reference.block_sparse_attention, reference.dense_same_precision))
-        assert 0 <= np.abs(exact - rounded).max() < most
-        result = reference.block_sparse_attention(*arrays, return_lse=True, **options)
-        both = (reference.block_sparse_attention_backward, reference.dense_same_precision_backward)
-        for x, y in zip(*(f(arrays[0], *arrays, *result, **options) for f in both), strict=True):
-            assert np.abs(x - y).max() < 4 * most
+    arrays, _, options = problem(dtype)
+    options |= {"attn_mask": mask_of("all axes"), "alibi_slopes": SLOPES}
+    exact, rounded = (f(*arrays, **options) for f in (reference.block_sparse_attention, reference.dense_same_precision))
+    assert 0 <= np.abs(exact - rounded).max() < most
+    result = reference.block_sparse_attention(*arrays, return_lse=True, **options)
+    both = (reference.block_sparse_attention_backward, reference.dense_same_precision_backward)
+    for x, y in zip(*(f(arrays[0], *arrays, *result, **options) for f in both), strict=True):
+        assert np.abs(x - y).max() < 4 * most

@@ -181,13 +181,13 @@ def test_tnd():
 @pytest.mark.parametrize(
     ("given", "meant"), [([200], [200, 200]), ([200, 31], [200, 31]), ([200, 31, 5], [200, 31]), (np.array([300, 0]), [300, 0])]
 )
-def test_actual_lengths_mean_lengths_of_batch_entries(given, meant):
+@pytest.mark.parametrize(("ours", "name"), [("q_lens", "actual_seq_lengths"), ("kv_lens", "actual_seq_lengths_kv")])
+def test_actual_lengths_mean_lengths_of_batch_entries(given, meant, ours, name):
     q, k, v = qkv(batch=2)
-    for ours, name in (("q_lens", "actual_seq_lengths"), ("kv_lens", "actual_seq_lengths_kv")):
-        expected = blitz_attn.block_sparse_attention(q, k, v, scale=1.0, return_lse=True, **{ours: meant})
-        out, lse = bnsd(q, k, v, **{name: given})
-        assert same_bits(out, expected[0])
-        assert same_bits(lse, expected[1])
+    expected = blitz_attn.block_sparse_attention(q, k, v, scale=1.0, return_lse=True, **{ours: meant})
+    out, lse = bnsd(q, k, v, **{name: given})
+    assert same_bits(out, expected[0])
+    assert same_bits(lse, expected[1])
 
 
 def test_batches_groups_and_lengths_are_sparse():
@@ -335,14 +335,17 @@ def test_things_that_are_no_arrays():
         torch_bsa.blitz_sparse_attention(x, 3, x, input_layout="BNSD")
 
 
-def test_sums_of_lengths_are_refused_as_the_caller_wrote_them():
-    """Without the 0 that this library's sums begin with."""
-    x = np.ones((10, 2, 8), np.float32)
-    for queries, keys, sentence in (
+@pytest.mark.parametrize(
+    ("queries", "keys", "sentence"),
+    [
         ([5, 4, 10], [5, 6, 10], r"actual_seq_lengths: expected sums that rise from 0 on, got 4 after 5 at \[1\]"),
         ([5, 10], [-1, 10], r"actual_seq_lengths_kv: expected sums that rise from 0 on, got -1 after 0 at \[0\]"),
         ([5, 10], [10], "actual_seq_lengths_kv: expected 2 sums like actual_seq_lengths, got 1"),
-    ):
-        options = {"actual_seq_lengths": queries, "actual_seq_lengths_kv": keys}
-        with pytest.raises(ValueError, match=f"^{sentence}$"):
-            torch_bsa.blitz_sparse_attention(x, x, x, num_heads=2, input_layout="TND", **options)
+    ],
+)
+def test_sums_of_lengths_are_refused_as_the_caller_wrote_them(queries, keys, sentence):
+    """Without the 0 that this library's sums begin with."""
+    x = np.ones((10, 2, 8), np.float32)
+    options = {"actual_seq_lengths": queries, "actual_seq_lengths_kv": keys}
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        torch_bsa.blitz_sparse_attention(x, x, x, num_heads=2, input_layout="TND", **options)

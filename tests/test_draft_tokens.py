@@ -72,13 +72,13 @@ def test_a_tree_of_drafts_and_other_biases(dtype, kv_dtype, name):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [3, 4, 6])
-def test_lists(q_len, dtype):
+@pytest.mark.parametrize(("block_q", "list_heads"), [(64, 2), (2, 8), (1, 1)])
+def test_lists(q_len, dtype, block_q, list_heads):
     """Lists of blocks, those of a KV head and those of each query head, with rows of few and of all queries."""
     q, k, v = testing.make_qkv(2, 8, 2, q_len, 1700, 32, 40, dtype=dtype)
-    for block_q, list_heads in ((64, 2), (2, 8), (1, 1)):
-        rows = -(-q_len // block_q)
-        lists = random_lists(np.random.default_rng(q_len), 2, list_heads, rows, 54, share=0.6)
-        check(q, k, v, lists, block_shape=(block_q, 32), causal=True)
+    rows = -(-q_len // block_q)
+    lists = random_lists(np.random.default_rng(q_len), 2, list_heads, rows, 54, share=0.6)
+    check(q, k, v, lists, block_shape=(block_q, 32), causal=True)
 
 
 # ---- Bits ---------------------------------------------------------------------------------------------------------

@@ -173,18 +173,18 @@ def test_packed_documents_have_the_numbers_of_sequences(isa_level):
     np.testing.assert_allclose(one[0], packed, rtol=2e-5, atol=2e-6)
 
 
-def test_ranges_of_any_size(isa_level):
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_ranges_of_any_size(dtype, isa_level):
     """The largest and smallest numbers mean all keys, or none; a stride of any kind is read."""
     arrays, _, options = problem("float32", "BNSD")
     all_keys = blitz_attn.block_sparse_attention(*arrays, return_lse=True, **options)
-    for dtype in (np.int32, np.int64):
-        info = np.iinfo(dtype)
-        wide = np.broadcast_to(np.array([info.min, info.max], dtype), (2, Q, 2))
-        found = blitz_attn.block_sparse_attention(*arrays, kv_ranges=wide, return_lse=True, **options)
-        assert all(same_bits(a, b) for a, b in zip(found, all_keys, strict=True))
-        out, lse = blitz_attn.block_sparse_attention(*arrays, kv_ranges=wide[..., ::-1], return_lse=True, **options)
-        assert not out.any()
-        assert (lse == -np.inf).all()
+    info = np.iinfo(dtype)
+    wide = np.broadcast_to(np.array([info.min, info.max], dtype), (2, Q, 2))
+    found = blitz_attn.block_sparse_attention(*arrays, kv_ranges=wide, return_lse=True, **options)
+    assert all(same_bits(a, b) for a, b in zip(found, all_keys, strict=True))
+    out, lse = blitz_attn.block_sparse_attention(*arrays, kv_ranges=wide[..., ::-1], return_lse=True, **options)
+    assert not out.any()
+    assert (lse == -np.inf).all()
 
 
 def test_what_a_range_hides_is_not_read():
@@ -335,16 +335,16 @@ def test_one_query_per_request(isa_level):
     assert not out[1].any()
 
 
-def test_paged_refusals():
+@pytest.mark.parametrize("split", [None, SIZE])
+def test_paged_refusals(split):
     q, k, v, tables, runs, _ = paged()
-    for split in (None, SIZE):
-        with pytest.raises(ValueError, match=r"kv_ranges: expected shape \(21, 2\), got \(20, 2\)"):
-            blitz_attn.paged_attention(q, k, v, tables, LENS, q_lens=Q_LENS, kv_ranges=runs[:20], kv_split=split)
-        with pytest.raises(TypeError, match="kv_ranges: expected .*, got float64"):
-            blitz_attn.paged_attention(q, k, v, tables, LENS, q_lens=Q_LENS, kv_ranges=runs.astype(float), kv_split=split)
-        room = np.zeros(q.size, np.float32)
-        with pytest.raises(ValueError, match="out: expected memory of its own, got an array that overlaps kv_ranges"):
-            blitz_attn.paged_attention(
-                q, k, v, tables, LENS, q_lens=Q_LENS, kv_split=split, out=room.reshape(q.shape),
-                kv_ranges=room.view(np.int32)[:42].reshape(21, 2),
-            )  # fmt: skip
+    with pytest.raises(ValueError, match=r"kv_ranges: expected shape \(21, 2\), got \(20, 2\)"):
+        blitz_attn.paged_attention(q, k, v, tables, LENS, q_lens=Q_LENS, kv_ranges=runs[:20], kv_split=split)
+    with pytest.raises(TypeError, match="kv_ranges: expected .*, got float64"):
+        blitz_attn.paged_attention(q, k, v, tables, LENS, q_lens=Q_LENS, kv_ranges=runs.astype(float), kv_split=split)
+    room = np.zeros(q.size, np.float32)
+    with pytest.raises(ValueError, match="out: expected memory of its own, got an array that overlaps kv_ranges"):
+        blitz_attn.paged_attention(
+            q, k, v, tables, LENS, q_lens=Q_LENS, kv_split=split, out=room.reshape(q.shape),
+            kv_ranges=room.view(np.int32)[:42].reshape(21, 2),
+        )  # fmt: skip

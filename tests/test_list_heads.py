@@ -30,19 +30,19 @@ def test_lists_of_key_heads_are_right(dtype, layout):
 @pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_repeated_for_each_query_head_they_give_the_same_bits(dtype, layout, isa_level):
-    for rule in ("none", "causal"):
-        q, k, v, lists, options = case(dtype, layout, rule)
-        repeated = np.repeat(lists, HEADS // KV_HEADS, axis=1)
-        out, lse = attend(q, k, v, lists, **options)
-        assert all(map(same_bits, (out, lse), attend(q, k, v, repeated, **options)))
-        dout, _ = rest_of(q, v, **options)
-        ours, theirs = (gradients(dout, q, k, v, out, lse, x, **options) for x in (lists, repeated))
-        assert same_bits(ours[0], theirs[0])
-        tolerance = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype_of(q)]
-        for a, b in zip(ours[1:], theirs[1:], strict=True):  # sums in another order
-            a, b = (testing.to_float64(x, "bfloat16") for x in (a, b))
-            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))
+@pytest.mark.parametrize("rule", ["none", "causal"])
+def test_repeated_for_each_query_head_they_give_the_same_bits(dtype, layout, rule, isa_level):
+    q, k, v, lists, options = case(dtype, layout, rule)
+    repeated = np.repeat(lists, HEADS // KV_HEADS, axis=1)
+    out, lse = attend(q, k, v, lists, **options)
+    assert all(map(same_bits, (out, lse), attend(q, k, v, repeated, **options)))
+    dout, _ = rest_of(q, v, **options)
+    ours, theirs = (gradients(dout, q, k, v, out, lse, x, **options) for x in (lists, repeated))
+    assert same_bits(ours[0], theirs[0])
+    tolerance = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype_of(q)]
+    for a, b in zip(ours[1:], theirs[1:], strict=True):  # sums in another order
+        a, b = (testing.to_float64(x, "bfloat16") for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))
 
 
 def test_few_queries(isa_level):

@@ -397,13 +397,13 @@ def test_a_score_of_minus_infinity_is_not_selected():
 
 
 @pytest.mark.skipif(IS_REFERENCE, reason="the reference leaves branches out that see nothing")
-def test_a_gate_of_nan_reaches_branches_that_see_nothing():
+@pytest.mark.parametrize("gate", [np.nan, np.inf])
+def test_a_gate_of_nan_reaches_branches_that_see_nothing(gate):
     """The first three queries see no compressed block."""
     q, k, v, _ = problem(8, batch=1)
-    for gate in (np.nan, np.inf):
-        gates = one_hot(q, 1)
-        gates[..., 0] = gate
-        assert np.isnan(library.nsa(q, k, v, compress_block_size=4, num_selected_blocks=3, gates=gates)[:, :3]).all()
+    gates = one_hot(q, 1)
+    gates[..., 0] = gate
+    assert np.isnan(library.nsa(q, k, v, compress_block_size=4, num_selected_blocks=3, gates=gates)[:, :3]).all()
 
 
 def test_ties_go_to_the_lower_index():
@@ -567,18 +567,18 @@ def test_bad_values_stay_with_those_who_see_them(mode, bad, dtype):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("size", "stride"), [(16, None), (16, 8), (16, 16), (12, 5), (1, None), (200, None)])
-def test_compress(dtype, size, stride):
-    for lengths in (101, [33, 0, 101, 1]):
-        packed = isinstance(lengths, list)
-        _, k, v, options = problem(lengths, 4, 2, 16, 24, packed=packed, dtype=dtype, weights=WEIGHTS[:2])
-        bits = bits_option(k)
-        cu = {"cu_seqlens": options["cu_seqlens"]} if packed else {}
-        for weights in ((), (options["w_k_compress"], options["w_v_compress"])):
-            ours = library.compress_kv(k, v, size, *weights, stride=stride, **cu, **bits)
-            for x, exact in zip(ours, reference.compress_kv(k, v, size, *weights, stride=stride, **cu, **bits), strict=True):
-                assert x.shape == exact.shape
-                rounding = {"float64": 1e-13, "float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
-                np.testing.assert_allclose(testing.to_float64(x, dtype), exact, rtol=rounding, atol=0.3 * rounding * max(1, abs(exact).max(initial=0)))
+@pytest.mark.parametrize("lengths", [101, [33, 0, 101, 1]])
+def test_compress(dtype, size, stride, lengths):
+    packed = isinstance(lengths, list)
+    _, k, v, options = problem(lengths, 4, 2, 16, 24, packed=packed, dtype=dtype, weights=WEIGHTS[:2])
+    bits = bits_option(k)
+    cu = {"cu_seqlens": options["cu_seqlens"]} if packed else {}
+    for weights in ((), (options["w_k_compress"], options["w_v_compress"])):
+        ours = library.compress_kv(k, v, size, *weights, stride=stride, **cu, **bits)
+        for x, exact in zip(ours, reference.compress_kv(k, v, size, *weights, stride=stride, **cu, **bits), strict=True):
+            assert x.shape == exact.shape
+            rounding = {"float64": 1e-13, "float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
+            np.testing.assert_allclose(testing.to_float64(x, dtype), exact, rtol=rounding, atol=0.3 * rounding * max(1, abs(exact).max(initial=0)))
 
 
 def check_branch(name, args, options, lse_tolerance=1e-5):

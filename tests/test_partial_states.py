@@ -90,15 +90,15 @@ def test_an_output_must_have_the_dtype_that_was_wanted():
         blitz_attn.block_sparse_attention(q, k, v, out=np.empty(q.shape, np.float32))
 
 
-def test_unrounded_results_of_paged_attention(isa_level):
-    for dtype, kv_dtype, q_lens in (("bfloat16", "bfloat16", None), ("float16", "int8", [1, 0, 4]), ("bfloat16", "float32", None)):
-        case = testing.make_paged(3, 6, 2, [700, 3, 64], 16, 64, 40, dtype, kv_dtype, q_lens=q_lens)
-        sinks = np.linspace(-1, 1, 6).astype(np.float32)
-        usual, usual_lse = blitz_attn.paged_attention(*case.arrays, sinks=sinks, return_lse=True, **case.options)
-        wide, lse = blitz_attn.paged_attention(*case.arrays, sinks=sinks, out_dtype="float32", return_lse=True, **case.options)
-        assert wide.dtype == np.float32
-        assert same_bits(rounded(wide, case.q), bits(usual))
-        assert same_bits(lse, usual_lse)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "q_lens"), [("bfloat16", "bfloat16", None), ("float16", "int8", [1, 0, 4]), ("bfloat16", "float32", None)])
+def test_unrounded_results_of_paged_attention(dtype, kv_dtype, q_lens, isa_level):
+    case = testing.make_paged(3, 6, 2, [700, 3, 64], 16, 64, 40, dtype, kv_dtype, q_lens=q_lens)
+    sinks = np.linspace(-1, 1, 6).astype(np.float32)
+    usual, usual_lse = blitz_attn.paged_attention(*case.arrays, sinks=sinks, return_lse=True, **case.options)
+    wide, lse = blitz_attn.paged_attention(*case.arrays, sinks=sinks, out_dtype="float32", return_lse=True, **case.options)
+    assert wide.dtype == np.float32
+    assert same_bits(rounded(wide, case.q), bits(usual))
+    assert same_bits(lse, usual_lse)
 
 
 # ---- Gradients that are added up ------------------------------------------------------------------------------------
@@ -107,25 +107,25 @@ def test_unrounded_results_of_paged_attention(isa_level):
 @pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_accumulated_gradients(dtype, layout, isa_level):
-    for heads, rule, kind, dims in (("gqa", "causal", "empty rows", "40x24"), ("mqa", "lengths", "lists", "64x64"), ("mha", "none", "all blocks", "7x33")):
-        (q, k, v, lists), options = combination(dtype, layout, heads, rule, kind, dims)
-        out, lse = attend(q, k, v, lists, **options)
-        dout, _ = rest_of(q, v, **options)
-        usual = gradients(dout, q, k, v, out, lse, lists, **options)
-        real = np.float64 if dtype == "float64" else np.float32
-        sums = [np.zeros(x.shape, real) for x in (k, v)]
-        options |= bits_option(q)
-        got = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, lists, grads=(None, *sums), accumulate=True, **options)
-        assert got[1] is sums[0]
-        assert got[2] is sums[1]
-        assert same_bits(bits(got[0]), bits(usual[0]))
-        for ours, theirs in zip(sums, usual[1:], strict=True):
-            assert same_bits(ours if dtype.endswith(("32", "64")) else rounded(ours, q), bits(theirs))
-        once = [x.copy() for x in sums]
-        blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, lists, grads=(None, *sums), accumulate=True, **options)
-        for ours, single in zip(sums, once, strict=True):
-            np.testing.assert_allclose(ours, 2 * single, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(("heads", "rule", "kind", "dims"), [("gqa", "causal", "empty rows", "40x24"), ("mqa", "lengths", "lists", "64x64"), ("mha", "none", "all blocks", "7x33")])
+def test_accumulated_gradients(dtype, layout, heads, rule, kind, dims, isa_level):
+    (q, k, v, lists), options = combination(dtype, layout, heads, rule, kind, dims)
+    out, lse = attend(q, k, v, lists, **options)
+    dout, _ = rest_of(q, v, **options)
+    usual = gradients(dout, q, k, v, out, lse, lists, **options)
+    real = np.float64 if dtype == "float64" else np.float32
+    sums = [np.zeros(x.shape, real) for x in (k, v)]
+    options |= bits_option(q)
+    got = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, lists, grads=(None, *sums), accumulate=True, **options)
+    assert got[1] is sums[0]
+    assert got[2] is sums[1]
+    assert same_bits(bits(got[0]), bits(usual[0]))
+    for ours, theirs in zip(sums, usual[1:], strict=True):
+        assert same_bits(ours if dtype.endswith(("32", "64")) else rounded(ours, q), bits(theirs))
+    once = [x.copy() for x in sums]
+    blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, lists, grads=(None, *sums), accumulate=True, **options)
+    for ours, single in zip(sums, once, strict=True):
+        np.testing.assert_allclose(ours, 2 * single, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dims", [(32, 48), (40, 7)])

@@ -94,20 +94,20 @@ def test_both_forms_of_tables(method, tables, isa_level):
         assert all(same_bits(a, b) for a, b in zip(got, step.apart(method, choice), strict=True))
 
 
-def test_options_of_the_plan_and_of_the_call(isa_level):
-    for method, q_lens in (("quest", None), ("mean", [1, 0, 5, 3, 20])):
-        step = Step(q_lens, dtype="bfloat16")
-        options = {"scale": 0.3, "kv_split": 4 * SIZE, "out_dtype": "float32", "num_threads": 2} | rules("all", q_lens, np.random.default_rng(6))
-        plan, per_call = plan_paged(step.case, **options)
-        expected = step.apart(method, {"k": 4}, **options)
-        both = {"return_lse": True, "return_selected": True}
-        call = both | step.case.options | options | {"k": 4, "method": method}
-        for got in (
-            step.together(plan, method, {"k": 4}, **both, **per_call),
-            blitz_attn.select_and_attend(*step.case.arrays, *step.summaries[method], **call),
-        ):
-            assert got[0].dtype == np.float32
-            assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+@pytest.mark.parametrize(("method", "q_lens"), [("quest", None), ("mean", [1, 0, 5, 3, 20])])
+def test_options_of_the_plan_and_of_the_call(method, q_lens, isa_level):
+    step = Step(q_lens, dtype="bfloat16")
+    options = {"scale": 0.3, "kv_split": 4 * SIZE, "out_dtype": "float32", "num_threads": 2} | rules("all", q_lens, np.random.default_rng(6))
+    plan, per_call = plan_paged(step.case, **options)
+    expected = step.apart(method, {"k": 4}, **options)
+    both = {"return_lse": True, "return_selected": True}
+    call = both | step.case.options | options | {"k": 4, "method": method}
+    for got in (
+        step.together(plan, method, {"k": 4}, **both, **per_call),
+        blitz_attn.select_and_attend(*step.case.arrays, *step.summaries[method], **call),
+    ):
+        assert got[0].dtype == np.float32
+        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.sampled(2)

@@ -217,25 +217,25 @@ def test_ties_go_to_the_lower_page(dtype, isa_level):
 
 
 @pytest.mark.parametrize("nan_share", [0, 0.02, 0.9])
-def test_a_few_of_many_pages(nan_share):
+@pytest.mark.parametrize("n", [1, 31, 64, 257, 1000])
+def test_a_few_of_many_pages(nan_share, n):
     """Scores that are small integers, so exact and often equal: one right answer whatever k, NaN being chosen last."""
     rng = np.random.default_rng(3)
     rows, kv_heads, dim = 4, 2, 4
-    for n in (1, 31, 64, 257, 1000):
-        summary_pages = -(-n // rows)
-        shape = (summary_pages, rows, kv_heads, dim)
-        high = rng.integers(-2, 3, shape).astype(np.float32)
-        high[rng.random(shape) < nan_share] = np.nan
-        low = high - rng.integers(0, 2, shape).astype(np.float32)
-        query = rng.integers(-1, 2, (1, kv_heads, dim)).astype(np.float32)
-        tables = np.arange(summary_pages, dtype=np.int32)[None]
-        pages = [x.reshape(-1, kv_heads, dim)[:n] for x in (high, low)]
-        scores = (np.maximum(query, 0) * pages[0] + np.minimum(query, 0) * pages[1]).sum(axis=-1).T
-        for k in {1, min(n, 2), min(n, 7), max(1, n // 9), n}:
-            selected = blitz_attn.quest_block_select_paged(query, high, low, tables, np.array([n * rows]), k)
-            for row, score in zip(selected[0], scores, strict=True):
-                best = np.lexsort((np.arange(n), -np.nan_to_num(score), np.isnan(score)))[:k]
-                assert row.tolist() == best.tolist()
+    summary_pages = -(-n // rows)
+    shape = (summary_pages, rows, kv_heads, dim)
+    high = rng.integers(-2, 3, shape).astype(np.float32)
+    high[rng.random(shape) < nan_share] = np.nan
+    low = high - rng.integers(0, 2, shape).astype(np.float32)
+    query = rng.integers(-1, 2, (1, kv_heads, dim)).astype(np.float32)
+    tables = np.arange(summary_pages, dtype=np.int32)[None]
+    pages = [x.reshape(-1, kv_heads, dim)[:n] for x in (high, low)]
+    scores = (np.maximum(query, 0) * pages[0] + np.minimum(query, 0) * pages[1]).sum(axis=-1).T
+    for k in {1, min(n, 2), min(n, 7), max(1, n // 9), n}:
+        selected = blitz_attn.quest_block_select_paged(query, high, low, tables, np.array([n * rows]), k)
+        for row, score in zip(selected[0], scores, strict=True):
+            best = np.lexsort((np.arange(n), -np.nan_to_num(score), np.isnan(score)))[:k]
+            assert row.tolist() == best.tolist()
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
@@ -273,16 +273,16 @@ def test_order_is_by_falling_score(isa_level):
         assert (np.diff(scores[b][r][selected[b, r]]) <= 1e-5).all()
 
 
-def test_negative_scores_lose_to_no_padding(isa_level):
+@pytest.mark.parametrize("k", [4, 8, 16])
+def test_negative_scores_lose_to_no_padding(k, isa_level):
     """All real pages score below 0, rows behind them are zeros: upstream selects those, which are no pages."""
     query, high, low, tables, lens = drawn(2, 4, 2, [5 * 16, 9 * 16 - 3], 16, 32)
     query = np.abs(query)
     high, low = -np.abs(low), -np.abs(low) - np.abs(high)
     high, low = np.nan_to_num(high), np.nan_to_num(low)  # zeros where there is no page
-    for k in (4, 8, 16):
-        problem = (query, high, low, tables, lens)
-        assert all((s < 0).all() for s in scores_of(problem, 16))
-        check_selection(select(problem, k), problem, 16)
+    problem = (query, high, low, tables, lens)
+    assert all((s < 0).all() for s in scores_of(problem, 16))
+    check_selection(select(problem, k), problem, 16)
 
 
 @pytest.mark.sampled
@@ -360,14 +360,14 @@ def into(problem, k, since=None, rows=None):
     return selected
 
 
-def test_writing_forms_equal_the_returning_one(isa_level):
+@pytest.mark.parametrize("k", [1, 5, 8])
+def test_writing_forms_equal_the_returning_one(k, isa_level):
     problem = drawn(4, 8, 2, [900, 77, 0, 1], 16, 64)
-    for k in (1, 5, 8):
-        selected = select(problem, k)
-        np.testing.assert_array_equal(into(problem, k), selected)
-        np.testing.assert_array_equal(into(problem, k, since=-1), selected)
-        np.testing.assert_array_equal(into(problem, k, since=np.int64(-1)), selected)
-        np.testing.assert_array_equal(into(problem, k, rows=8), select(problem, k, per_query_head=True))
+    selected = select(problem, k)
+    np.testing.assert_array_equal(into(problem, k), selected)
+    np.testing.assert_array_equal(into(problem, k, since=-1), selected)
+    np.testing.assert_array_equal(into(problem, k, since=np.int64(-1)), selected)
+    np.testing.assert_array_equal(into(problem, k, rows=8), select(problem, k, per_query_head=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -212,7 +212,8 @@ def test_no_queries_at_all():
 
 @pytest.mark.parametrize("kv_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_select_and_attend_several_queries(kv_layout, kv_dtype, isa_level):
+@pytest.mark.parametrize(("method", "per_query_head"), [("quest", False), ("mean", True)])
+def test_select_and_attend_several_queries(kv_layout, kv_dtype, method, per_query_head, isa_level):
     """Selecting, then attending to what was selected, bit for bit; with all blocks, paged attention."""
     lens, q_lens = [300, 17, 0, 129], [4, 17, 0, 1]
     case = testing.make_paged(4, 8, 2, lens, 16, 32, kv_dtype=kv_dtype, kv_layout=kv_layout, q_lens=q_lens)
@@ -222,17 +223,17 @@ def test_select_and_attend_several_queries(kv_layout, kv_dtype, isa_level):
     keys = exact.k_cache, exact.block_tables, exact.seq_lens
     blitz_attn.quest_prefill_metadata(*keys, tables, high, low, meanblocks=mean, kv_layout=kv_layout)
     attend, options = blitz_attn.select_and_attend, {**case.options, "return_lse": True}
-    for method, source, per_query_head in [("quest", (high, low), False), ("mean", mean, True)]:
-        choice = {"method": method, "per_query_head": per_query_head, "recent": 2}
-        selected, counts = blitz_attn.select_blocks(case.q, source, tables, lens, 6, block_size=16, q_lens=q_lens, **choice)
-        expected = blitz_attn.paged_select_attention(*case.arrays, selected, counts=counts, **options)
-        got = attend(*case.arrays, source, tables, k=6, **choice, **options)
-        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
-        every = attend(*case.arrays, source, tables, budget=10**6, **choice, **options)
-        assert all(same_bits(a, b) for a, b in zip(every, blitz_attn.paged_attention(*case.arrays, **options), strict=True))
-        twin = reference.select_and_attend(*case.arrays, source, tables, k=6, **choice, **options)
-        np.testing.assert_allclose(got[0], twin[0], atol=1e-4)
-        np.testing.assert_allclose(got[1], twin[1], atol=1e-4)
+    source = mean if method == "mean" else (high, low)
+    choice = {"method": method, "per_query_head": per_query_head, "recent": 2}
+    selected, counts = blitz_attn.select_blocks(case.q, source, tables, lens, 6, block_size=16, q_lens=q_lens, **choice)
+    expected = blitz_attn.paged_select_attention(*case.arrays, selected, counts=counts, **options)
+    got = attend(*case.arrays, source, tables, k=6, **choice, **options)
+    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+    every = attend(*case.arrays, source, tables, budget=10**6, **choice, **options)
+    assert all(same_bits(a, b) for a, b in zip(every, blitz_attn.paged_attention(*case.arrays, **options), strict=True))
+    twin = reference.select_and_attend(*case.arrays, source, tables, k=6, **choice, **options)
+    np.testing.assert_allclose(got[0], twin[0], atol=1e-4)
+    np.testing.assert_allclose(got[1], twin[1], atol=1e-4)
 
 
 BAD = [

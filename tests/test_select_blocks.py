@@ -139,14 +139,14 @@ def test_mean_summaries(dtype, isa_level):
     np.testing.assert_allclose(got, exact, rtol=rounding, atol=2e-7 if dtype != "float64" else 1e-15)
 
 
-def test_budget_is_in_tokens(isa_level):
+@pytest.mark.parametrize(("budget", "blocks"), [(1, 1), (16, 1), (31, 1), (32, 2), (100, 6), (10**6, 62500)])
+def test_budget_is_in_tokens(budget, blocks, isa_level):
     problem = Problem()
-    for budget, blocks in ((1, 1), (16, 1), (31, 1), (32, 2), (100, 6), (10**6, 62500)):
-        selected, counts = problem.select(blitz_attn.select_blocks, "quest", budget=budget)
-        assert counts.max() == min(blocks, 38)
-        np.testing.assert_array_equal(
-            selected[..., : min(blocks, 38)], problem.select(blitz_attn.select_blocks, "quest", min(blocks, 38))[0]
-        )
+    selected, counts = problem.select(blitz_attn.select_blocks, "quest", budget=budget)
+    assert counts.max() == min(blocks, 38)
+    np.testing.assert_array_equal(
+        selected[..., : min(blocks, 38)], problem.select(blitz_attn.select_blocks, "quest", min(blocks, 38))[0]
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -133,14 +133,14 @@ def test_same_bits(name, budget):
         assert same_bits(own[1], expected[1][b : b + 1])
 
 
-def test_shares_of_heads():
+@pytest.mark.parametrize("budget", [{"density": [0.3, 0.9]}, {"top_k": [2, 4]}])
+def test_shares_of_heads(budget):
     """A number a head, and lists of KV heads."""
     q, k = make(1, 4, 2, Q, KV, 24, seed=8)
-    for budget in ({"density": [0.3, 0.9]}, {"top_k": [2, 4]}):
-        options = {"kv_ranges": ranges_of("other order"), "block_shape": (16, 16), "per_kv_head": True, "recent": 0} | budget
-        sabi = blitz_attn.select_blocks_prefill(q, k, **options)
-        assert same_bits(sabi, reference.select_blocks_prefill(q, k, **options))
-        assert same_bits(np.ascontiguousarray(sabi[:, 0]), np.ascontiguousarray(sabi[:, 1]))
+    options = {"kv_ranges": ranges_of("other order"), "block_shape": (16, 16), "per_kv_head": True, "recent": 0} | budget
+    sabi = blitz_attn.select_blocks_prefill(q, k, **options)
+    assert same_bits(sabi, reference.select_blocks_prefill(q, k, **options))
+    assert same_bits(np.ascontiguousarray(sabi[:, 0]), np.ascontiguousarray(sabi[:, 1]))
 
 
 def test_density_is_a_share_of_what_is_seen():

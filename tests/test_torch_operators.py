@@ -627,7 +627,8 @@ def test_no_gradient_beside_chosen_blocks(name):
         out.sum().backward()
 
 
-def test_bad_paged_calls():
+@pytest.mark.parametrize(("call", "lists"), [(functions.paged_attention, ()), (functions.paged_select_attention, (torch.zeros(2, 2, 1, dtype=torch.int32),))])
+def test_bad_paged_calls(call, lists):
     q, k_cache, v_cache, tables, lengths = paged()
     with pytest.raises(TypeError, match="^block_tables: expected an array, got NoneType$"):
         functions.paged_attention(q, k_cache, v_cache, None, lengths)
@@ -639,15 +640,14 @@ def test_bad_paged_calls():
         functions.paged_attention(q, k_cache, v_cache, tables + 9, lengths)
     with pytest.raises(ValueError, match="^seq_lens: expected None with "):
         functions.paged_attention(q, k_cache, v_cache, (tables, tables, tables), lengths)
-    for call, lists in ((functions.paged_attention, ()), (functions.paged_select_attention, (torch.zeros(2, 2, 1, dtype=torch.int32),))):
-        for error, sentence, runs in (
-            (ValueError, r"expected shape \(2, 2\), got \(1, 2\)", torch.zeros(1, 2, dtype=torch.int64)),
-            (TypeError, "expected int32 or int64, got torch.int16", torch.zeros(2, 2, dtype=torch.int16)),
-            (TypeError, "expected integers, got torch.float32", torch.zeros(2, 2)),
-            (TypeError, "expected an array, got list", [[0, 3], [0, 3]]),
-        ):  # fmt: skip
-            with pytest.raises(error, match=f"^kv_ranges: {sentence}"):
-                call(q, k_cache, v_cache, tables, lengths, *lists, kv_ranges=runs)
+    for error, sentence, runs in (
+        (ValueError, r"expected shape \(2, 2\), got \(1, 2\)", torch.zeros(1, 2, dtype=torch.int64)),
+        (TypeError, "expected int32 or int64, got torch.int16", torch.zeros(2, 2, dtype=torch.int16)),
+        (TypeError, "expected integers, got torch.float32", torch.zeros(2, 2)),
+        (TypeError, "expected an array, got list", [[0, 3], [0, 3]]),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^kv_ranges: {sentence}"):
+            call(q, k_cache, v_cache, tables, lengths, *lists, kv_ranges=runs)
 
 
 @pytest.mark.parametrize("ranges", [np.zeros((37, 2), np.uint16), np.zeros((37, 2)), np.zeros((37, 2), np.int8)], ids=lambda x: str(x.dtype))
