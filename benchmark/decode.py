@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Paged decode attention against what the machine allows and against other libraries: a table on stdout, progress on stderr.
 
-    python benchmark/decode.py | tee decode.log | python benchmark/plot.py    # everything; says first how many cells
-    python benchmark/decode.py --quick                                               # a minute or so
+    python benchmark/decode.py | tee decode.log | python benchmark/plot.py  # everything; says first how many cells
+    python benchmark/decode.py --quick                                      # a minute or so
     python benchmark/decode.py --cells DRAM --dtypes bfloat16 --groups 4 --batches 1
-    python benchmark/decode.py --shapes 4x32x8x4096 --dtypes float16                 # B x H x Hkv x S of one's own
+    python benchmark/decode.py --shapes 4x32x8x4096 --dtypes float16        # B x H x Hkv x S of one's own
 
 Cells: `L2`, `L3` and `DRAM` have as many tokens as make K and V sit in that level (8 KV heads; 1 for L2); `ragged` is one long request
 among 15 short ones; the others are upstream's 13 configurations. Pages lie in random order. The limit of a cell is the time to

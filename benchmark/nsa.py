@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Native sparse attention against dense causal attention, over the length: a table on stdout, progress on stderr.
 
-    python benchmark/nsa.py | tee nsa.log | python benchmark/plot.py   # upstream's sizes, 1K .. 64K tokens
-    python benchmark/nsa.py --quick                                                   # 1K .. 8K
+    python benchmark/nsa.py | tee nsa.log | python benchmark/plot.py  # upstream's sizes, 1K .. 64K tokens
+    python benchmark/nsa.py --quick                                   # 1K .. 8K
     python benchmark/nsa.py -H 8 --kv-heads 2 --tokens 262144 1048576 --passes forward
     python benchmark/nsa.py --mode mslk --weights --dtype float32
 

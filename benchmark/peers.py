@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """This library beside others: the same attention over the same operands and threads, in turns in one process. A table on stdout.
 
-    python benchmark/peers.py | tee peers.log | python benchmark/plot.py    # everything: an hour or so; says first how many cells
-    python benchmark/peers.py --quick                                             # two minutes
+    python benchmark/peers.py | tee peers.log | python benchmark/plot.py  # everything: an hour or so; says first how many cells
+    python benchmark/peers.py --quick                                     # two minutes
     python benchmark/peers.py -S 512 2048 -D 64 --dtypes bfloat16 --peers torch flex
-    python benchmark/peers.py --merge part1.log part2.log                         # the last tables, of what was measured in pieces
+    python benchmark/peers.py --merge part1.log part2.log                 # the last tables, of what was measured in pieces
 
 Contenders are what is installed of NumPy (three lines), torch (scaled_dot_product_attention), flex (torch's flex_attention, compiled, with
 an equal BlockMask), onnxruntime (MultiHeadAttention), OpenVINO and JAX; `pip install .[peers]` brings them. Each is asked for the same

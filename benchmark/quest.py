@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Quest on a paged cache against dense decode, over the context length: a table on stdout, progress on stderr.
 
-    python benchmark/quest.py | tee quest.log | python benchmark/plot.py   # 4K .. 1M tokens, as memory allows
-    python benchmark/quest.py --quick                                                          # 4K, 32K, 128K
+    python benchmark/quest.py | tee quest.log | python benchmark/plot.py  # 4K .. 1M tokens, as memory allows
+    python benchmark/quest.py --quick                                     # 4K, 32K, 128K
     python benchmark/quest.py --contexts 131072 --blocks 16 32 64 --dtype float16
 
 One request. Timed: dense paged decode, the summaries of all pages (Build), the choice of blocks (Select), attention over them (Attend)
