@@ -41,14 +41,12 @@ class Pages(NamedTuple):
 
     def with_room(self, tokens: int) -> Pages:
         """The same in larger buffers, whose summaries are not made yet."""
-        room = []
-        for old in (self.keys, self.values):
-            new = old.new_empty((old.shape[0], tokens, *old.shape[2:]))
+        keys, values = (old.new_empty((old.shape[0], tokens, *old.shape[2:])) for old in (self.keys, self.values))
+        for old, new in ((self.keys, keys), (self.values, values)):
             for at in range(0, self.length, COPIED_AT_A_TIME):
                 some = slice(at, min(at + COPIED_AT_A_TIME, self.length))
                 new[:, some] = old[:, some]
-            room.append(new)
-        return Pages.of(*room, self.length)
+        return Pages.of(keys, values, self.length)
 
 
 def _views(keys: Any, values: Any, length: int) -> tuple[Any, Any]:
@@ -234,7 +232,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
 
 def _no_tokens(key_states: Any, value_states: Any) -> Pages:
-    return Pages.of(*(x.new_zeros((x.shape[0], 0, x.shape[1], x.shape[3])) for x in (key_states, value_states)), 0)
+    keys, values = (x.new_zeros((x.shape[0], 0, x.shape[1], x.shape[3])) for x in (key_states, value_states))
+    return Pages.of(keys, values, 0)
 
 
 class PagedCache(cache_utils.DynamicCache):
