@@ -47,8 +47,11 @@ def sizes_of(case, axis, times):
 def measure(case, axis, times, threads, found, i):
     """Writes the peak of a call to found[i]. For a process of its own."""
     M_MMAP_THRESHOLD = -3
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back to the system: nothing hides in a free heap
-    found[i] = peak(case.make(*sizes_of(case, axis, times), threads))
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back to the system: nothing hides in a free heap
+    call = case.make(*sizes_of(case, axis, times), threads)
+    libc.malloc_trim(0)  # nor in what the process that was forked had freed
+    found[i] = peak(call)
 
 
 def peaks(case, axis, threads=1):
