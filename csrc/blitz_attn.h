@@ -443,7 +443,7 @@ BA_API int ba_get_num_threads(void);
 BA_API ba_status ba_set_num_threads(int num_threads);
 BA_API const char *ba_num_threads_source(void); /* which of these rules decided, as a short text */
 
-/* Makes long calls of this thread stoppable. While a call runs, the library calls `poll(context)` about ten times a second, in the thread
+/* Makes long calls of this thread stoppable. While a call runs, the library calls `poll(context)` about twenty times a second, in the thread
  * that made the call and with no lock held. When `poll` returns a value other than 0, all threads of the call stop within some milliseconds and
  * the call returns BA_INTERRUPTED. `poll` may itself call the library. With NULL, which every thread starts with, calls run to their end. Returns
  * BA_ERROR_MEMORY, and sets nothing, where this is the thread's first call and there is no memory. */

@@ -45,10 +45,14 @@ static _Atomic int64_t next_item;
 
 /* ---- Stopping a job ------------------------------------------------------------------------------------------- */
 
-#define POLL_NANOSECONDS 100000000
+#define POLL_NANOSECONDS 50000000
 /* Checks between which more time than this passes each read the clock; of others one in 16 does, because reading the clock costs more than reading
  * the flag. */
 #define RARE_NANOSECONDS 1000000
+enum {
+    CHECKS_PER_READ = 16,
+    CHECKS_IN_JOB = 2
+}; /* the second: the checks of a job until it reads the clock, of which the first is before any item */
 
 /* The state of one job that can be stopped. It lies in the stack frame of the job's caller. All threads of the job read the flag; only the
  * caller polls. */
@@ -77,14 +81,13 @@ ba_status ba_set_poll(ba_poll_fn fn, void *context) {
     if (!thread) return fn ? ba_fail(BA_ERROR_MEMORY, BA_NO_THREAD) : BA_OK;
     thread->poll.fn = fn;
     thread->poll.context = context;
-    thread->poll.checks = 2; /* the first is that before the first item */
+    thread->poll.checks = CHECKS_IN_JOB;
     return BA_OK;
 }
 
 /* Calls the poll function of the job's caller, which is this thread, if it is due, in the program's mode of floating-point numbers. That function may
  * run a handler of the program, which may call this library again or fork, so the thread's poll state and its arena are put aside meanwhile. */
 static void poll_if_due(ba_thread *thread, ba_stopper *job) {
-    enum { CHECKS_PER_READ = 16 };
     const int64_t time = now(POLL_CLOCK);
     thread->poll.checks = time - thread->poll.read > RARE_NANOSECONDS ? 1 : CHECKS_PER_READ;
     thread->poll.read = time;
@@ -116,7 +119,9 @@ bool ba_stopped(void) {
 }
 
 static void open_job(ba_thread *thread, ba_stopper *job) {
-    if (thread->poll.fn) thread->poll.job = thread->joined = job;
+    if (!thread->poll.fn) return;
+    thread->poll.job = thread->joined = job;
+    thread->poll.checks = (int)ba_min(thread->poll.checks, CHECKS_IN_JOB); /* items of this job may take longer than those before */
 }
 
 static ba_status close_job(ba_thread *thread, const ba_stopper *job) {
