@@ -75,8 +75,12 @@ def _list_of_spans(row: np.ndarray, first: np.ndarray, end: np.ndarray, grid: tu
         raise ValueError(
             f"block_shape: expected blocks so large that a list has at most {MOST_BLOCKS} entries, got {rows} rows of up to {fullest}"
         )
-    before = np.cumsum(counts) - counts
-    listed = np.arange(counts.sum(), dtype=np.int32) - np.repeat((before - first).astype(np.int32), counts)
+    ends = np.cumsum(counts)
+    listed, shifts = np.empty(int(counts.sum()), np.int32), (ends - counts - first).astype(np.int32)
+    for some, _ in pieces((len(counts), fullest)):
+        if len(ends[some]):
+            start, stop = int(ends[some][0] - counts[some][0]), int(ends[some][-1])
+            listed[start:stop] = np.arange(start, stop, dtype=np.int32) - np.repeat(shifts[some], counts[some])
     return padded(filled(of_rows, listed, width)[None, None], columns, dtype)
 
 
