@@ -375,8 +375,10 @@ class NsaCache:
     """Keys and values of sequences that grow, their compressed blocks, and the rules by which `nsa` attends to them.
 
     Memory doubles when it is full, so that appending a token costs the same however long the sequences are. A block is compressed once,
-    when its last token comes. Results are those of `nsa` over the tokens so far, bit for bit. (A call over more tokens computes
-    the first few of a sequence, up to eight queries of a key head, by another kernel, so that they may differ from these by rounding.)
+    when its last token comes. A call that fails or is interrupted leaves the cache as it was.
+
+    Results are those of `nsa` over the tokens so far, bit for bit. (A call over more tokens computes the first few of a sequence, up to
+    eight queries of a key head, by another kernel, so that they may differ from these by rounding.)
 
     Parameters
     ----------
