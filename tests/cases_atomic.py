@@ -43,9 +43,9 @@ def append(first, end, lens=None):
 
 NSA_CASES = {
     "NsaCache.append, the first": nsa_case(append(0, 30), 0),
-    "NsaCache.append, with room": nsa_case(append(70, 90)),
+    "NsaCache.append, with room": nsa_case(append(30, 50), 30),
     "NsaCache.append, full": nsa_case(append(70, 200)),
-    "NsaCache.append, of several lengths": nsa_case(append(60, 80, [5, 0, 20]), 60, [60, 31, 7]),
+    "NsaCache.append, of several lengths": nsa_case(append(40, 60, [5, 0, 20]), 40, [40, 31, 7]),
     "NsaCache.crop": nsa_case(lambda cache: cache.crop([70, 3, 40])),
     "NsaCache.reorder": nsa_case(lambda cache: cache.reorder([2, 0, 0]), lens=[70, 31, 7]),
     "NsaCache.reorder, to more": nsa_case(lambda cache: cache.reorder([2, 0, 0, 1]), lens=[70, 31, 7]),

@@ -36,7 +36,8 @@ typedef struct ba_thread {
 ba_thread *ba_thread_make(void);
 /* The same, but NULL where this thread has not needed any so far. */
 ba_thread *ba_thread_find(void);
-/* Makes `own`, of zeros, that of a thread that never ends and never polls. Returns false where the system has no memory to note it down. */
+/* Makes `own`, of zeros, what is kept of the calling thread. If malloc did not make it, the thread must never end, and never polls. Returns false
+ * where the system has no memory to note it down. */
 bool ba_thread_adopt(ba_thread *own);
 /* Whether the end of a thread frees what is kept of it. It does not where the program has taken all keys of pthreads. */
 bool ba_thread_is_freed(void);

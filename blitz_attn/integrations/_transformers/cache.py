@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -37,7 +38,8 @@ class Pages(NamedTuple):
         return cls(keys, values, length, _views(keys, values, length))
 
     def with_length(self, length: int) -> Pages:
-        return self._replace(length=length, views=_views(self.keys, self.values, length), summarised=min(self.summarised, length))
+        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # the last page anew
+        return self._replace(length=length, views=_views(self.keys, self.values, length), summarised=summarised)
 
     def with_room(self, tokens: int) -> Pages:
         """The same in larger buffers, whose summaries are not made yet."""
@@ -123,7 +125,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
                 some = slice(at, min(at + COPIED_AT_A_TIME, end))
                 buffer[:, some] = new[:, :, some.start - begin : some.stop - begin].transpose(1, 2)
         pages = pages.with_length(end)
-        setattr(pages.views[0], _ATTRIBUTE, self)
+        # A weak reference, or the buffers of a layer that is replaced would wait for Python's collector of circles.
+        setattr(pages.views[0], _ATTRIBUTE, weakref.ref(self))
         self._pages = pages
         return pages.views
 
@@ -236,10 +239,17 @@ def _no_tokens(key_states: Any, value_states: Any) -> Pages:
     return Pages.of(keys, values, 0)
 
 
+def _copied(layer: Any) -> Any:
+    """A copy that can be changed while the layer stays as it is. Layers of linear attention change their states in place."""
+    in_place = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
+    return copy.deepcopy(layer) if isinstance(layer, in_place) else copy.copy(layer)
+
+
 class PagedCache(cache_utils.DynamicCache):
     """Pages for the layers that attend to everything; for other layers what `DynamicCache` has.
 
-    What changes all layers makes new layers and publishes them by one assignment, so that an exception leaves all as they were.
+    What changes all layers makes new layers and publishes them by one assignment, so that an exception leaves all as they were. (The states
+    of linear attention that a step updates are transformers' own.)
     """
 
     def __init__(self, config: Any, page_size: int) -> None:
@@ -262,7 +272,7 @@ class PagedCache(cache_utils.DynamicCache):
         return keys, values
 
     def _change_layers(self, method: str, *args: Any) -> None:
-        layers = [copy.copy(layer) for layer in self.layers]
+        layers = [_copied(layer) for layer in self.layers]
         for layer in layers:
             getattr(layer, method)(*args)
         self.layers = layers
@@ -330,5 +340,6 @@ def keeps_few_keys(keys: Any) -> bool:
 
 def pages_of(keys: Any, values: Any) -> PagedLayer | None:
     """The layer whose pages hold these keys and values, where it still holds exactly them."""
-    layer: PagedLayer | None = getattr(keys, _ATTRIBUTE, None)
+    reference = getattr(keys, _ATTRIBUTE, None)
+    layer: PagedLayer | None = reference and reference()
     return layer if layer is not None and layer.keys is keys and layer.values is values else None

@@ -4,9 +4,10 @@
  * or, where its right half has no chunk, that of its left half. So the result depends on the chunks alone: merge_states_tree() of blitz_attn/merge.py
  * gives the same bits from the states of single chunks, whoever has computed them.
  *
- * A *unit* is some queries of one request. Units are attended in groups, so that memory need not hold a state per query and chunk of the whole call.
- * A group goes through its chunks in *waves* of `width` chunks per unit, a power of two, so that a wave leaves one node of the tree. Nodes of earlier
- * waves wait in a stack with one place per level, as the digits of a binary counter do: wave n leaves a node in place l where bit l of n is set. */
+ * A *unit* is some queries of one request. Units are attended in groups, so that memory holds the states of one group at a time. A group goes through
+ * its chunks in *waves*: each wave attends `width` neighbouring chunks of every unit, a power of two, and merges them to one node of the tree. Nodes
+ * that wait for the right half of their parent are kept in a stack with one slot per level, as in a binary counter: before wave n, slot l is in use
+ * where bit l of n is set. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -25,7 +26,7 @@
 
 typedef struct unit {
     int64_t request, first_query, queries; /* which queries of the request */
-    int64_t row;                           /* of the first of them among the rows of the group's states */
+    int64_t row;                           /* of the first of them, among the rows of the group */
     int64_t chunks;
 } unit;
 
@@ -34,7 +35,7 @@ typedef struct group_size {
     int64_t units, rows, chunks;
 } group_size;
 
-/* Where a group begins: at this query of this request. */
+/* A position in the call: a query of a request. */
 typedef struct place {
     int64_t request, query;
 } place;
@@ -46,7 +47,7 @@ typedef struct chunked_call {
     int num_threads;
     const ba_attend_family *merging, *writing; /* whose kernels merge states, and write results */
     int64_t real_size, pad;                    /* of a state: bytes per real, and reals per row */
-    int64_t most_rows;                         /* of a group; a request with more queries is cut into units */
+    int64_t most_rows;                         /* of queries in a group; a request with more is cut into units */
     int64_t *first_word;                       /* [batch]: where the bitmaps of a request's lists begin in `listed` */
     uint64_t *listed;                          /* NULL: no lists */
     bool refused;                              /* an entry of the lists is wrong: the one at `bad` is the first */
@@ -56,7 +57,7 @@ typedef struct chunked_call {
     group_size size;
     int32_t *unit_of_row;
     int64_t width, wave;
-    char *outs, *lses; /* [place][row][head]: states, `width` places of the wave and then those of the stack */
+    char *outs, *lses; /* [slot][row][head]: states. The first `width` slots are those of the wave, the others the stack */
     char *nothing;     /* the value of a sink */
 } chunked_call;
 
@@ -130,7 +131,7 @@ static void add_sink(const chunked_call *c, int64_t state, double sink) {
         merge_state(c, state, c->nothing, score);
         return;
     }
-    char *out = state_out(c, state); /* the merge would take the difference of infinities, which is NaN. Values that are not finite remain so */
+    char *out = state_out(c, state); /* a merge would take the difference of two infinities. 0 times an output is NaN where that is not finite */
     for (int64_t d = 0; d < c->whole->v_dim; d++) ba_set_real(out, d, ba_get_real(out, d, c->real_size) * 0, c->real_size);
     ba_set_real(c->lses, state, INFINITY, c->real_size);
 }
@@ -281,7 +282,7 @@ static ba_status attend_waves(chunked_call *c, int64_t waves, const entries *e) 
 /* Attends to the group of this size that begins at *at, in memory of its own. */
 static ba_status attend_group(chunked_call *c, group_size size, place *at) {
     const ba_problem *p = c->whole;
-    /* All chunks of a wave have states at once: as many as leave a group of one chunk per unit and wave no smaller. */
+    /* The largest power of two for which the states of a wave are no more than most_rows rows, and 1 at least. */
     for (c->width = 1; c->width < size.chunks && 2 * c->width * size.rows <= c->most_rows;) c->width *= 2;
     const int64_t waves = ba_ceil_div(size.chunks, c->width), entry_count = ba_min(size.chunks, c->width) * size.units; /* of a wave, at most */
     int64_t levels = 0;

@@ -6,7 +6,7 @@
 
 /* Merges the results of `parts` parts, rows of v_dim elements of the family's dtype, into `out`, which may be the row of one of them, and returns the
  * log-sum-exp over all. A part whose log-sum-exp is -inf is empty, and its row is not read. `rows` has room for a pointer per part, and `weights` for
- * a real. */
+ * a real per part. */
 double ba_merge_row_states(const ba_attend_family *family, int64_t parts, const void *const *outs, const double *lses, const void **rows,
                            void *weights, void *out, int64_t v_dim);
 
