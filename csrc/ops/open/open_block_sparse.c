@@ -128,7 +128,7 @@ static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tok
                            args->q_lens ? "q_lens" : "kv_lens");
         p->batch = args->batch;
         p->cu_q = args->cu_q;
-        p->q_ends = args->cu_q + 1;
+        p->q_ends = args->cu_q ? args->cu_q + 1 : NULL;
         p->cu_kv = args->cu_kv;
         BA_TRY(ba_check_cumulative("cu_seqlens_q", args->cu_q, p->batch, q_tokens, &p->q_len));
         BA_TRY(ba_check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, kv_tokens, &p->kv_len));
