@@ -153,6 +153,7 @@ void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, ba_fi
 /* Finds the rows of some keys in an array of K's or V's shape. */
 static void find_keys(const ba_problem *p, const ba_view *view, int64_t element_size, const ba_item *item, const int32_t *key_index, int64_t keys,
                       void **rows) {
+    if (keys == 0) return; /* an array without keys may be a null pointer */
     char *const first = ba_key_row(p, view, element_size, item->batch, item->kv_head, 0);
     for (int64_t j = 0; j < keys; j++) rows[j] = first + key_index[j] * view->token_stride * element_size;
 }
