@@ -48,7 +48,7 @@ def kept_pairs(sabi: np.ndarray, s_q: int, s_kv: int, block_shape: Sequence[int]
 
 
 def flops(pairs: float, head_dim: int, v_dim: int) -> float:
-    """Floating-point operations of `pairs` query-key pairs: a multiply and an add a dimension, for the scores and for the values."""
+    """Floating-point operations of `pairs` query-key pairs: one multiply and one add per dimension, for the scores and for the values."""
     return 2.0 * (head_dim + v_dim) * pairs
 
 
@@ -213,7 +213,7 @@ def draw_tables(lengths: Sequence[int], page: int, pages: int, rng: np.random.Ge
 
 @dataclass
 class Decode:
-    """One decode step: a query a request over its own pages."""
+    """One decode step: one query per request, over its own pages."""
 
     q: np.ndarray  # (B, H, D)
     cache: Cache
@@ -228,7 +228,7 @@ class Decode:
 
     @property
     def flops(self) -> float:
-        """A multiply and an add an element of K and of V, for every query head of the group."""
+        """One multiply and one add per element of K and of V, for every query head of the group."""
         return 4.0 * int(self.lengths.sum()) * self.q.shape[1] * self.q.shape[2]
 
     def bits(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 
     python benchmark/benchmark.py | python benchmark/plot.py -o benchmark.png
 
-benchmark.py: speed-up over dense attention against sparsity, a line a block shape. With --input there is a second panel, the softmax mass
+benchmark.py: speed-up over dense attention against sparsity, one line per block shape. With --input a second panel shows the softmax mass
 that the kept blocks hold; speeds are then the medians over layers and choosers. roofline.py: what the machine allows at each arithmetic
 intensity, and where operations stand; hollow marks are lower levels. peers.py: what each library reaches over the length, for the largest
 head dimension and the most threads in the table. decode.py: the share of the limit that each cell reaches; marks are other libraries,

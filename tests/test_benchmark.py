@@ -239,7 +239,7 @@ def test_operations_are_held_against_the_nearest_limit(monkeypatch):
     monkeypatch.setattr(operation_set._core, "probe_read", lambda level, size, seconds, threads: 2.0)
     operation = operation_set.few("float32", 1)
     (point,) = operation_set.measured([operation], [1], 3, _bench.Progress(1.0))
-    assert point.bound == "R"  # half a flop a byte: 2 GB/s allow one GFLOP/s
+    assert point.bound == "R"  # half a flop per byte: 2 GB/s allow one GFLOP/s
     assert operation.bytes == pytest.approx(2 * 8 * 4097 * 128 * 4)
     assert point.shares == pytest.approx([operation.bytes / 2e9 / seconds for seconds in point.seconds])
 
