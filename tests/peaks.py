@@ -32,7 +32,6 @@ def status(name):
 
 def peak(call):
     """Bytes held at most during a call, beyond those before it and those of its result."""
-    gc.collect()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # VmHWM, the peak, begins anew
     before = status("VmRSS")
@@ -50,7 +49,8 @@ def measure(case, axis, times, threads, found, i):
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back to the system: nothing hides in a free heap
     call = case.make(*sizes_of(case, axis, times), threads)
-    libc.malloc_trim(0)  # nor in what the process that was forked had freed
+    gc.collect()
+    libc.malloc_trim(0)  # nor in what the process that was forked had freed, or had left to the collector
     found[i] = peak(call)
 
 
