@@ -211,8 +211,7 @@ def block_sparse_attention(
         # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
         return _core.block_sparse_attention(
             empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads,
-            num_kv_heads, None, num_threads, q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, return_lse=return_lse,
-            softcap=softcap, sinks=sinks,
+            num_kv_heads, None, num_threads, q_begin, kv_ranges, q_total, attn_mask, alibi_slopes, softcap, return_lse=return_lse, sinks=sinks,
         )  # fmt: skip
 
     family = _arrays.family_of(q)
@@ -226,8 +225,8 @@ def block_sparse_attention(
     result = _core.block_sparse_attention(
         family.empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), sabi, block_shape, scale, layout,
         causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads,
-        q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, return_lse=return_lse, out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
-        out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"), softcap=softcap, sinks=sinks,
+        q_begin, kv_ranges, q_total, attn_mask, alibi_slopes, softcap, sinks=sinks, return_lse=return_lse,
+        out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"), out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"),
     )  # fmt: skip
     if not return_lse:
         return _arrays.finished(result, out, family)

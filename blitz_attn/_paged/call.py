@@ -80,18 +80,17 @@ def attend_requests(
             # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
             return _core.paged_attention(
                 empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split, selected, counts, scale,
-                kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, num_threads=num_threads, kv_ranges=kv_ranges,
-                attn_mask=attn_mask, alibi_slopes=alibi_slopes,
+                kv_layout, window, sinks, softcap, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, num_threads, return_lse=return_lse,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
         result = _core.paged_attention(
             family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True),
             _arrays.readable(v_cache, "v_cache", True), tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split, selected,
-            counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale, return_lse, _arrays.writable(out, "out"),
-            _arrays.writable(lse_out, "lse"), _arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"),
-            num_threads=num_threads, out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"), kv_ranges=kv_ranges, attn_mask=attn_mask,
-            alibi_slopes=alibi_slopes,
+            counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, num_threads,
+            return_lse=return_lse, out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"),
+            dtype=_arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"),
+            out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if str(error).startswith("selected_counts"):

@@ -189,11 +189,11 @@ def select_blocks_prefill(
     if return_scores is False:  # lists have no gradient, but scores would
         q, k = _arrays.detached(q, k)
     keys = _arrays.readable(k, "k")
-    lists, scores = _core.select_prefill(
+    scores, lists = _core.select_prefill(
         np.empty, _arrays.readable(q, "q"), keys, keys, None, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q,
-        cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads, name, pool_q, pool_k, term, largest,
-        budget, numbers, sink, recent, last_columns, first_rows, last_rows, per_kv_head,
-        _arrays.choice(index_dtype, "index_dtype", ("int32", "uint16", "int16", "int64")), return_scores, kv_ranges, q_begin,
+        cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads, q_begin, kv_ranges, name, pool_q, pool_k, term,
+        largest, budget, numbers, sink, recent, last_columns, first_rows, last_rows, per_kv_head,
+        _arrays.choice(index_dtype, "index_dtype", ("int32", "uint16", "int16", "int64")), return_scores,
     )  # fmt: skip
     sabi = _arrays.as_kind_of(lists, q)
     return sabi if scores is None else (sabi, _arrays.as_kind_of(scores, q))

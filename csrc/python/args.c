@@ -87,52 +87,52 @@ int arg_check_masked(ba_status status, const arg_array *mask) {
 
 /* ---- The call ---------------------------------------------------------------------------------------------- */
 
-void arg_forget(module_state *state, int index, const arg_names *arguments) {
+void arg_forget(module_state *state, int index, const operation *function) {
     PyObject **names = state->names[index];
     state->names[index] = NULL;
-    for (int i = 0; names != NULL && i < arguments->count; i++) Py_XDECREF(names[i]);
+    for (int i = 0; names != NULL && i < function->count; i++) Py_XDECREF(names[i]);
     PyMem_Free(names);
 }
 
-int arg_intern(module_state *state, int index, const arg_names *arguments) {
-    if (arguments->count == 0) return 0;
-    state->names[index] = PyMem_Calloc((size_t)arguments->count, sizeof(PyObject *));
+int arg_intern(module_state *state, int index, const operation *function) {
+    if (function->count == 0) return 0;
+    state->names[index] = PyMem_Calloc((size_t)function->count, sizeof(PyObject *));
     if (state->names[index] == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    for (int i = 0; i < arguments->count; i++)
-        if ((state->names[index][i] = PyUnicode_InternFromString(arguments->names[i])) == NULL) return -1;
+    for (int i = 0; i < function->count; i++)
+        if ((state->names[index][i] = PyUnicode_InternFromString(function->arguments[i].name)) == NULL) return -1;
     return 0;
 }
 
 /* The index of a keyword among the names; -1: it is none of them. A keyword in a program's text is interned, as the names are, so that comparing
  * pointers is enough. Most callers give keywords in the order of the names, so the search begins at `likely`. */
-static int keyword_index(PyObject *const *interned, const arg_names *a, PyObject *keyword, int likely) {
+static int keyword_index(PyObject *const *interned, const operation *a, PyObject *keyword, int likely) {
     for (int i = likely; i < a->count; i++)
         if (interned[i] == keyword) return i;
     for (int i = 0; i < a->count; i++)
-        if (PyUnicode_CompareWithASCIIString(keyword, a->names[i]) == 0) return i;
+        if (PyUnicode_CompareWithASCIIString(keyword, a->arguments[i].name) == 0) return i;
     return -1;
 }
 
-int arg_sort(const module_state *state, int function, const arg_names *a, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+int arg_sort(const module_state *state, int index, const operation *a, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
              PyObject **values) {
-    if (nargs > a->count) return arg_fail(PyExc_TypeError, "%s() takes at most %d arguments, got %zd", a->function, a->count, nargs);
+    if (nargs > a->count) return arg_fail(PyExc_TypeError, "%s() takes at most %d arguments, got %zd", a->name, a->count, nargs);
     for (int i = 0; i < a->count; i++) values[i] = i < nargs ? args[i] : NULL;
 
     const Py_ssize_t keywords = kwnames != NULL ? PyTuple_Size(kwnames) : 0;
-    int index = (int)nargs - 1;
+    int at = (int)nargs - 1;
     for (Py_ssize_t i = 0; i < keywords; i++) {
         PyObject *keyword = PyTuple_GetItem(kwnames, i);
-        index = a->count > 0 ? keyword_index(state->names[function], a, keyword, index + 1) : -1;
-        if (index < 0) return arg_fail(PyExc_TypeError, "%s() got an unexpected keyword argument %R", a->function, keyword);
-        if (values[index] != NULL) return arg_fail(PyExc_TypeError, "%s() got multiple values for argument %R", a->function, keyword);
-        values[index] = args[nargs + i];
+        at = a->count > 0 ? keyword_index(state->names[index], a, keyword, at + 1) : -1;
+        if (at < 0) return arg_fail(PyExc_TypeError, "%s() got an unexpected keyword argument %R", a->name, keyword);
+        if (values[at] != NULL) return arg_fail(PyExc_TypeError, "%s() got multiple values for argument %R", a->name, keyword);
+        values[at] = args[nargs + i];
     }
     for (int i = 0; i < a->count; i++) {
         if (values[i] != NULL) continue;
-        if (i < a->required) return arg_fail(PyExc_TypeError, "%s() is missing the argument '%s'", a->function, a->names[i]);
+        if (i < a->required) return arg_fail(PyExc_TypeError, "%s() is missing the argument '%s'", a->name, a->arguments[i].name);
         values[i] = Py_None;
     }
     return 0;

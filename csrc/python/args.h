@@ -33,34 +33,70 @@ typedef struct module_state {
 
 /* ---- The call ---------------------------------------------------------------------------------------------- */
 
-/* The arguments of a function of the module. The first `required` ones must be given. */
-typedef struct arg_names {
-    const char *function;
-    const char *const *names; /* [count] */
+/* What an argument is. The first ones are arrays of certain dtypes. */
+typedef enum arg_role {
+    ARG_FLOATS,        /* float32, float16, bfloat16, float64; the last axis contiguous */
+    ARG_CACHE,         /* the dtypes of ARG_FLOATS, int8 and float8_e4m3; the last axis contiguous */
+    ARG_LSE,           /* float32, float64 */
+    ARG_SCALES,        /* float32 */
+    ARG_INDICES,       /* uint16, int16, int32, int64 */
+    ARG_PAGES,         /* int16, int32, int64 */
+    ARG_TABLES,        /* int32, int64 */
+    ARG_MASK,          /* bool, float32, float16, bfloat16, float64; at most four axes */
+    ARG_HEADS,         /* float32, one per query head */
+    ARG_LIST,          /* integers; None: not given */
+    ARG_LENGTHS,       /* the same, one per sequence */
+    ARG_PER_SEQUENCE,  /* the same, or one integer for all sequences */
+    ARG_INTEGER,       /* an integer */
+    ARG_TOKENS_BEFORE, /* an integer: the window of paged calls */
+    ARG_PAIR,          /* two integers */
+    ARG_NUMBER,        /* a number */
+    ARG_SCALE,         /* a number; None: the default */
+    ARG_FLAG,          /* True or False */
+    ARG_LAYOUT,        /* "BNSD", "BSND", "BSH", "TND" */
+    ARG_KV_LAYOUT,     /* "NHD", "HND" */
+    ARG_DTYPE,         /* the name of a dtype of ARG_FLOATS; None: not said */
+    ARG_KV_DTYPE,      /* the name of a dtype of ARG_CACHE; None: not said */
+    ARG_THREADS,       /* a number of threads; None: the default */
+    ARG_OWN,           /* anything that is not in this list */
+    ARG_ROLES
+} arg_role;
+
+/* What else the table says of an argument. */
+enum {
+    ARG_OPTIONAL = 1,       /* None: not given, and the library's arguments stay as they are */
+    ARG_DIFFERENTIABLE = 2, /* results have gradients in it */
+    ARG_WRITTEN = 4,        /* an array that is written: it shares no memory with any other array */
+    ARG_POOL = 8,           /* written, but may share memory with other arrays of this kind: K and V of one cache */
+    ARG_NAMED = 16,         /* an array whose dtype must be the one that the argument of ARG_DTYPE (caches: of ARG_KV_DTYPE) names */
+};
+
+typedef struct argument {
+    const char *name;
+    arg_role role;
+    int traits;
+    size_t member; /* where the value goes: an offset in the library's arguments */
+} argument;
+
+#define ARG_NO_MEMBER SIZE_MAX /* it goes nowhere: the function's own code reads it */
+
+/* A function of the module and its arguments. The first `required` ones must be given. */
+typedef struct operation {
+    const char *name;
+    const argument *arguments; /* [count] */
     int count, required;
-} arg_names;
+} operation;
 
 /* Interns the names of the arguments of function number `index` of the module. arg_forget() releases them. */
-int arg_intern(module_state *state, int index, const arg_names *arguments);
-void arg_forget(module_state *state, int index, const arg_names *arguments);
+int arg_intern(module_state *state, int index, const operation *function);
+void arg_forget(module_state *state, int index, const operation *function);
 
 /* Sorts the arguments of a METH_FASTCALL | METH_KEYWORDS call into values[count], in the order of the names. The first `required`
  * arguments must be given; any other that is not given becomes None. All values are borrowed references. */
-int arg_sort(const module_state *state, int index, const arg_names *arguments, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+int arg_sort(const module_state *state, int index, const operation *function, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
              PyObject **values);
 
 /* ---- Arrays ------------------------------------------------------------------------------------------------ */
-
-typedef enum arg_role {
-    ARG_FLOATS,  /* float32, float16, bfloat16, float64; the last axis contiguous */
-    ARG_CACHE,   /* the dtypes of ARG_FLOATS, int8 and float8_e4m3; the last axis contiguous */
-    ARG_LSE,     /* float32, float64 */
-    ARG_SCALES,  /* float32 */
-    ARG_INDICES, /* uint16, int16, int32, int64 */
-    ARG_PAGES,   /* int16, int32, int64 */
-    ARG_TABLES,  /* int32, int64 */
-    ARG_MASK,    /* bool, float32, float16, bfloat16, float64 */
-} arg_role;
 
 /* An array that is held: its memory stays valid and in place until arg_release(). An all-zero arg_array holds nothing. */
 typedef struct arg_array {

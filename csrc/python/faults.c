@@ -74,7 +74,7 @@ static PyObject *set_fault(ba_fault_kind kind, PyObject *number) {
     return counted;
 }
 
-TAKES(_fail_allocation, 1, "n");
+TAKES(_fail_allocation, 1, {.name = "n"});
 PyObject *py__fail_allocation(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     (void)module;
     SORT_ARGUMENTS(_fail_allocation, 1);
@@ -82,7 +82,7 @@ PyObject *py__fail_allocation(PyObject *module, PyObject *const *args, Py_ssize_
     return set_fault(BA_FAULT_MEMORY, values[0]);
 }
 
-TAKES(_fail_thread, 1, "n");
+TAKES(_fail_thread, 1, {.name = "n"});
 PyObject *py__fail_thread(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     (void)module;
     SORT_ARGUMENTS(_fail_thread, 1);

@@ -5,8 +5,8 @@
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL | METH_KEYWORDS, NULL},
 static PyMethodDef methods[] = {CORE_FUNCTIONS(METHOD){NULL, NULL, 0, NULL}};
 
-#define ARGUMENTS(name) &arguments_##name,
-static const arg_names *const arguments[] = {CORE_FUNCTIONS(ARGUMENTS)};
+#define OPERATION(name) &operation_##name,
+const operation *const core_operations[CORE_COUNT] = {CORE_FUNCTIONS(OPERATION)};
 
 static int module_exec(PyObject *module) {
     module_state *state = PyModule_GetState(module);
@@ -15,7 +15,7 @@ static int module_exec(PyObject *module) {
     state->dlpack_keywords = Py_BuildValue("{s(ii)}", "max_version", DL_MAJOR_VERSION, 0);
     if (state->dlpack_method == NULL || state->dlpack_arguments == NULL || state->dlpack_keywords == NULL) return -1;
     for (int i = 0; i < CORE_COUNT; i++)
-        if (arg_intern(state, i, arguments[i]) < 0) return -1;
+        if (arg_intern(state, i, core_operations[i]) < 0) return -1;
     if (PyModule_AddStringConstant(module, "__version__", BA_VERSION) < 0) return -1;
     return PyModule_AddStringConstant(module, "compiler", __VERSION__);
 }
@@ -35,7 +35,7 @@ static int module_clear(PyObject *module) {
     Py_CLEAR(state->dlpack_arguments);
     Py_CLEAR(state->dlpack_keywords);
     Py_CLEAR(state->masked);
-    for (int i = 0; i < CORE_COUNT; i++) arg_forget(state, i, arguments[i]);
+    for (int i = 0; i < CORE_COUNT; i++) arg_forget(state, i, core_operations[i]);
     return 0;
 }
 

@@ -1,5 +1,5 @@
-/* The functions of the module blitz_attn._core. Those on paged caches are in ops_paged.c and ops_quest.c, those of native sparse attention in
- * ops_nsa.c, all others in ops.c, in the order below. _core.pyi says what each function takes and returns. */
+/* The functions of the module blitz_attn._core, which are in the files ops*.c, in the order below. operations.h has the arguments of operations, and
+ * _core.pyi says what each function returns. */
 #ifndef BA_PYTHON_OPS_H
 #define BA_PYTHON_OPS_H
 
@@ -11,7 +11,7 @@
     X(block_sparse_attention) X(block_sparse_attention_backward) X(select_prefill) X(merge_states) X(open_page_tables) X(page_table_lengths) X(paged_attention) X(quantize_kv) X(append_paged_kv) \
     X(quest_metadata) X(select_blocks) X(block_means) X(block_means_backward) X(gate) X(gate_backward) X(nsa_select) X(read_integer) X(read_number) X(read_flag) X(refuse_masked) X(in_usual_mode) \
     X(get_num_threads) X(set_num_threads) X(num_threads_source) X(isa_levels) X(isa_detected) X(isa_active) X(isa_set_cap) X(isa_note) \
-    X(cpu_model) X(kernels) X(probe_flops) X(probe_tile_flops) X(probe_read) FAULT_FUNCTIONS(X)
+    X(cpu_model) X(kernels) X(probe_flops) X(probe_tile_flops) X(probe_read) X(operations) FAULT_FUNCTIONS(X)
 #ifdef BA_FAULTS /* faults.c, for tests; not in _core.pyi. _fail_allocation(n) and _fail_thread(n) make the n-th allocation, or the n-th start of a thread
                     of the pool, fail (0: none), and return how many there were since the last call. _live_blocks() returns the number of blocks that
                     Python has allocated, up to a constant */
@@ -23,13 +23,15 @@
 
 #define DECLARE_FUNCTION(name)                                                                                                                       \
     PyObject *py_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);                                               \
-    extern const arg_names arguments_##name;
+    extern const operation operation_##name;
 CORE_FUNCTIONS(DECLARE_FUNCTION)
 #undef DECLARE_FUNCTION
 
 #define CORE_INDEX(name) CORE_##name,
 enum { CORE_FUNCTIONS(CORE_INDEX) CORE_COUNT };
 #undef CORE_INDEX
+
+extern const operation *const core_operations[CORE_COUNT];
 
 _Static_assert((int)CORE_COUNT <= (int)MODULE_MOST_FUNCTIONS, "module_state has room for the names of all functions");
 
@@ -43,25 +45,23 @@ void leave_function(const int *unused);
 
 #define COUNT_OF(array) (sizeof(array) / sizeof *(array))
 
-/* Makes strings of a list of names, for TAKES. */
-#define AS_TEXT(name) #name,
-
-/* Stands before py_<name>, and lists the names of its arguments in order. The first `required` ones must be given. */
-#define TAKES(name, required, ...)                                                                                                                   \
-    const arg_names arguments_##name = {#name, (const char *const[]){__VA_ARGS__}, sizeof((const char *const[]){__VA_ARGS__}) / sizeof(char *),      \
-                                        required}
-#define TAKES_NOTHING(name) const arg_names arguments_##name = {#name, NULL, 0, 0}
+/* Stands before py_<name> where the table of operations does not have its arguments, and lists them in order. The first `required` ones must be
+ * given. */
+#define TAKES(function, required, ...)                                                                                                               \
+    static const argument rows_of_##function[] = {__VA_ARGS__};                                                                                      \
+    const operation operation_##function = {#function, rows_of_##function, COUNT_OF(rows_of_##function), required}
+#define TAKES_NOTHING(function) const operation operation_##function = {#function, NULL, 0, 0}
 
 /* Declares values[count] and sorts the arguments of py_<name> into it, or returns NULL from the function. */
 #define SORT_ARGUMENTS(name, count)                                                                                                                  \
     WITHIN_FUNCTION;                                                                                                                                 \
     PyObject *values[count];                                                                                                                         \
-    if (arg_sort(PyModule_GetState(module), CORE_##name, &arguments_##name, args, nargs, kwnames, values) < 0) return NULL
+    if (arg_sort(PyModule_GetState(module), CORE_##name, &operation_##name, args, nargs, kwnames, values) < 0) return NULL
 
 #define NO_ARGUMENTS(name)                                                                                                                           \
     (void)module;                                                                                                                                    \
     WITHIN_FUNCTION;                                                                                                                                 \
-    if (arg_sort(NULL, CORE_##name, &arguments_##name, args, nargs, kwnames, NULL) < 0) return NULL
+    if (arg_sort(NULL, CORE_##name, &operation_##name, args, nargs, kwnames, NULL) < 0) return NULL
 
 /* Runs a library call without the GIL. The arrays that it reads and writes must be held. */
 #define WITHOUT_GIL(statement)                                                                                                                       \

@@ -1,0 +1,73 @@
+/* One call of an operation: its arguments are read as the table of operations says, the library runs, and everything that was held is released. */
+#ifndef BA_PYTHON_CALL_H
+#define BA_PYTHON_CALL_H
+
+#include "python/operations.h"
+#include "python/ops.h"
+
+enum { CALL_MOST_ARGUMENTS = 40, CALL_MOST_ARRAYS = 24, CALL_MOST_LISTS = 8, CALL_MOST_RESULTS = 5 };
+
+typedef struct py_call {
+    module_state *state;
+    const operation *operation;
+    void *args;                             /* the library's arguments, which the table names members of */
+    PyObject *values[CALL_MOST_ARGUMENTS];  /* [argument] */
+    signed char place[CALL_MOST_ARGUMENTS]; /* [argument]: its index in array or list; -1: it is in neither */
+    ba_dtype dtype, kv_dtype;               /* what the arguments of ARG_DTYPE and ARG_KV_DTYPE name; BA_DTYPE_COUNT: nothing */
+    ba_dtype bits, kv_bits;                 /* how plain integers in arrays of ARG_FLOATS and in caches are read, see arg_hold() */
+    int arrays, lists, results;
+    arg_array array[CALL_MOST_ARRAYS];
+    int traits[CALL_MOST_ARRAYS]; /* [array] */
+    arg_list list[CALL_MOST_LISTS];
+    PyObject *result[CALL_MOST_RESULTS];
+    int64_t *cumulative; /* of call_cumulative() */
+} py_call;
+
+/* Begins py_<name>: declares `call` and `a`, the library's arguments, and sorts what the caller gave, or returns NULL. call_end() ends it. */
+#define BEGIN_CALL(name, T, ...)                                                                                                                     \
+    WITHIN_FUNCTION;                                                                                                                                 \
+    T a = __VA_ARGS__;                                                                                                                               \
+    py_call call;                                                                                                                                    \
+    if (call_begin(&call, module, CORE_##name, &operation_##name, &a, args, nargs, kwnames) < 0) return NULL
+
+int call_begin(py_call *call, PyObject *module, int index, const operation *operation, void *args, PyObject *const *given, Py_ssize_t nargs,
+               PyObject *kwnames);
+
+/* Releases what the call holds. Returns its results: None, the only one, or a tuple. NULL, with the exception that is set, where the call failed. */
+PyObject *call_end(py_call *call, int failed);
+
+/* Reads all arguments that have a member, but those of ARG_HEADS and ARG_PER_SEQUENCE. `either`: kv_dtype also says how arrays of ARG_FLOATS are read
+ * where dtype is not given. */
+int call_read(py_call *call, bool either);
+
+/* Reads those of ARG_HEADS, for so many query heads, and of ARG_PER_SEQUENCE. With 0 heads, which the library refuses, it reads none of the former.
+ * `meaning` stands in sentences: "one per request". */
+int call_read_each(py_call *call, int64_t heads, int64_t sequences, const char *meaning);
+
+/* Fails unless each list of ARG_LENGTHS has so many entries. */
+int call_expect_lengths(const py_call *call, int64_t sequences, const char *meaning);
+
+/* Holds an array that the table has no member for; with ARG_OPTIONAL in `traits`, nothing where `object` is None. `name` stands in sentences. */
+int call_hold(py_call *call, PyObject *object, const char *name, arg_role role, int traits, ba_tensor *tensor);
+
+/* Holds the caller's result `given`, or, where that is None, one that the call's `empty` makes with the dims and the dtype of `shape`. Call it after
+ * all inputs are checked. It becomes one of the results that call_end() returns. */
+int call_result(py_call *call, PyObject *given, const ba_tensor *shape, const char *name, arg_role role, ba_tensor *tensor);
+void call_no_result(py_call *call); /* None is one of the results */
+
+/* The list of integers of an argument, without values where it is not given; call_read_list() reads one that has no member, and call_add_list() gives
+ * one that is to be made another. */
+const arg_list *call_list(const py_call *call, int index);
+int call_read_list(py_call *call, int index);
+arg_list *call_add_list(py_call *call, int index);
+
+/* The numbers 0, n[0], n[0] + n[1] ... of a list of lengths, which the call frees. NULL with an exception set where there is no memory. */
+const int64_t *call_cumulative(py_call *call, const arg_list *lengths);
+
+/* The array of an argument; one without memory and axes where it is not given. */
+const arg_array *call_array(const py_call *call, int index);
+
+/* Fails where an array that is written overlaps another one. Results are compared, too, that are held by then. */
+int call_expect_disjoint(const py_call *call);
+
+#endif
