@@ -21,218 +21,73 @@
  *     distances                  as many bytes as a core has outstanding, and some more
  *     followed_*                 where all heads of a token lie side by side, their rows are one stream, which hardware prefetchers follow; requests
  *                                then pay only for so many queries that arithmetic takes as long as reading */
+enum { KIB = 1 << 10, MIB = 1 << 20 };
+#define ALL INT64_MAX
+
+/* Not timed yet: neon, neon_bf16. own_few_queries of avx512_bf16: panels of bfloat16 multiply pairs, and are faster than other panels.
+ * few_least_heads of amx: over int8, tiles were not faster than vectors. tile_few was found on a model of the tile unit, and not swept on tiles
+ * (docs/notes/decode_xeon.rst): prefetches fall behind while scores are made, which read half of the bytes in a third of the time. The distance
+ * covers that, too. */
+/* clang-format off */
+#define NUMBERS(N) \
+    /*name                             portable   neon       neon_bf16  avx2      avx512     avx512_bf16  amx */ \
+    N(chunk_keys,                      128,       256,       256,       256,      256,       256,         512) \
+    N(list_keys,                       0,         0,         0,         0,        0,         0,           256) \
+    N(tile_queries,                    128,       128,       128,       128,      128,       128,         128) \
+    N(item_tiles,                      4,         4,         4,         4,        4,         4,           8) \
+    N(most_item_tiles,                 4,         4,         4,         4,        4,         4,           32) \
+    N(gradient_keys,                   128,       128,       128,       128,      128,       128,         128) \
+    N(gradient_queries,                128,       128,       128,       128,      128,       128,         128) \
+    N(gradient_item_tiles,             4,         4,         4,         4,        4,         4,           2) \
+    N(by_block_lanes,                  2048,      2048,      2048,      2048,     2048,      1024,        2048) \
+    N(by_block_most_lanes,             8192,      8192,      8192,      8192,     8192,      8192,        8192) \
+    N(by_block_least_lanes,            64,        64,        64,        64,       64,        64,          64) \
+    N(inline_flops,                    4e5,       2e6,       2e6,       4e6,      8e6,       8e6,         3e7) \
+    N(shared_bytes,                    0,         0,         0,         0,        512 * MIB, 512 * MIB,   512 * MIB) \
+    N(few_least_heads[BA_BFLOAT16],    0,         0,         0,         0,        0,         1,           5) \
+    N(few_least_heads[BA_FLOAT8_E4M3], 0,         0,         0,         0,        0,         1,           5) \
+    N(few_least_heads[BA_INT8],        0,         0,         0,         0,        0,         4,           0) \
+    N(page_offset,                     0,         0,         0,         0,        0,         0,           2048) \
+    N(least_pairs[BA_FLOAT32],         0,         0,         0,         0,        0,         0,           72) \
+    N(least_pairs[BA_FLOAT16],         0,         0,         0,         0,        0,         0,           12) \
+    N(few_queries,                     16,        16,        16,        40,       40,        40,          16) \
+    N(own_few_queries,                 0,         0,         0,         0,        0,         24,          8) \
+    N(few.part_keys,                   2048,      2048,      2048,      1024,     2048,      4096,        2048) \
+    N(few.least_part_keys,             256,       256,       256,       256,      256,       256,         256) \
+    N(few.keys,                        64,        64,        64,        128,      32,        256,         256) \
+    N(few.bytes,                       128 * KIB, 128 * KIB, 128 * KIB, 2 * MIB,  256 * KIB, 4 * MIB,     4 * MIB) \
+    N(few.followed_bytes,              ALL,       ALL,       ALL,       4096,     4096,      4096,        4096) \
+    N(few.gathered_bytes,              0,         0,         0,         0,        0,         256,         0) \
+    N(few.into_l2.followed_queries,    8,         8,         8,         2,        0,         0,           8) \
+    N(few.into_l2.distances[0],        128 * KIB, 128 * KIB, 128 * KIB, 24 * KIB, 16 * KIB,  16 * KIB,    16 * KIB) \
+    N(few.into_l1.followed_queries,    0,         0,         0,         0,        8,         0,           0) \
+    N(few.into_l1.distances[0],        0,         0,         0,         0,        8 * KIB,   8 * KIB,     0) \
+    N(few.into_l1.distances[1],        0,         0,         0,         0,        128 * KIB, 12 * KIB,    0) \
+    N(few.into_l1.distances[2],        0,         0,         0,         0,        0,         16 * KIB,    0) \
+    N(tile_few.part_keys,              0,         0,         0,         0,        0,         0,           2048) \
+    N(tile_few.least_part_keys,        0,         0,         0,         0,        0,         0,           256) \
+    N(tile_few.keys,                   0,         0,         0,         0,        0,         0,           128) \
+    N(tile_few.bytes,                  0,         0,         0,         0,        0,         0,           2 * MIB) \
+    N(tile_few.followed_bytes,         0,         0,         0,         0,        0,         0,           4096) \
+    N(tile_few.into_l2.distances[0],   0,         0,         0,         0,        0,         0,           128 * KIB)
+/* clang-format on */
+
+#define AT_PORTABLE(name, portable, neon, neon_bf16, avx2, avx512, avx512_bf16, amx) .name = portable,
+#define AT_NEON(name, portable, neon, neon_bf16, avx2, avx512, avx512_bf16, amx) .name = neon,
+#define AT_NEON_BF16(name, portable, neon, neon_bf16, avx2, avx512, avx512_bf16, amx) .name = neon_bf16,
+#define AT_AVX2(name, portable, neon, neon_bf16, avx2, avx512, avx512_bf16, amx) .name = avx2,
+#define AT_AVX512(name, portable, neon, neon_bf16, avx2, avx512, avx512_bf16, amx) .name = avx512,
+#define AT_AVX512_BF16(name, portable, neon, neon_bf16, avx2, avx512, avx512_bf16, amx) .name = avx512_bf16,
+#define AT_AMX(name, portable, neon, neon_bf16, avx2, avx512, avx512_bf16, amx) .name = amx,
+
 static const ba_tuning levels[BA_ISA_COUNT] = {
-    [BA_ISA_PORTABLE] =
-        {
-            .chunk_keys = 128,
-            .list_keys = 0,
-            .tile_queries = 128,
-            .item_tiles = 4,
-            .most_item_tiles = 4,
-            .gradient_keys = 128,
-            .gradient_queries = 128,
-            .gradient_item_tiles = 4,
-            .by_block_lanes = 2048,
-            .by_block_most_lanes = 8192,
-            .by_block_least_lanes = 64,
-            .inline_flops = 4e5,
-            .shared_bytes = 0,
-            .few_queries = 16,
-            .few =
-                {
-                    .part_keys = 2048,
-                    .least_part_keys = 256,
-                    .keys = 64,
-                    .bytes = 128 << 10,
-                    .followed_bytes = INT64_MAX,
-                    .gathered_bytes = 0,
-                    .into_l2 = {.followed_queries = 8, .distances = {128 << 10}},
-                },
-        },
-#ifdef __aarch64__ /* not timed yet */
-    [BA_ISA_NEON] =
-        {
-            .chunk_keys = 256,
-            .list_keys = 0,
-            .tile_queries = 128,
-            .item_tiles = 4,
-            .most_item_tiles = 4,
-            .gradient_keys = 128,
-            .gradient_queries = 128,
-            .gradient_item_tiles = 4,
-            .by_block_lanes = 2048,
-            .by_block_most_lanes = 8192,
-            .by_block_least_lanes = 64,
-            .inline_flops = 2e6,
-            .shared_bytes = 0,
-            .few_queries = 16,
-            .few =
-                {
-                    .part_keys = 2048,
-                    .least_part_keys = 256,
-                    .keys = 64,
-                    .bytes = 128 << 10,
-                    .followed_bytes = INT64_MAX,
-                    .gathered_bytes = 0,
-                    .into_l2 = {.followed_queries = 8, .distances = {128 << 10}},
-                },
-        },
-    [BA_ISA_NEON_BF16] =
-        {
-            .chunk_keys = 256,
-            .list_keys = 0,
-            .tile_queries = 128,
-            .item_tiles = 4,
-            .most_item_tiles = 4,
-            .gradient_keys = 128,
-            .gradient_queries = 128,
-            .gradient_item_tiles = 4,
-            .by_block_lanes = 2048,
-            .by_block_most_lanes = 8192,
-            .by_block_least_lanes = 64,
-            .inline_flops = 2e6,
-            .shared_bytes = 0,
-            .few_queries = 16,
-            .few =
-                {
-                    .part_keys = 2048,
-                    .least_part_keys = 256,
-                    .keys = 64,
-                    .bytes = 128 << 10,
-                    .followed_bytes = INT64_MAX,
-                    .gathered_bytes = 0,
-                    .into_l2 = {.followed_queries = 8, .distances = {128 << 10}},
-                },
-        },
+    [BA_ISA_PORTABLE] = {NUMBERS(AT_PORTABLE)},
+#ifdef __aarch64__
+    [BA_ISA_NEON] = {NUMBERS(AT_NEON)},
+    [BA_ISA_NEON_BF16] = {NUMBERS(AT_NEON_BF16)},
 #else
-    [BA_ISA_AVX2] =
-        {
-            .chunk_keys = 256,
-            .list_keys = 0,
-            .tile_queries = 128,
-            .item_tiles = 4,
-            .most_item_tiles = 4,
-            .gradient_keys = 128,
-            .gradient_queries = 128,
-            .gradient_item_tiles = 4,
-            .by_block_lanes = 2048,
-            .by_block_most_lanes = 8192,
-            .by_block_least_lanes = 64,
-            .inline_flops = 4e6,
-            .shared_bytes = 0,
-            .few_queries = 40,
-            .few =
-                {
-                    .part_keys = 1024,
-                    .least_part_keys = 256,
-                    .keys = 128,
-                    .bytes = 2 << 20,
-                    .followed_bytes = 4096,
-                    .gathered_bytes = 0,
-                    .into_l2 = {.followed_queries = 2, .distances = {24 << 10}},
-                },
-        },
-    [BA_ISA_AVX512] =
-        {
-            .chunk_keys = 256,
-            .list_keys = 0,
-            .tile_queries = 128,
-            .item_tiles = 4,
-            .most_item_tiles = 4,
-            .gradient_keys = 128,
-            .gradient_queries = 128,
-            .gradient_item_tiles = 4,
-            .by_block_lanes = 2048,
-            .by_block_most_lanes = 8192,
-            .by_block_least_lanes = 64,
-            .inline_flops = 8e6,
-            .shared_bytes = 512 << 20,
-            .few_queries = 40,
-            .few =
-                {
-                    .part_keys = 2048,
-                    .least_part_keys = 256,
-                    .keys = 32,
-                    .bytes = 256 << 10,
-                    .followed_bytes = 4096,
-                    .gathered_bytes = 0,
-                    .into_l2 = {.followed_queries = 0, .distances = {16 << 10}},
-                    .into_l1 = {.followed_queries = 8, .distances = {8 << 10, 128 << 10}},
-                },
-        },
-    [BA_ISA_AVX512_BF16] =
-        {
-            .chunk_keys = 256,
-            .list_keys = 0,
-            .tile_queries = 128,
-            .item_tiles = 4,
-            .most_item_tiles = 4,
-            .gradient_keys = 128,
-            .gradient_queries = 128,
-            .gradient_item_tiles = 4,
-            .by_block_lanes = 1024,
-            .by_block_most_lanes = 8192,
-            .by_block_least_lanes = 64,
-            .inline_flops = 8e6,
-            .shared_bytes = 512 << 20,
-            .few_least_heads = {[BA_BFLOAT16] = 1, [BA_FLOAT8_E4M3] = 1, [BA_INT8] = 4},
-            .few_queries = 40,
-            .own_few_queries = 24, /* panels of bfloat16 multiply pairs, and are faster than other panels */
-            .few =
-                {
-                    .part_keys = 4096,
-                    .least_part_keys = 256,
-                    .keys = 256,
-                    .bytes = 4 << 20,
-                    .followed_bytes = 4096,
-                    .gathered_bytes = 256,
-                    .into_l2 = {.followed_queries = 0, .distances = {16 << 10}},
-                    .into_l1 = {.followed_queries = 0, .distances = {8 << 10, 12 << 10, 16 << 10}},
-                },
-        },
-    [BA_ISA_AMX] =
-        {
-            .chunk_keys = 512,
-            .list_keys = 256,
-            .tile_queries = 128,
-            .item_tiles = 8,
-            .most_item_tiles = 32,
-            .gradient_keys = 128,
-            .gradient_queries = 128,
-            .gradient_item_tiles = 2,
-            .by_block_lanes = 2048,
-            .by_block_most_lanes = 8192,
-            .by_block_least_lanes = 64,
-            .inline_flops = 3e7,
-            .shared_bytes = 512 << 20,
-            .few_least_heads = {[BA_BFLOAT16] = 5, [BA_FLOAT8_E4M3] = 5}, /* over int8, tiles were not faster than vectors */
-            .page_offset = 2048,
-            .least_pairs = {[BA_FLOAT32] = 72, [BA_FLOAT16] = 12},
-            .few_queries = 16,
-            .own_few_queries = 8,
-            .few =
-                {
-                    .part_keys = 2048,
-                    .least_part_keys = 256,
-                    .keys = 256,
-                    .bytes = 4 << 20,
-                    .followed_bytes = 4096,
-                    .gathered_bytes = 0,
-                    .into_l2 = {.followed_queries = 8, .distances = {16 << 10}},
-                },
-            /* Found on a model of the tile unit, and not swept on tiles (docs/notes/decode_xeon.rst). Prefetches fall behind while scores are made,
-             * which read half of the bytes in a third of the time; the distance covers that, too. */
-            .tile_few =
-                {
-                    .part_keys = 2048,
-                    .least_part_keys = 256,
-                    .keys = 128,
-                    .bytes = 2 << 20,
-                    .followed_bytes = 4096,
-                    .gathered_bytes = 0,
-                    .into_l2 = {.followed_queries = 0, .distances = {128 << 10}},
-                },
-        },
+    [BA_ISA_AVX2] = {NUMBERS(AT_AVX2)},         [BA_ISA_AVX512] = {NUMBERS(AT_AVX512)}, [BA_ISA_AVX512_BF16] = {NUMBERS(AT_AVX512_BF16)},
+    [BA_ISA_AMX] = {NUMBERS(AT_AMX)},
 #endif
 };
 
