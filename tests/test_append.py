@@ -408,7 +408,7 @@ def test_sentences(what):
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
     [
-        ({"seq_lens": [-1]}, ValueError, r"seq_lens: expected lengths of at least 0, got -1 at \[0\]"),
+        ({"seq_lens": [-1]}, ValueError, r"seq_lens: expected lengths from 0 to what the table's 3 pages of 8 tokens hold, got -1 at \[0\]"),
         ({"kv_dtype": "int8"}, TypeError, "k_cache: expected int8 as kv_dtype says, got float32"),
         ({"kv_dtype": "int9"}, ValueError, "kv_dtype: expected 'float32', .*, got 'int9'"),
         ({"dtype": "int9"}, ValueError, "dtype: expected 'float32', .*, got 'int9'"),

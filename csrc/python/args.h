@@ -66,8 +66,9 @@ typedef enum arg_role {
 enum {
     ARG_OPTIONAL = 1,       /* None: not given, and the library's arguments stay as they are */
     ARG_DIFFERENTIABLE = 2, /* results have gradients in it */
-    ARG_WRITTEN = 4,        /* an array that is written: it shares no memory with any other array */
-    ARG_POOL = 8,           /* written, but may share memory with other arrays of this kind: K and V of one cache */
+    ARG_WRITTEN = 4,        /* an array that is written: it shares no memory with any other array, but see below */
+    ARG_POOL = 8,           /* an array of pages or their scales: it may share memory with others of this kind, such as K and V of one cache */
+    ARG_SUMMARISED = 32,    /* an array of pages in layout NHD: arrays that are written may be the same array, other pages of which they fill */
     ARG_NAMED = 16,         /* an array whose dtype must be the one that the argument of ARG_DTYPE (caches: of ARG_KV_DTYPE) names */
 };
 

@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "ops/check.h"
+
 int call_begin(py_call *call, PyObject *module, int index, const operation *operation, void *args, PyObject *const *given, Py_ssize_t nargs,
                PyObject *kwnames) {
     call->state = PyModule_GetState(module);
@@ -9,6 +11,7 @@ int call_begin(py_call *call, PyObject *module, int index, const operation *oper
     call->args = args;
     call->arrays = call->lists = call->results = 0;
     call->cumulative = NULL;
+    call->pages_by_token = false;
     call->dtype = call->kv_dtype = BA_DTYPE_COUNT;
     call->bits = call->kv_bits = BA_UINT16;
     memset(call->place, -1, sizeof call->place);
@@ -49,8 +52,7 @@ static int expect_named(const py_call *call, const char *name, arg_role role, ba
 int call_hold(py_call *call, PyObject *object, const char *name, arg_role role, int traits, ba_tensor *tensor) {
     if (object == Py_None && traits & ARG_OPTIONAL) return 0;
     arg_array *const array = &call->array[call->arrays];
-    const bool written = traits & ARG_WRITTEN || (traits & ARG_POOL && is_cache(role));
-    if ((written ? arg_hold_output : arg_hold)(call->state, object, name, role, bits_of(call, role), array) < 0) return -1;
+    if ((traits & ARG_WRITTEN ? arg_hold_output : arg_hold)(call->state, object, name, role, bits_of(call, role), array) < 0) return -1;
     call->traits[call->arrays++] = traits;
     *tensor = array->tensor;
     return traits & ARG_NAMED ? expect_named(call, name, role, tensor->dtype) : 0;
@@ -73,13 +75,21 @@ const arg_array *call_array(const py_call *call, int index) {
     return call->place[index] < 0 ? &none : &call->array[call->place[index]];
 }
 
+bool call_same_array(const ba_tensor *a, const ba_tensor *b) {
+    bool same = a->data == b->data && a->dtype == b->dtype && ba_same_shape(a, b);
+    for (int i = 0; same && i < a->ndim; i++) same = a->strides[i] == b->strides[i];
+    return same;
+}
+
 int call_expect_disjoint(const py_call *call) {
-    enum { OUTPUT = ARG_WRITTEN | ARG_POOL };
+    enum { COMPARED = ARG_WRITTEN | ARG_POOL };
     for (int i = 0; i < call->arrays; i++)
-        for (int j = 0; call->traits[i] & OUTPUT && j < call->arrays; j++) {
-            if (i == j || (call->traits[j] & OUTPUT && j > i) || call->traits[i] & call->traits[j] & ARG_POOL) continue;
+        for (int j = 0; call->traits[i] & COMPARED && j < call->arrays; j++) {
+            if (i == j || (call->traits[j] & COMPARED && j > i) || call->traits[i] & call->traits[j] & ARG_POOL) continue;
             const bool pool = call->traits[i] & ARG_POOL; /* tokens that lie in a cache are wrong, and not the cache */
-            if (arg_disjoint(&call->array[pool ? j : i], &call->array[pool ? i : j]) < 0) return -1;
+            const arg_array *const a = &call->array[pool ? j : i], *const b = &call->array[pool ? i : j];
+            if (call->pages_by_token && call->traits[j] & ARG_SUMMARISED && call_same_array(&a->tensor, &b->tensor)) continue;
+            if (arg_disjoint(a, b) < 0) return -1;
         }
     return 0;
 }

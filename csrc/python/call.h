@@ -5,6 +5,8 @@
 #include "python/operations.h"
 #include "python/ops.h"
 
+#include "ops/kv_cache/page_tables.h"
+
 enum { CALL_MOST_ARGUMENTS = 40, CALL_MOST_ARRAYS = 24, CALL_MOST_LISTS = 8, CALL_MOST_RESULTS = 5 };
 
 typedef struct py_call {
@@ -21,6 +23,7 @@ typedef struct py_call {
     arg_list list[CALL_MOST_LISTS];
     PyObject *result[CALL_MOST_RESULTS];
     int64_t *cumulative; /* of call_cumulative() */
+    bool pages_by_token; /* the caches are in layout NHD, see ARG_SUMMARISED; set by the operation, which compares the pages, too */
 } py_call;
 
 /* Begins py_<name>: declares `call` and `a`, the library's arguments, and sorts what the caller gave, or returns NULL. call_end() ends it. */
@@ -69,5 +72,11 @@ const arg_array *call_array(const py_call *call, int index);
 
 /* Fails where an array that is written overlaps another one. Results are compared, too, that are held by then. */
 int call_expect_disjoint(const py_call *call);
+
+/* In ops_quest.c: fails where a summary page is listed twice, or holds keys, because the summaries are in the same pool of pages as the keys. */
+int expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tables *plan);
+
+/* Whether both are the same elements of the same memory. */
+bool call_same_array(const ba_tensor *a, const ba_tensor *b);
 
 #endif

@@ -131,17 +131,22 @@
     O(T, dtype, DTYPE) \
     O(T, kv_dtype, KV_DTYPE)
 
-/* The slot of each token comes from slot_mapping. Where that is None, it comes from the requests; q_begin is always None. */
+/* The slot of each token comes from slot_mapping. Where that is None, it comes from the requests; q_begin is always None. Summaries are of the cache's
+ * dtype, or of float32. */
 #define APPEND_PAGED_KV(A, O, T) \
     A(T, k,             FLOATS,       0,                     k) \
     A(T, v,             FLOATS,       ARG_OPTIONAL,          v) \
-    A(T, k_cache,       CACHE,        ARG_POOL | ARG_NAMED,  cache.k_cache) \
-    A(T, v_cache,       CACHE,        ARG_POOL | ARG_OPTIONAL, cache.v_cache) \
+    A(T, k_cache,       CACHE,        ARG_WRITTEN | ARG_POOL | ARG_SUMMARISED | ARG_NAMED, cache.k_cache) \
+    A(T, v_cache,       CACHE,        ARG_WRITTEN | ARG_POOL | ARG_OPTIONAL, cache.v_cache) \
     A(T, slot_mapping,  LIST,         ARG_OPTIONAL,          slots) \
     REQUEST_ARGUMENTS(A, O, T, cache.) \
     A(T, kv_layout,     KV_LAYOUT,    0,                     cache.kv_layout) \
     A(T, k_scale,       SCALES,       ARG_POOL | ARG_OPTIONAL, cache.k_scale) \
     A(T, v_scale,       SCALES,       ARG_POOL | ARG_OPTIONAL, cache.v_scale) \
+    A(T, metadata_block_tables, TABLES, ARG_OPTIONAL,          summaries.metadata_tables) \
+    A(T, maxblocks,     CACHE,        ARG_WRITTEN | ARG_OPTIONAL, summaries.maxblocks) \
+    A(T, minblocks,     CACHE,        ARG_WRITTEN | ARG_OPTIONAL, summaries.minblocks) \
+    A(T, meanblocks,    CACHE,        ARG_WRITTEN | ARG_OPTIONAL, summaries.meanblocks) \
     O(T, dtype, DTYPE) \
     O(T, kv_dtype, KV_DTYPE) \
     A(T, num_threads,   THREADS,      ARG_OPTIONAL,          cache.num_threads)
@@ -150,7 +155,8 @@
 
 /* Opened tables in the place of block_tables have the lengths, too: seq_lens is then None. */
 #define QUEST_METADATA(A, O, T) \
-    O(T, k_cache, CACHE) O(T, block_tables, TABLES) \
+    A(T, k_cache,               CACHE,     ARG_POOL | ARG_SUMMARISED | ARG_NAMED, k_cache) \
+    O(T, block_tables, TABLES) \
     A(T, seq_lens,              LIST,      ARG_OPTIONAL,               end) \
     A(T, metadata_block_tables, TABLES,    0,                          metadata_tables) \
     A(T, maxblocks,             FLOATS,    ARG_WRITTEN | ARG_OPTIONAL, maxblocks) \

@@ -238,6 +238,7 @@ typedef struct append_args {
     ba_tensor k, v;
     const int64_t *slots;
     ba_paged_args cache;
+    ba_quest_metadata_args summaries;
 } append_args;
 
 OPERATION(append_paged_kv, append_args, APPEND_PAGED_KV, APPEND_block_tables, APPEND)
@@ -250,6 +251,17 @@ static int expect_writable_scale(const py_call *call, int index) {
     return -1;
 }
 
+/* Compares the pages of summaries with those of the requests, whose tables are the plan's or the caller's. */
+static int expect_apart(const append_args *a, const ba_page_tables *plan) {
+    ba_quest_metadata_args summaries = a->summaries;
+    summaries.k_cache = a->cache.k_cache;
+    summaries.kv_layout = a->cache.kv_layout;
+    summaries.block_tables = a->cache.block_tables;
+    summaries.end = plan ? plan->seq_lens : a->cache.seq_lens;
+    summaries.batch = plan ? plan->batch : a->cache.batch;
+    return summaries.end ? expect_summary_pages(&summaries, plan) : 0; /* the library refuses requests without lengths */
+}
+
 static int read_append(py_call *call, append_args *a, const ba_page_tables *plan) {
     if (call_read(call, true) < 0) return -1;
     if (expect_writable_scale(call, APPEND_k_scale) < 0 || expect_writable_scale(call, APPEND_v_scale) < 0) return -1;
@@ -257,18 +269,19 @@ static int read_append(py_call *call, append_args *a, const ba_page_tables *plan
         const arg_list *const slots = call_list(call, APPEND_slot_mapping);
         if (arg_expect_count(slots, "slot_mapping", a->k.ndim > 0 ? a->k.dims[0] : 0, "one for each of k's tokens") < 0) return -1;
     } else if (plan == NULL && read_requests(call, APPEND_block_tables, page_tokens(&a->cache), &a->cache) < 0) return -1;
-    return call_expect_disjoint(call);
+    call->pages_by_token = a->cache.kv_layout == BA_NHD;
+    if (call_expect_disjoint(call) < 0) return -1;
+    return ba_given(&a->summaries.metadata_tables) ? expect_apart(a, plan) : 0;
 }
 
 PyObject *py_append_paged_kv(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     BEGIN_CALL(append_paged_kv, append_args, {.cache = ba_paged_args_init()});
     const ba_page_tables *const plan = call.values[APPEND_slot_mapping] == Py_None ? page_tables_of(call.values[APPEND_block_tables]) : NULL;
-    const ba_tensor *const v = call.values[APPEND_v] != Py_None ? &a.v : NULL;
     ba_status status;
     int failed = read_append(&call, &a, plan);
     if (!failed) {
-        if (plan != NULL) INTERRUPTIBLE(status, ba_append_by_plan(&a.k, v, plan, &a.cache));
-        else INTERRUPTIBLE(status, ba_append_kv(&a.k, v, a.slots, &a.cache));
+        const ba_tensor *const v = call.values[APPEND_v] != Py_None ? &a.v : NULL;
+        INTERRUPTIBLE(status, ba_append(&a.k, v, a.slots, plan, &a.cache, ba_given(&a.summaries.metadata_tables) ? &a.summaries : NULL));
         failed = arg_check(status);
     }
     return call_end(&call, failed);

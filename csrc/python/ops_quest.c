@@ -16,13 +16,6 @@ static int64_t table_entry(const ba_tensor *table, int64_t row, int64_t column) 
     return table->dtype == BA_INT64 ? ((const int64_t *)table->data)[at] : ((const int32_t *)table->data)[at];
 }
 
-/* Whether both arrays are the same pool of pages. */
-static bool same_pool(const ba_tensor *a, const ba_tensor *b) {
-    bool same = a->data == b->data && a->dtype == b->dtype && ba_same_shape(a, b);
-    for (int i = 0; same && i < a->ndim; i++) same = a->strides[i] == b->strides[i];
-    return same;
-}
-
 /* Marks the pages that a table uses with `mark`. Stops at a page that already has a mark of `taken`: returns -1 and sets *page to its number. Skips
  * numbers out of range, which the library refuses. */
 static int mark_pages(uint8_t *marks, int64_t count, const ba_tensor *table, const ba_quest_metadata_args *a, int64_t page_size, uint8_t mark,
@@ -46,13 +39,13 @@ static void mark_opened(uint8_t *marks, int64_t count, const ba_page_tables *tab
         if (tables->page[i] >= 0 && tables->page[i] < count) marks[tables->page[i]] |= mark;
 }
 
-/* Checks that no summary page is listed twice, and that none holds keys, where the summaries are in the same pool of pages as the keys. */
-static int check_summary_pages(const ba_quest_metadata_args *a, const ba_page_tables *plan) {
+int expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tables *plan) {
     const ba_tensor *summary = a->maxblocks.ndim ? &a->maxblocks : a->minblocks.ndim ? &a->minblocks : &a->meanblocks;
     if (a->k_cache.ndim != 4 || summary->ndim != 4) return 0; /* the library refuses these */
     const int64_t size = a->k_cache.dims[a->kv_layout == BA_NHD ? 1 : 2], rows = summary->dims[1], count = summary->dims[0];
     if (size < 1 || rows < 1 || count < 1 || rows > INT64_MAX / size) return 0;
-    const bool pool = same_pool(&a->k_cache, &a->maxblocks) || same_pool(&a->k_cache, &a->minblocks) || same_pool(&a->k_cache, &a->meanblocks);
+    const bool pool =
+        call_same_array(&a->k_cache, &a->maxblocks) || call_same_array(&a->k_cache, &a->minblocks) || call_same_array(&a->k_cache, &a->meanblocks);
     uint8_t *marks = PyMem_Calloc((size_t)count, 1);
     if (marks == NULL) {
         PyErr_NoMemory();
@@ -69,45 +62,29 @@ static int check_summary_pages(const ba_quest_metadata_args *a, const ba_page_ta
     return status;
 }
 
-/* Summaries share no memory with other arrays, except that they may be pages of the pool that holds the keys. */
-static int check_metadata_disjoint(const py_call *call, const ba_quest_metadata_args *a, const arg_array *k_cache, const ba_page_tables *plan) {
-    static const int outputs[] = {METADATA_maxblocks, METADATA_minblocks, METADATA_meanblocks};
-    for (size_t i = 0; i < COUNT_OF(outputs); i++) {
-        const arg_array *const output = call_array(call, outputs[i]);
-        const bool pool = a->kv_layout == BA_NHD && same_pool(&output->tensor, &k_cache->tensor);
-        if (!pool && arg_disjoint(output, k_cache) < 0) return -1;
-    }
-    return call_expect_disjoint(call) < 0 ? -1 : check_summary_pages(a, plan);
-}
-
-static int read_metadata(py_call *call, ba_quest_metadata_args *a, const ba_page_tables *plan, arg_array *k_cache) {
-    PyObject *const *const values = call->values;
+static int read_metadata(py_call *call, ba_quest_metadata_args *a, const ba_page_tables *plan) {
     if (call_read(call, true) < 0) return -1;
-    if (arg_hold(call->state, values[METADATA_k_cache], "k_cache", ARG_CACHE, call->kv_bits, k_cache) < 0) return -1;
-    a->k_cache = k_cache->tensor;
-    if (arg_expect_dtype("k_cache", a->k_cache.dtype, "dtype", call->kv_dtype) < 0) return -1;
     if (plan != NULL) {
         a->end = plan->seq_lens;
         a->batch = plan->batch;
     } else {
-        if (call_hold(call, values[METADATA_block_tables], "block_tables", ARG_TABLES, 0, &a->block_tables) < 0) return -1;
+        if (call_hold(call, call->values[METADATA_block_tables], "block_tables", ARG_TABLES, 0, &a->block_tables) < 0) return -1;
         a->batch = call_list(call, METADATA_seq_lens)->count;
     }
     if (arg_expect_count(call_list(call, METADATA_start_lens), "start_lens", a->batch, "as many as seq_lens has") < 0) return -1;
-    return check_metadata_disjoint(call, a, k_cache, plan);
+    call->pages_by_token = a->kv_layout == BA_NHD;
+    return call_expect_disjoint(call) < 0 ? -1 : expect_summary_pages(a, plan);
 }
 
 PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     BEGIN_CALL(quest_metadata, ba_quest_metadata_args, {.batch = 0});
     const ba_page_tables *const plan = page_tables_of(call.values[METADATA_block_tables]);
-    arg_array k_cache = {0}; /* held apart, since summaries may lie in it */
     ba_status status;
-    int failed = read_metadata(&call, &a, plan, &k_cache);
+    int failed = read_metadata(&call, &a, plan);
     if (!failed) {
         INTERRUPTIBLE(status, plan ? ba_quest_metadata_by_plan(&a, plan) : ba_quest_metadata(&a));
         failed = arg_check(status);
     }
-    arg_release(&k_cache);
     return call_end(&call, failed);
 }
 

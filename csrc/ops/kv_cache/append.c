@@ -11,6 +11,7 @@
 #include "ops/check.h"
 #include "ops/kv_cache/kv_cache.h"
 #include "ops/kv_cache/store_rows.h"
+#include "ops/kv_cache/summarise_pages.h"
 
 /* ---- Arrays that are written share no memory ------------------------------------------------------------------------ */
 
@@ -214,38 +215,56 @@ static ba_status open_call(const ba_tensor *k, const ba_tensor *v, const ba_page
     return check_apart(caches, c);
 }
 
-/* Runs an opened call. */
-static ba_status run(ba_store_call *c, const ba_caches *caches, const int64_t *slots, const ba_page_tables *tables, bool planned, int num_threads) {
-    int64_t hashed = 2;
-    while (hashed <= c->tokens) hashed *= 2;
-    hashed *= 2; /* at most half full, so that a search is short */
-    const size_t bytes = (size_t)(c->tokens + hashed) * sizeof *slots;
-    int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
-    if (!memory) return ba_fail(BA_ERROR_MEMORY, "slot_mapping: expected %lld bytes of memory for a copy, got none", (long long)bytes);
-    ba_status status = choose_slots(c, slots, tables, planned, caches, memory, hashed);
-    if (status == BA_OK) status = ba_store_rows(c, num_threads);
-    free(memory);
-    return status;
+/* Opens the summaries of the pages that get new tokens. `begin` has room for a number per request. */
+static ba_status open_summaries(const ba_paged_args *args, const ba_page_tables *tables, int64_t *begin, ba_quest_metadata_args *summaries,
+                                ba_summary_call *call) {
+    for (int64_t b = 0; b < tables->batch; b++) begin[b] = tables->seq_lens[b] - new_tokens(tables, b);
+    summaries->k_cache = args->k_cache;
+    summaries->k_scale = args->k_scale;
+    summaries->kv_layout = args->kv_layout;
+    summaries->num_threads = args->num_threads;
+    summaries->begin = begin;
+    summaries->end = tables->seq_lens;
+    summaries->batch = tables->batch;
+    return ba_open_summaries(summaries, tables, call);
 }
 
-ba_status ba_append_by_plan(const ba_tensor *k, const ba_tensor *v, const ba_page_tables *plan, const ba_paged_args *args) {
+/* Runs an opened call. `memory` has room for a slot per token, a hash table of `hashed` entries, and a number per request. */
+static ba_status run(ba_store_call *c, const ba_caches *caches, const int64_t *slots, const ba_page_tables *tables, bool planned,
+                     const ba_paged_args *args, const ba_quest_metadata_args *given, int64_t *memory, int64_t hashed) {
+    ba_quest_metadata_args summaries;
+    ba_summary_call call;
+    BA_TRY(choose_slots(c, slots, tables, planned, caches, memory, hashed));
+    if (!given) return ba_store_rows(c, args->num_threads);
+    summaries = *given;
+    BA_TRY(open_summaries(args, tables, memory + c->tokens + hashed, &summaries, &call));
+    BA_TRY(ba_store_rows(c, args->num_threads));
+    return ba_run_summaries(&call);
+}
+
+ba_status ba_append(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_page_tables *plan, const ba_paged_args *args,
+                    const ba_quest_metadata_args *summaries) {
     BA_IN_USUAL_MODE;
     ba_caches caches;
     ba_store_call c = {.tokens = 0};
+    ba_page_tables own = {0};
+    const ba_page_tables *const tables = plan ? plan : &own;
     BA_TRY(open_call(k, v, args, &caches, &c));
-    return run(&c, &caches, NULL, plan, true, args->num_threads);
+    if (!slots && !plan) BA_TRY(ba_open_page_tables(args, caches.page_size, -1, -1, &own));
+    int64_t hashed = 2;
+    while (hashed <= c.tokens) hashed *= 2;
+    hashed *= 2; /* at most half full, so that a search is short */
+    const size_t bytes = (size_t)(c.tokens + hashed + (summaries ? tables->batch : 0)) * sizeof *slots;
+    int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
+    const ba_status status = memory ? run(&c, &caches, slots, tables, plan != NULL, args, summaries, memory, hashed)
+                                    : ba_fail(BA_ERROR_MEMORY, "slot_mapping: expected %lld bytes of memory for a copy, got none", (long long)bytes);
+    free(memory);
+    ba_close_page_tables(&own);
+    return status;
 }
 
 ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args) {
-    BA_IN_USUAL_MODE;
-    ba_caches caches;
-    ba_store_call c = {.tokens = 0};
-    ba_page_tables tables = {0};
     BA_TRY(ba_check_pointer("k", k));
     BA_TRY(ba_check_pointer("args", args));
-    BA_TRY(open_call(k, v, args, &caches, &c));
-    if (!slots) BA_TRY(ba_open_page_tables(args, caches.page_size, -1, -1, &tables));
-    const ba_status status = run(&c, &caches, slots, &tables, false, args->num_threads);
-    ba_close_page_tables(&tables);
-    return status;
+    return ba_append(k, v, slots, NULL, args, NULL);
 }

@@ -15,22 +15,9 @@
 #include "ops/kv_cache/pages.h"
 #include "ops/scratch.h"
 
-typedef struct summary_call {
-    const ba_quest_metadata_args *args;
-    const ba_page_tables *plan;          /* opened tables, or NULL */
-    ba_pages k, largest, smallest, mean; /* data NULL: not given */
-    ba_dtype dtype;                      /* of the summaries */
-    ba_view scale;                       /* of quantised keys; data NULL: none */
-    ba_pack_rows_fn widen;               /* makes float32 rows of quantised keys, times their scales; NULL: keys are summarised in place */
-    int64_t wide_bytes, scratch_bytes;   /* of the rows of a page; of them and what guards them */
-    char *scratch;
-    ba_summarise_fn summarise;
-    int64_t stretches; /* the largest number of stretches of ba_work.quest.pages pages in a request, from the page of its token `begin` on */
-} summary_call;
-
 /* Checks one of the three summaries. *rows and *count, 0 before the first, are the rows per summary page and the pages, which all given summaries
  * share. */
-static ba_status take_summary(const summary_call *c, const char *name, const ba_tensor *t, ba_pages *out, int64_t *rows, int64_t *count) {
+static ba_status take_summary(const ba_summary_call *c, const char *name, const ba_tensor *t, ba_pages *out, int64_t *rows, int64_t *count) {
     const ba_pages *k = &c->k;
     const ba_dtype cache = c->args->k_cache.dtype;
     if (!ba_given(t)) return BA_OK;
@@ -50,7 +37,7 @@ static ba_status take_summary(const summary_call *c, const char *name, const ba_
 
 /* Treats all heads as one wide head where they lie side by side in every array, so that a token's row is read in one piece. Quantised keys have
  * scales by head. */
-static void join_heads(summary_call *c) {
+static void join_heads(ba_summary_call *c) {
     if (c->widen) return;
     const int64_t step = c->k.dim * ba_dtype_size(c->args->k_cache.dtype);
     ba_pages *const all[] = {&c->k, &c->largest, &c->smallest, &c->mean};
@@ -61,7 +48,7 @@ static void join_heads(summary_call *c) {
 }
 
 /* Makes float32 rows of the quantised keys of a page, times their scales, and sets `rows` to these. */
-static void widen_rows(const summary_call *c, int64_t page, int64_t head, int64_t tokens, const void **rows, int worker) {
+static void widen_rows(const ba_summary_call *c, int64_t page, int64_t head, int64_t tokens, const void **rows, int worker) {
     int64_t used = 0;
     float scales[1024];
     const float *first = (const float *)c->scale.data + page * c->scale.batch_stride + head * c->scale.head_stride;
@@ -73,7 +60,7 @@ static void widen_rows(const summary_call *c, int64_t page, int64_t head, int64_
 
 /* Summarises one stretch of pages of one (request, KV head). */
 static void summarise_item(void *context, int64_t item, int worker) {
-    const summary_call *c = context;
+    const ba_summary_call *c = context;
     const ba_quest_metadata_args *a = c->args;
     const int64_t batch = item / c->stretches / c->k.heads, head = item / c->stretches % c->k.heads, size = c->k.rows;
     const int64_t rows_per_page = c->largest.data ? c->largest.rows : c->smallest.data ? c->smallest.rows : c->mean.rows;
@@ -101,50 +88,64 @@ static void summarise_item(void *context, int64_t item, int worker) {
     }
 }
 
-static ba_status summarise(const ba_quest_metadata_args *a, const ba_page_tables *plan) {
-    BA_IN_USUAL_MODE;
-    summary_call c = {.args = a, .plan = plan};
-    BA_TRY(ba_take_cache_pages("k_cache", &a->k_cache, a->kv_layout, &c.k));
-    if (c.k.rows > 1024) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
-    BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, "k_cache", &a->k_cache, a->kv_layout, c.k.heads, &c.scale));
-    c.dtype = ba_is_quantised(a->k_cache.dtype) ? BA_FLOAT32 : a->k_cache.dtype;
+/* Checks everything but the memory for the scratch. */
+ba_status ba_open_summaries(const ba_quest_metadata_args *a, const ba_page_tables *plan, ba_summary_call *c) {
+    *c = (ba_summary_call){.args = a, .plan = plan};
+    BA_TRY(ba_take_cache_pages("k_cache", &a->k_cache, a->kv_layout, &c->k));
+    if (c->k.rows > 1024) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
+    BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, "k_cache", &a->k_cache, a->kv_layout, c->k.heads, &c->scale));
+    c->dtype = ba_is_quantised(a->k_cache.dtype) ? BA_FLOAT32 : a->k_cache.dtype;
     int64_t rows = 0, count = 0;
-    BA_TRY(take_summary(&c, "maxblocks", &a->maxblocks, &c.largest, &rows, &count));
-    BA_TRY(take_summary(&c, "minblocks", &a->minblocks, &c.smallest, &rows, &count));
-    BA_TRY(take_summary(&c, "meanblocks", &a->meanblocks, &c.mean, &rows, &count));
+    BA_TRY(take_summary(c, "maxblocks", &a->maxblocks, &c->largest, &rows, &count));
+    BA_TRY(take_summary(c, "minblocks", &a->minblocks, &c->smallest, &rows, &count));
+    BA_TRY(take_summary(c, "meanblocks", &a->meanblocks, &c->mean, &rows, &count));
     if (!rows) return ba_fail(BA_ERROR_VALUE, "maxblocks: expected a summary to write, got none");
     if (!a->end) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
     for (int64_t b = 0; a->begin && b < a->batch; b++)
         if (a->begin[b] < 0)
             return ba_fail(BA_ERROR_VALUE, "start_lens: expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
     BA_TRY(ba_check_threads(a->num_threads));
-    if (plan && plan->page_size != c.k.rows)
+    if (plan && plan->page_size != c->k.rows)
         return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64, plan->page_size,
-                       c.k.rows);
-    if (plan) BA_TRY(ba_check_page_numbers(plan, c.k.count));
-    else BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c.k.count, a->end, c.k.rows, 1));
-    BA_TRY(ba_check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c.k.rows, rows));
+                       c->k.rows);
+    if (plan) BA_TRY(ba_check_page_numbers(plan, c->k.count));
+    else BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c->k.count, a->end, c->k.rows, 1));
+    BA_TRY(ba_check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c->k.rows, rows));
+    c->rows = rows;
+    return BA_OK;
+}
+
+ba_status ba_run_summaries(ba_summary_call *c) {
+    const ba_quest_metadata_args *const a = c->args;
     const ba_kernels *kernels = ba_kernels_active();
-    c.summarise = kernels->cache[c.dtype]->summarise;
-    if (ba_is_quantised(a->k_cache.dtype)) c.widen = kernels->cache[a->k_cache.dtype]->pack;
+    c->summarise = kernels->cache[c->dtype]->summarise;
+    if (ba_is_quantised(a->k_cache.dtype)) c->widen = kernels->cache[a->k_cache.dtype]->pack;
     double tokens = 0;
     for (int64_t b = 0; b < a->batch; b++) {
         const int64_t begin = a->begin ? a->begin[b] : 0;
         tokens += (double)ba_max(0, a->end[b] - begin);
-        c.stretches = ba_max(c.stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c.k.rows), rows) - begin / c.k.rows, ba_work.quest.pages));
+        c->stretches =
+            ba_max(c->stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c->k.rows), c->rows) - begin / c->k.rows, ba_work.quest.pages));
     }
     if (tokens == 0) return BA_OK;
-    const double work = tokens * (double)(c.k.heads * c.k.dim);
-    join_heads(&c);
-    const int64_t items = a->batch * c.k.heads * c.stretches;
+    const double work = tokens * (double)(c->k.heads * c->k.dim);
+    join_heads(c);
+    const int64_t items = a->batch * c->k.heads * c->stretches;
     const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
-    if (!c.widen) return ba_parallel(threads, items, summarise_item, &c);
-    c.wide_bytes = c.k.rows * ba_round_up(c.k.dim, BA_PACK_PAD) * (int64_t)sizeof(float);
-    ba_take(NULL, &c.scratch_bytes, c.wide_bytes);
-    BA_TRY(ba_get_scratch(threads * c.scratch_bytes, &c.scratch));
-    const ba_status status = ba_parallel(threads, items, summarise_item, &c);
+    if (!c->widen) return ba_parallel(threads, items, summarise_item, c);
+    c->wide_bytes = c->k.rows * ba_round_up(c->k.dim, BA_PACK_PAD) * (int64_t)sizeof(float);
+    ba_take(NULL, &c->scratch_bytes, c->wide_bytes);
+    BA_TRY(ba_get_scratch(threads * c->scratch_bytes, &c->scratch));
+    const ba_status status = ba_parallel(threads, items, summarise_item, c);
     ba_arena_release();
     return status;
+}
+
+static ba_status summarise(const ba_quest_metadata_args *args, const ba_page_tables *plan) {
+    BA_IN_USUAL_MODE;
+    ba_summary_call c;
+    BA_TRY(ba_open_summaries(args, plan, &c));
+    return ba_run_summaries(&c);
 }
 
 ba_status ba_quest_metadata(const ba_quest_metadata_args *args) {

@@ -1,8 +1,33 @@
-/* Summaries of pages for the requests of tables that were opened for all calls of a step. Internal. */
+/* Summaries of pages, opened and run in two steps, also for the requests of tables that were opened for all calls of a step. Internal. */
 #ifndef BA_OPS_SUMMARISE_PAGES_H
 #define BA_OPS_SUMMARISE_PAGES_H
 
+#include "kernels/kernels.h"
 #include "ops/kv_cache/page_tables.h"
+#include "ops/kv_cache/pages.h"
+#include "ops/problem.h"
+
+typedef struct ba_summary_call {
+    const ba_quest_metadata_args *args;
+    const ba_page_tables *plan;          /* opened tables, or NULL */
+    ba_pages k, largest, smallest, mean; /* data NULL: not given */
+    int64_t rows;                        /* per summary page */
+    ba_dtype dtype;                      /* of the summaries */
+    ba_view scale;                       /* of quantised keys; data NULL: none */
+    /* The rest is set by ba_run_summaries(). */
+    ba_pack_rows_fn widen;             /* makes float32 rows of quantised keys, times their scales; NULL: keys are summarised in place */
+    int64_t wide_bytes, scratch_bytes; /* of the rows of a page; of them and what guards them */
+    char *scratch;
+    ba_summarise_fn summarise;
+    int64_t stretches; /* the largest number of stretches of ba_work.quest.pages pages in a request, from the page of its token `begin` on */
+} ba_summary_call;
+
+/* Checks a call of ba_quest_metadata(). With `plan`, opened tables replace block_tables, and `end` and batch are those of the plan. `args` must stay
+ * as they are until the call has run; running it again is allowed. */
+ba_status ba_open_summaries(const ba_quest_metadata_args *args, const ba_page_tables *plan, ba_summary_call *c);
+
+/* Writes the summaries of an opened call. Fails for want of memory, or where it is interrupted. */
+ba_status ba_run_summaries(ba_summary_call *c);
 
 /* As ba_quest_metadata(). `plan` replaces block_tables, `end` and batch of `args`. */
 ba_status ba_quest_metadata_by_plan(const ba_quest_metadata_args *args, const ba_page_tables *plan);
