@@ -18,7 +18,7 @@ _ONE_TOKEN = zeros((1, 1), "int32"), (1,), None, None, None, None, None  # the r
 
 
 class Rules(NamedTuple):
-    """Options that hold for all calls of a plan, see `paged_attention`."""
+    """Options that hold for all calls of a plan, see `paged_attention`: the last arguments of the core's function, in its order."""
 
     scale: Any = None
     kv_layout: Any = "NHD"
@@ -63,8 +63,6 @@ def attend_requests(
     """Attention over a paged cache by one call of the core, with arrays of any kind; over all blocks where `selected` is None. `requests`:
     what `tables_for_core` gives, `q_lens`, `q_begin` and `kv_split`, or what `open_requests` gives; `rules`: `Rules`, or their values as a
     plain tuple, which takes less time to make."""
-    scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads = rules
-    tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split = requests
     if k_scale is not None or v_scale is not None:
         k_scale, v_scale = scales_for_core(k_scale, "k_scale", k_cache), scales_for_core(v_scale, "v_scale", v_cache)
     if sinks is not None:
@@ -73,24 +71,22 @@ def attend_requests(
         attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
     try:
         if (  # plain NumPy arrays: nothing to translate
-            type(q) is type(k_cache) is type(v_cache) is ndarray and out is out_dtype is dtype is kv_dtype is None
+            type(q) is type(k_cache) is type(v_cache) is ndarray and out is None
+            and rules[4] is rules[5] is rules[6] is None  # out_dtype, dtype and kv_dtype
             and not (is_registered(q) or is_registered(k_cache) or is_registered(v_cache))
         ):  # fmt: skip
-            # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
-            # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
             return _core.paged_attention(
-                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split, selected, counts, scale,
-                kv_layout, window, sinks, softcap, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, num_threads, return_lse=return_lse,
+                empty, q, k_cache, v_cache, *requests, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes,
+                return_lse, None, None, *rules,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
+        rules = Rules(*rules)
+        named = {name: _arrays.dtype_name(getattr(rules, name), name) for name in ("out_dtype", "dtype", "kv_dtype")}
         result = _core.paged_attention(
             family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True),
-            _arrays.readable(v_cache, "v_cache", True), tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split, selected,
-            counts, scale, kv_layout, window, sinks, softcap, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, num_threads,
-            return_lse=return_lse, out=_arrays.writable(out, "out"), lse_out=_arrays.writable(lse_out, "lse"),
-            dtype=_arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"),
-            out_dtype=_arrays.dtype_name(out_dtype, "out_dtype"),
+            _arrays.readable(v_cache, "v_cache", True), *requests, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
+            alibi_slopes, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), *rules._replace(**named),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if str(error).startswith("selected_counts"):

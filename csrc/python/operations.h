@@ -99,6 +99,7 @@
     REQUEST_ARGUMENTS(A, O, T, ) \
     O(T, page_size, INTEGER) O(T, num_pages, INTEGER) O(T, kv_split, INTEGER)
 
+/* Those from scale on are the rules of a call, which a plan holds for all of its calls (blitz_attn/_paged/call.py). */
 #define PAGED_ATTENTION(A, O, T) \
     O(T, empty, OWN) \
     A(T, q,             FLOATS,       ARG_OPTIONAL | ARG_NAMED, q) \
@@ -108,21 +109,19 @@
     O(T, kv_split, INTEGER) \
     A(T, selected,      PAGES,        ARG_OPTIONAL, selected) \
     O(T, counts, LIST) \
-    A(T, scale,         SCALE,        ARG_OPTIONAL, scale) \
-    A(T, kv_layout,     KV_LAYOUT,    0,            kv_layout) \
-    A(T, window,        TOKENS_BEFORE, ARG_OPTIONAL, window) \
     A(T, sinks,         HEADS,        ARG_OPTIONAL, sinks) \
-    A(T, softcap,       NUMBER,       ARG_OPTIONAL, softcap) \
     A(T, k_scale,       SCALES,       ARG_OPTIONAL, k_scale) \
     A(T, v_scale,       SCALES,       ARG_OPTIONAL, v_scale) \
     A(T, kv_ranges,     TABLES,       ARG_OPTIONAL, kv_ranges) \
     A(T, attn_mask,     MASK,         ARG_OPTIONAL, attn_mask) \
     A(T, alibi_slopes,  HEADS,        ARG_OPTIONAL, alibi_slopes) \
-    A(T, num_threads,   THREADS,      ARG_OPTIONAL, num_threads) \
     O(T, return_lse, FLAG) O(T, out, OWN) O(T, lse_out, OWN) \
-    O(T, dtype, DTYPE) \
-    O(T, kv_dtype, KV_DTYPE) \
-    O(T, out_dtype, OWN)
+    A(T, scale,         SCALE,        ARG_OPTIONAL, scale) \
+    A(T, kv_layout,     KV_LAYOUT,    0,            kv_layout) \
+    A(T, window,        TOKENS_BEFORE, ARG_OPTIONAL, window) \
+    A(T, softcap,       NUMBER,       ARG_OPTIONAL, softcap) \
+    O(T, out_dtype, OWN) O(T, dtype, DTYPE) O(T, kv_dtype, KV_DTYPE) \
+    A(T, num_threads,   THREADS,      ARG_OPTIONAL, num_threads)
 
 #define QUANTIZE_KV(A, O, T) \
     A(T, x,             FLOATS,       0,            x) \
