@@ -6,15 +6,15 @@ _Result = TypeVar("_Result")
 __version__: str
 compiler: str
 
-# The operations. `operations()` has their arguments; csrc/python/operations.h is the table that it comes from. `empty(shape, dtype name)` makes results
-# that the caller does not give. An array may also be a pair (array of 16-bit integers, "bfloat16").
+# The operations. `operations()` has their arguments; csrc/python/operations.h is the table that it comes from. `empty(shape, dtype name)`
+# makes results that the caller does not give. An array may also be a pair (array of 16-bit integers, "bfloat16").
 
 def block_sparse_attention(*given: Any, **named: Any) -> Any:
     """Returns out or (out, lse). cu_rows to key_last are described in blitz_attn.h."""
 
 def block_sparse_attention_backward(*given: Any, **named: Any) -> tuple[Any, ...]:
-    """out and lse are what the forward call returned. Returns (dq, dk, dv). With bias_grads, which makes arrays as empty does, the gradients of
-    attn_mask and of alibi_slopes follow: None for one that is not given or is of bool."""
+    """out and lse are what the forward call returned. Returns (dq, dk, dv). With bias_grads, which makes arrays as empty does, the
+    gradients of attn_mask and of alibi_slopes follow: None for one that is not given or is of bool."""
 
 def select_prefill(*given: Any, **named: Any) -> tuple[Any, Any]:
     """v is k once more and sabi None. Returns (scores or None, sabi)."""

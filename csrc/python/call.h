@@ -73,8 +73,8 @@ const arg_array *call_array(const py_call *call, int index);
 /* Fails where an array that is written overlaps another one. Results are compared, too, that are held by then. */
 int call_expect_disjoint(const py_call *call);
 
-/* In ops_quest.c: fails where a summary page is listed twice, or holds keys, because the summaries are in the same pool of pages as the keys. */
-int expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tables *plan);
+/* Fails where a summary page is listed twice, or holds keys, because the summaries are in the same pool of pages as the keys. */
+int call_expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tables *plan);
 
 /* Whether both are the same elements of the same memory. */
 bool call_same_array(const ba_tensor *a, const ba_tensor *b);

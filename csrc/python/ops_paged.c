@@ -259,7 +259,7 @@ static int expect_apart(const append_args *a, const ba_page_tables *plan) {
     summaries.block_tables = a->cache.block_tables;
     summaries.end = plan ? plan->seq_lens : a->cache.seq_lens;
     summaries.batch = plan ? plan->batch : a->cache.batch;
-    return summaries.end ? expect_summary_pages(&summaries, plan) : 0; /* the library refuses requests without lengths */
+    return summaries.end ? call_expect_summary_pages(&summaries, plan) : 0; /* the library refuses requests without lengths */
 }
 
 static int read_append(py_call *call, append_args *a, const ba_page_tables *plan) {
