@@ -1,27 +1,39 @@
-"""What the scripts of this folder share: finding the library, options and refusals, the table's form, a progress line, timing in turns."""
+"""What the scripts of this folder share: options and refusals, the table and the files that keep it, a progress line, timing in turns."""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import datetime
 import functools
 import importlib.util
+import json
 import math
 import os
+import platform
 import re
+import shlex
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
 
 # A checkout that has been built in place is measured as it stands, otherwise the installed package is; PYTHONPATH goes before both.
 if (any((ROOT / "blitz_attn").glob("_core*.so")) and not os.environ.get("PYTHONPATH")) or importlib.util.find_spec("blitz_attn") is None:
     sys.path.insert(0, str(ROOT))
+
+import blitz_attn  # noqa: E402
+from blitz_attn import _core  # noqa: E402
+from blitz_attn.__main__ import drop_output  # noqa: E402
+from blitz_attn.plot import _cell as cell_value  # noqa: E402
 
 # ---- The command line --------------------------------------------------------------------------------------------
 
@@ -48,59 +60,83 @@ def _can_be_written(path: Path) -> bool:
 positive = checked(int, lambda value: value >= 1, "a whole number from 1")
 natural = checked(int, lambda value: value >= 0, "a whole number from 0")
 above_zero = checked(float, lambda value: 0 < value < math.inf, "a number above 0")
-from_zero = checked(float, lambda value: 0 <= value < math.inf, "a number from 0")
 share = checked(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
-density = checked(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 readable = checked(Path, lambda path: os.access(path, os.R_OK) and not path.is_dir(), "a file that can be read")
 writable = checked(Path, _can_be_written, "a file that can be written, in a folder that exists")
+_LEVELS = blitz_attn.isa_levels(available=True)
+isa_level = checked(str, _LEVELS.__contains__, f"a level of this CPU ({', '.join(_LEVELS)})")
 
 
-def isa_level(text: str) -> str:
-    """An instruction set of this CPU."""
-    import blitz_attn  # here, so that a script's --help needs no library
+def sizes(text: str, count: int) -> tuple[int, ...]:
+    """`128x512` -> (128, 512)."""
+    words = text.lower().split("x")
+    if len(words) != count or not all(word.isdigit() and int(word) > 0 for word in words):
+        raise ValueError
+    return tuple(map(int, words))
 
-    levels = blitz_attn.isa_levels(available=True)
-    return str(checked(str, levels.__contains__, f"a level of this CPU ({', '.join(levels)})")(text))
+
+block_shape = checked(lambda text: sizes(text, 2), bool, "two positive sizes such as 128x512 (queries x keys)")
+
+
+def parser_of(doc: str | None, *, repeats: int | None = 3, warmup: int | None = 1, threads: str = "several") -> argparse.ArgumentParser:
+    """A parser with the options that all scripts have. Where `repeats` or `warmup` is None, the script fills it in."""
+    most = blitz_attn.get_num_threads()
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    timing = result.add_argument_group("timing")
+    if threads == "one":
+        timing.add_argument("--threads", type=positive, default=most, help="number of threads (%(default)s)")
+    if threads == "several":
+        timing.add_argument("--threads", type=positive, nargs="+", default=sorted({1, most}), help="numbers of threads (%(default)s)")
+    timing.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
+    timing.add_argument("--repeats", type=positive, default=repeats, help="timed turns, of which the median counts (%(default)s)")
+    timing.add_argument("--warmup", type=natural, default=warmup, help="turns before them (%(default)s)")
+    timing.add_argument("--seed", type=natural, default=1234, help="of operands and lists (%(default)s)")
+    outputs = result.add_argument_group("outputs")
+    outputs.add_argument("--csv", type=writable, metavar="FILE", help="also write the rows as CSV")
+    outputs.add_argument("--json", type=writable, metavar="FILE", help="the same as JSON, with every timing")
+    outputs.add_argument(
+        "--save", nargs="?", const="", metavar="NAME", help="also keep what is printed, in benchmark/results/<this machine>/NAME.txt"
+    )
+    return result
 
 
 _NAMES_AN_ARGUMENT = re.compile(r"(--)?[\w.\[\]-]+: ")
-_timing = False  # whether contenders have been called once and are being timed: what is refused then is no matter of options
 
 
-def command(main: Callable[[Any], int]) -> Callable[..., int]:
-    """Decorate a script's `main`.
+def command(parser: Callable[[], argparse.ArgumentParser], shown: Sequence[Column] = ()) -> Callable[..., Callable[..., int]]:
+    """Decorate a script's `main(args, report)`.
 
-    Where the library refuses what the options ask for, the script prints that sentence, and its exit code is 2. Where the reader of its
-    output goes away, the script ends quietly. A refusal is an error that begins with the name of an argument, while operands are made or
-    contenders are called for the first time.
-    Other errors are mistakes of the script or the library, and keep their traceback.
+    The exit code is 1 where a row says that a result is wrong, and 2 where options are refused: by the parser, or by an error that begins
+    with the name of an argument. Other errors are mistakes of the script or the library, and keep their traceback. Where the reader of the
+    output goes away, the script ends quietly.
     """
-    script = Path(main.__code__.co_filename).name
 
-    @functools.wraps(main)
-    def run(argv: Sequence[str] | None = None) -> int:
-        global _timing
-        _timing = False
-        try:
+    def decorate(main: Callable[[argparse.Namespace, Report], None]) -> Callable[..., int]:
+        script = Path(main.__code__.co_filename).name
+
+        @functools.wraps(main)
+        def run(argv: Sequence[str] | None = None) -> int:
+            args = parser().parse_args(argv)
+            report = Report(script, args, shown)
             try:
-                return main(argv)
+                with blitz_attn.isa(args.isa):
+                    main(args, report)
+                    report.close()
+            except BrokenPipeError:  # `| head`: the reader has what it wanted
+                drop_output()
+                return 0
+            except (TypeError, ValueError) as error:
+                if not _NAMES_AN_ARGUMENT.match(str(error)):
+                    raise
+                print(f"{script}: {error}", file=sys.stderr)
+                return 2
             finally:
-                sys.stdout.flush()
-        except BrokenPipeError:  # `| head`: the reader has what it wanted
-            from blitz_attn.__main__ import drop_output
+                report.write_rows()
+            return 1 if report.wrong else 0
 
-            drop_output()
-            return 0
-        except (TypeError, ValueError) as error:
-            if _timing or not _NAMES_AN_ARGUMENT.match(str(error)):
-                raise
-            print(f"{script}: {error}", file=sys.stderr)
-            return 2
-        except MemoryError as error:
-            print(f"{script}: {str(error) or 'there is not enough memory'}", file=sys.stderr)
-            return 1
+        return run
 
-    return run
+    return decorate
 
 
 # ---- The table -------------------------------------------------------------------------------------------------
@@ -114,68 +150,89 @@ class Column:
 
     name: str
     width: int
-    spec: str = ""
+    spec: str
 
     def text(self, value: Any) -> str:
         return f"{'N/A' if value is None else format(value, self.spec):>{self.width}}"
 
 
-# Upstream's columns, in upstream's order and widths.
-UPSTREAM_COLUMNS = (
-    Column("block_shape", 13),
-    Column("H", 3),
-    Column("B", 3),
-    Column("s_q", 6),
-    Column("s_kv", 6),
-    Column("D", 4),
-    Column("frame(L,R,T,B)", 15),
-    Column("sparsity", 9, ".2f"),
-    Column("Outputs_equal", 15),
-    Column("Ref_Latency_[usec]", 18, ".2f"),
-    Column("Our_Latency_[usec]", 18, ".2f"),
-)
-KEY_COLUMNS = 8  # the leading columns that say what a row measures
-# Ours, after them.
-RATE_COLUMNS = (Column("GFLOP/s", 10, ".1f"), Column("Share_of_ideal", 15, ".3f"), Column("Share_of_F", 11, ".3f"))
+def columns(text: str) -> tuple[Column, ...]:
+    """The columns that `text` lists as name:width, or name:width.format as in Python's format strings."""
+    found = (re.fullmatch(r"(.+):(\d+)(.*)", word) for word in text.split())
+    return tuple(Column(match[1], int(match[2]), match[3]) for match in found if match)
 
 
-class Table:
-    """Prints a table row by row: each row is flushed, so that a run that is stopped leaves a file that can be used."""
+def yes(right: bool) -> str:
+    """A cell that says whether a result is right."""
+    return "yes" if right else "no"
 
-    def __init__(self, columns: Sequence[Column], out: TextIO, progress: Progress | None = None):
-        self.columns, self.out, self.progress = tuple(columns), out, progress
+
+class Report:
+    """What a script prints: rows on standard output as they come, progress and notes on standard error; and the files that keep it."""
+
+    def __init__(self, script: str, args: argparse.Namespace, shown: Sequence[Column]):
+        self.script, self.args, self.columns, self.progress = script, args, tuple(shown), Progress()
+        self.lines: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+        self.about: dict[str, Any] = {}  # for --json, beside the rows
+        self.wrong = 0
 
     def line(self, text: str) -> None:
-        if self.progress:
-            self.progress.clear()
-        print(text, file=self.out, flush=True)
-
-    def head(self, *parameter_lines: str) -> None:
-        self.line("=" * RULE_WIDTH)
-        for text in parameter_lines:
-            self.line("  " + text)
-        self.line("=" * RULE_WIDTH)
-        self.names()
-        self.line("-" * RULE_WIDTH)
+        self.progress.clear()
+        self.lines.append(text)
+        print(text, flush=True)
 
     def names(self) -> None:
         self.line(" ".join(f"{column.name:>{column.width}}" for column in self.columns))
 
-    def row_text(self, values: dict[str, Any]) -> str:
-        return " ".join(column.text(values.get(column.name)) for column in self.columns)
-
-    def row(self, values: dict[str, Any]) -> None:
-        self.line(self.row_text(values))
+    def head(self, *texts: str) -> None:
+        for text in ("=" * RULE_WIDTH, *(f"  {text}" for text in texts), "=" * RULE_WIDTH):
+            self.line(text)
+        self.names()
+        self.line("-" * RULE_WIDTH)
 
     def foot(self) -> None:
         self.line("=" * RULE_WIDTH)
+
+    def row(self, values: dict[str, Any], reason: str = "", **kept: Any) -> None:
+        """A row; `reason` stands behind it, and `kept` goes to the files alone."""
+        text = " ".join(column.text(values.get(column.name)) for column in self.columns)
+        self.line(f"{text}  # {reason}" if reason else text)
+        self.rows.append(values | kept)
+        self.wrong += "no" in values.values()
+
+    def note(self, text: str) -> None:
+        """A line on standard error."""
+        self.progress.clear()
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Keep what was printed, where that is wanted. An earlier run's results are replaced only now, when this one has ended."""
+        self.progress.clear()
+        if self.wrong:
+            self.note(f"{self.script}: {self.wrong} rows with wrong results")
+        if self.args.save is not None:
+            path = RESULTS / tag(machine()) / f"{self.args.save or Path(self.script).stem}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(head_of(["python", f"benchmark/{self.script}", *sys.argv[1:]]) + "\n".join([*self.lines, ""]), encoding="utf-8")
+            self.note(f"{path}: saved")
+
+    def write_rows(self) -> None:
+        """The files of --csv and --json."""
+        if self.args.csv and self.rows:
+            with self.args.csv.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(name for row in self.rows for name in row)))
+                writer.writeheader()
+                writer.writerows(self.rows)
+        if self.args.json and self.rows:
+            run = {"command": sys.argv, "blitz_attn": blitz_attn.__version__, "python": platform.python_version(), "machine": machine()}
+            run |= {"options": vars(self.args)} | self.about | {"rows": self.rows}
+            self.args.json.write_text(json.dumps(run, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def parse_rows(text: str, first_columns: Sequence[str]) -> list[dict[str, Any]]:
     """Rows of tables, found among any other output: lines with as many cells as the last header line above them, which starts with one
     of `first_columns`. What stands behind a # is not looked at."""
-    from blitz_attn.plot import _cell as cell_value
-
     header: list[str] = []
     rows = []
     for line in text.splitlines():
@@ -194,6 +251,60 @@ def parameters(**values: Any) -> str:
     return "  ".join(f"{name}={value!r}" for name, value in values.items())
 
 
+# ---- Files of results --------------------------------------------------------------------------------------------
+
+HEAD = ("machine", "commit", "date", "command", "compiler")
+
+
+def machine() -> dict[str, Any]:
+    """What makes a machine another one for its speed."""
+    import roofline
+
+    level, threads = _core.isa_active(), blitz_attn.get_num_threads()
+    return {"cpu": _core.cpu_model(), "threads": threads, "level": level, "caches": roofline.cache_sizes()}
+
+
+def tag(found: dict[str, Any]) -> str:
+    """The machine as the name of a folder."""
+    sizes = "-".join(f"{name}.{size >> 10}k" for name, size in sorted(found["caches"].items()))
+    text = f"{found['cpu']}-{found['threads']}-{found['level']}-{sizes}"
+    return re.sub(r"[^a-z0-9.]+", "-", re.sub(r"\((r|tm)\)", "", text.lower())).strip("-")
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with a + where files differ from it; None where there is none."""
+    try:
+        describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def head_of(command: list[str]) -> str:
+    """The first lines of a file of results, `# key: value`."""
+    here = machine()
+    caches = ", ".join(f"{name} {size >> 10} KiB" for name, size in sorted(here["caches"].items()))
+    about = f"{here['cpu']}; {here['threads']} threads; {here['level']}; {caches}"
+    values = (about, commit() or "unknown", today(), shlex.join(command), _core.compiler)
+    return "".join(f"# {key}: {value}\n" for key, value in zip(HEAD, values, strict=True))
+
+
+def read_head(text: str) -> dict[str, str]:
+    """The head of a file of results; notes, which are added by hand, are joined."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        match = re.match(r"# (machine|commit|date|command|compiler|note): (.+)", line)
+        if not match:
+            break
+        key, value = match.groups()
+        found[key] = f"{found[key]}; {value}" if key in found else value
+    return found
+
+
 # ---- Progress --------------------------------------------------------------------------------------------------
 
 
@@ -210,43 +321,30 @@ def duration(seconds: float) -> str:
 class Progress:
     """Share done and time left, on stderr: one line that rewrites itself on a terminal, else a line now and then."""
 
-    LINE_EVERY = 30.0  # seconds between lines where stderr is not a terminal
-    REWRITE_EVERY = 0.2
-
-    def __init__(self, total: float, out: TextIO | None = None):
-        self.total, self.done, self.out = max(total, 1e-9), 0.0, out or sys.stderr
+    def __init__(self) -> None:
+        self.done = 0.0
         self.start = self.last = time.monotonic()
-        self.live = self.out.isatty()
+        self.live = sys.stderr.isatty()
         self.shown = False
-
-    def restart(self) -> None:
-        """Forget what was done so far: the clock starts now."""
-        self.done, self.start = 0.0, time.monotonic()
 
     def clear(self) -> None:
         if self.shown:
-            print("\r\x1b[K", end="", file=self.out, flush=True)
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self.shown = False
 
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        self.clear()
-        print(text, file=self.out, flush=True)
-
-    def add(self, work: float, label: str = "") -> None:
-        self.done += work
+    def add(self, share: float, label: str = "") -> None:
+        """So large a share of the whole run is done."""
+        self.done += share
         now = time.monotonic()
-        if not self.done or now - self.last < (self.REWRITE_EVERY if self.live else self.LINE_EVERY):
+        if not self.done or now - self.last < (0.2 if self.live else 30.0):
             return
         self.last = now
-        left = (now - self.start) / self.done * max(self.total - self.done, 0.0)
-        text = f"{100 * min(self.done / self.total, 1):3.0f} %  about {duration(left)} left  {label}"
+        left = (now - self.start) / self.done * max(1 - self.done, 0.0)
+        text = f"{100 * min(self.done, 1):3.0f} %  about {duration(left)} left  {label}"
         if self.live:
-            width = shutil.get_terminal_size().columns - 1
-            print("\r" + text[:width] + "\x1b[K", end="", file=self.out, flush=True)
+            text = "\r" + text[: shutil.get_terminal_size().columns - 1] + "\x1b[K"
             self.shown = True
-        else:
-            print(text, file=self.out, flush=True)
+        print(text, end="" if self.live else "\n", file=sys.stderr, flush=True)
 
 
 # ---- Timing ----------------------------------------------------------------------------------------------------
@@ -255,58 +353,59 @@ SHORTEST_SAMPLE = 2e-3  # seconds; a quicker call is repeated until a sample las
 SETTLE_UP_TO = 0.25  # seconds; in a longer call, waking threads is little
 
 
-@dataclass
+@dataclass(eq=False)
 class Contender:
     """One of several calls that are timed in turns."""
 
     label: str
     call: Callable[[], Any]
-    work: float  # for the progress line only
+    work: float = 1.0  # beside the others', for the progress line
     before_last: Callable[[], Any] | None = None  # run ahead of the last sample, outside the clock
     settle: float = 0.0  # seconds of calls ahead of each sample, outside the clock, while a call takes less than SETTLE_UP_TO
-
-
-@dataclass
-class Timing:
-    """The samples of one contender, in seconds a call."""
-
-    samples: list[float]
+    samples: list[float] = field(default_factory=list)  # seconds a call
+    values: list[float] = field(default_factory=list)  # what the calls returned, where that is a number: a limit of the machine
+    calls: int = 1  # in a sample
 
     @property
     def median(self) -> float:
         return statistics.median(self.samples)
 
+    @property
+    def value(self) -> float:
+        """The median of what was measured."""
+        return statistics.median(self.values)
 
-def in_turns(contenders: Sequence[Contender], repeats: int, warmup: int, progress: Progress) -> Iterator[tuple[int, Timing]]:
-    """Time the contenders A B C A B C ..., so that a slow spell of the machine hits all of them.
-
-    Yields (index, timing) right after a contender's last sample, before the next contender runs: outputs that the
-    contenders share still hold this one's result.
-    """
-    global _timing
-    samples: list[list[float]] = [[] for _ in contenders]
-    calls = [1] * len(contenders)
-    latest = [0.0] * len(contenders)
-    for turn in range(warmup + repeats):
-        last = turn == warmup + repeats - 1
-        _timing = turn > 0
-        for index, contender in enumerate(contenders):
-            if last and contender.before_last:
-                contender.before_last()
-            if contender.settle and latest[index] < SETTLE_UP_TO:
-                start = time.perf_counter()
-                while time.perf_counter() - start < contender.settle:
-                    contender.call()
+    def take(self, timed: bool) -> None:
+        """One sample, which is not kept where it is not `timed`."""
+        if self.settle and (self.samples or [0.0])[-1] < SETTLE_UP_TO:
             start = time.perf_counter()
-            for _ in range(calls[index]):
-                contender.call()
-            taken = (time.perf_counter() - start) / calls[index]
-            latest[index] = taken
-            if turn >= warmup:
-                samples[index].append(taken)
-            if turn < warmup:
-                calls[index] = max(1, math.ceil(SHORTEST_SAMPLE / max(taken, 1e-7)))
-            progress.add(contender.work, contender.label)
-            if last:
-                yield index, Timing(samples[index])
-    _timing = False
+            while time.perf_counter() - start < self.settle:
+                self.call()
+        result = None
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            result = self.call()
+        taken = (time.perf_counter() - start) / self.calls
+        if timed:
+            self.samples.append(taken)
+            if isinstance(result, float):
+                self.values.append(result)
+        else:
+            self.calls = max(1, math.ceil(SHORTEST_SAMPLE / max(taken, 1e-7)))
+
+
+def in_turns(contenders: Sequence[Contender], args: argparse.Namespace, progress: Progress, share: float = 1.0) -> Iterator[Contender]:
+    """Time the contenders A B C A B C ..., so that a slow spell of the machine hits all of them. They are a `share` of the whole run.
+
+    Yields a contender right after its last sample, before the next one runs: outputs that they share still hold this one's result.
+    """
+    turns = args.warmup + args.repeats
+    whole = turns * sum(contender.work for contender in contenders) or 1.0
+    for turn in range(turns):
+        for contender in contenders:
+            if turn == turns - 1 and contender.before_last:
+                contender.before_last()
+            contender.take(turn >= args.warmup)
+            progress.add(share * contender.work / whole, contender.label)
+            if turn == turns - 1:
+                yield contender

@@ -17,30 +17,31 @@ seconds. README.md beside this file explains the columns.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-import _bench
-import blitz_attn
-import check
+import _bench  # noqa: F401  (finds the library of this checkout)
 import roofline
-from _bench import Column, Contender, Progress, Table, command, in_turns, isa_level, natural, positive, writable
+from _bench import Contender, Report, checked, columns, command, in_turns, parameters, parser_of, positive, sizes, yes
 from blitz_attn import _core, testing
-from operands import ITEM_BYTES, LAYOUTS, Decode, draw_decode, memory_available, query_dtype, token_bytes
+from operations import ITEM_BYTES, Decode, draw_decode, memory_available, poison, query_dtype, token_bytes
 from other_libraries import DECODE_PEERS, Pieces, Step, UnavailableError, pause
-from result_files import Records, add_save, main_with_save
 
 LEVELS = ("L2", "L3", "DRAM")
 KV_HEADS = {"L2": 1, "L3": 8, "DRAM": 8}  # 8 heads of 128 would leave L2 a handful of tokens
 RAGGED_LENGTHS = (512,) * 7 + (32768,) + (512,) * 8
 HEAD_DIM = 128
-# Upstream's: name, B, H, H_kv, S; D = 128, pages of 128 tokens.
-UPSTREAM_CELLS = (
+UPSTREAM_CELLS = (  # name, and B x H x Hkv x S; D = 128, pages of 128 tokens
+    "Qwen3-0.6B 1x16x8x2048", "Qwen3-1.7B 1x16x8x4096", "Qwen3-4B 1x32x8x2048", "Qwen3-8B 1x32x8x4096", "Qwen3-8B 1x32x8x8192",
+    "Qwen3-14B 1x40x8x2048", "Qwen3-32B 1x64x8x2048", "MHA 1x32x32x2048",
+    *(f"Qwen3-8B {batch}x32x8x2048" for batch in (4, 8, 16, 32, 64)),
+)  # fmt: skip
+CELLS = (
     ("Qwen3-0.6B", 1, 16, 8, 2048),
     ("Qwen3-1.7B", 1, 16, 8, 4096),
     ("Qwen3-4B", 1, 32, 8, 2048),
@@ -59,28 +60,10 @@ CELLS = ("upstream", *LEVELS, "ragged")
 
 PROBE_SECONDS = 0.03
 
-COLUMNS = (
-    Column("cell", 10),
-    Column("dtype", 11),
-    Column("B", 3),
-    Column("H", 3),
-    Column("H_kv", 4),
-    Column("S", 7),
-    Column("D", 4),
-    Column("page", 4),
-    Column("threads", 7),
-    Column("KV_[MiB]", 9, ".2f"),
-    Column("Outputs_equal", 13),
-    Column("Our_[usec]", 11, ".1f"),
-    Column("GB/s", 7, ".1f"),
-    Column("GFLOP/s", 8, ".1f"),
-    Column("R_[GB/s]", 8, ".1f"),
-    Column("F_[GFLOP/s]", 11, ".1f"),
-    Column("Bound_by", 8),
-    Column("Share_of_limit", 14, ".3f"),
-    Column("Over_1_thread", 13, ".2f"),
-    *(Column(f"{name}_[usec]", len(name) + 8, ".1f") for name in DECODE_PEERS),
-    Column("Best_peer/ours", 14, ".2f"),
+COLUMNS = columns(
+    "cell:10 dtype:11 B:3 H:3 H_kv:4 S:7 D:4 page:4 threads:7 KV_[MiB]:9.2f Outputs_equal:13 Our_[usec]:11.1f GB/s:7.1f GFLOP/s:8.1f "
+    "R_[GB/s]:8.1f F_[GFLOP/s]:11.1f Bound_by:8 Share_of_limit:14.3f Over_1_thread:13.2f "
+    "torch_[usec]:13.1f onnxruntime_[usec]:19.1f openvino_[usec]:16.1f Best_peer/ours:14.2f"
 )
 
 
@@ -100,51 +83,35 @@ class Cell:
     def kv_bytes(self) -> int:
         return sum(self.lengths) * token_bytes(self.dtype, self.kv_heads, self.head_dim)
 
-    def draw(self, seed: int, layout: str) -> Decode:
-        return draw_decode(self.lengths, self.heads, self.kv_heads, self.head_dim, self.page, self.dtype, seed, layout)
-
     def values(self) -> dict[str, Any]:
-        return {
-            "cell": self.name,
-            "dtype": self.dtype,
-            "B": len(self.lengths),
-            "H": self.heads,
-            "H_kv": self.kv_heads,
-            "S": max(self.lengths),
-            "D": self.head_dim,
-            "page": self.page,
-            "KV_[MiB]": self.kv_bytes / 2**20,
-        }
+        cells = (self.name, self.dtype, len(self.lengths), self.heads, self.kv_heads, max(self.lengths), self.head_dim, self.page)
+        names = ("cell", "dtype", "B", "H", "H_kv", "S", "D", "page")
+        return dict(zip(names, cells, strict=True)) | {"KV_[MiB]": self.kv_bytes / 2**20}
 
 
-def shape(text: str) -> tuple[int, int, int, int]:
-    sizes = text.lower().split("x")
-    if len(sizes) != 4 or not all(size.isdigit() and int(size) > 0 for size in sizes) or int(sizes[1]) % int(sizes[2]):
-        raise argparse.ArgumentTypeError(f"expected B x H x Hkv x S such as 4x32x8x2048, H a multiple of Hkv, got {text!r}")
-    return tuple(map(int, sizes))
+shape = checked(
+    lambda text: sizes(text, 4), lambda found: found[1] % found[2] == 0, "B x H x Hkv x S such as 4x32x8x2048, H a multiple of Hkv"
+)
 
 
 def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
     """The cells that were asked for. Those that differ in their queries only follow each other: they share a cache."""
-    sizes = roofline.read_sizes(1)
-    upstream = [("own", *one) for one in args.shapes or ()] or (UPSTREAM_CELLS if "upstream" in args.cells else ())
-    for name, batch, heads, kv_heads, tokens in upstream:
+    per_level = roofline.read_sizes(1)
+    whole = [("own", one) for one in args.shapes or ()]
+    if not args.shapes and "upstream" in args.cells:
+        whole = [(name, sizes(text, 4)) for name, text in map(str.split, UPSTREAM_CELLS)]
+    for name, (batch, heads, kv_heads, tokens) in whole:
         for dtype in args.dtypes or ("float16",):  # upstream's dtype
             yield Cell(name, dtype, (tokens,) * batch, heads, kv_heads, args.head_dim, args.page)
-    if args.shapes:
-        return
-    for level in args.cells:
-        for dtype in args.dtypes or tuple(ITEM_BYTES):
-            if level == "ragged":
-                for group in args.groups:
-                    yield Cell(level, dtype, RAGGED_LENGTHS, 8 * group, 8, args.head_dim, args.page)
-            if level not in sizes:
-                continue
-            kv_heads = KV_HEADS[level]
-            for batch in args.batches:
-                tokens = max(1, sizes[level] // (batch * token_bytes(dtype, kv_heads, args.head_dim)))
-                for group in args.groups:
-                    yield Cell(level, dtype, (tokens,) * batch, kv_heads * group, kv_heads, args.head_dim, args.page)
+    for level, dtype in itertools.product(() if args.shapes else args.cells, args.dtypes or tuple(ITEM_BYTES)):
+        kv_heads, each = KV_HEADS.get(level, 8), []
+        if level == "ragged":
+            each = [RAGGED_LENGTHS]
+        elif level in per_level:
+            most = per_level[level] // token_bytes(dtype, kv_heads, args.head_dim)
+            each = [(max(1, most // batch),) * batch for batch in args.batches]
+        for lengths, group in itertools.product(each, args.groups):
+            yield Cell(level, dtype, lengths, kv_heads * group, kv_heads, args.head_dim, args.page)
 
 
 def peer_calls(step: Decode, args: argparse.Namespace, notes: dict[str, None]) -> dict[tuple[str, int], Step]:
@@ -154,38 +121,25 @@ def peer_calls(step: Decode, args: argparse.Namespace, notes: dict[str, None]) -
         pieces = Pieces(step)
     except UnavailableError:
         return calls
-    for name in args.peers:
-        for threads in args.threads:
-            try:
-                run, fetch = DECODE_PEERS[name](pieces, threads)
-            except UnavailableError as reason:
-                notes[f"{name}: {reason}"] = None
-                break
+    for name, threads in itertools.product(args.peers, args.threads):
+        try:
+            run, fetch = DECODE_PEERS[name](pieces, threads)
             run()
             if not step.is_equal(testing.round_to(fetch(), query_dtype(step.cache.dtype))):
-                notes[f"{name}, {step.cache.dtype}: its result is not equal to float64's within the tolerance, so it is not timed"] = None
-                break
+                raise UnavailableError(f"{step.cache.dtype}: its result is not equal to float64's within the tolerance, so it is not timed")
             calls[name, threads] = run
+        except UnavailableError as reason:
+            notes[f"{name}: {reason}"] = None
     return calls
 
 
-def measured(
-    cell: Cell, args: argparse.Namespace, progress: Progress, notes: dict[str, None]
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Measure a cell with each number of threads; yields the table's values and what else a record keeps."""
-    step = cell.draw(args.seed, args.layout)
-    isa, largest_cache = _core.isa_active(), max(roofline.cache_sizes().values())
-    reads: dict[int, list[float]] = {threads: [] for threads in args.threads}
-    peaks: dict[int, list[float]] = {threads: [] for threads in args.threads}
-
+def measure(cell: Cell, args: argparse.Namespace, report: Report, share: float, notes: dict[str, None]) -> None:
+    """Print the rows of a cell, one for each number of threads."""
+    step = draw_decode(cell.lengths, cell.heads, cell.kv_heads, cell.head_dim, cell.page, cell.dtype, args.seed)
+    work, isa, largest_cache = step.work(), _core.isa_active(), max(roofline.cache_sizes().values())
     memory = step.cache.memory  # to fill as much anew in each turn would keep the system busy when others are timed
-    beyond = step.kv_bytes > 2 * largest_cache
+    beyond = work.bytes > 2 * largest_cache
     elsewhere = np.zeros(2 * largest_cache if beyond else 0, np.uint8)
-
-    def probe(threads: int) -> None:
-        reads[threads].append(float(_core.probe_read(isa, memory, PROBE_SECONDS, threads)))
-        peaks[threads].append(roofline.peak_flops(threads, seconds=PROBE_SECONDS))
-        forget()
 
     def forget() -> None:
         """Nothing of K and V that the one before has read is to be left in L3, for us or for peers."""
@@ -193,52 +147,50 @@ def measured(
             _core.probe_read(isa, elsewhere, None, max(args.threads))
 
     others = peer_calls(step, args, notes)
-    contenders: list[tuple[tuple[str, int], Contender]] = []
+    contenders: dict[tuple[str, int], Contender] = {}
     for threads in args.threads:
-        for key, run in others.items():
-            if key[1] == threads:
-                contenders.append((("forget", threads), Contender("forget", forget, 0.0)))
-                contenders.append((key, Contender(key[0], run, 0.0)))
-                contenders.append((("pause", threads), pause()))
-        contenders.append((("limit", threads), Contender("limit", lambda threads=threads: probe(threads), 0.0)))
-        own = Contender("own", step.call(threads, planned=args.plan), 0.0, before_last=lambda: check.poison(step.out))
-        contenders.append((("own", threads), own))
+        for name, run in ((name, run) for (name, count), run in others.items() if count == threads):
+            contenders[f"forget for {name}", threads] = Contender("forget", forget)
+            contenders[name, threads] = Contender(name, run)
+            contenders[f"pause after {name}", threads] = pause()
+        contenders["read", threads] = Contender("limit", lambda threads=threads: _core.probe_read(isa, memory, PROBE_SECONDS, threads))
+        contenders["flops", threads] = Contender("limit", lambda threads=threads: roofline.peak_flops(threads, seconds=PROBE_SECONDS))
+        contenders["forget", threads] = Contender("forget", forget)
+        contenders["own", threads] = Contender("own", step.call(threads), before_last=lambda: poison(step.out))
     label = f"{cell.name} {cell.dtype} {len(cell.lengths)}x{cell.heads}x{cell.kv_heads}x{max(cell.lengths)}"
-    for _, contender in contenders:
-        contender.work, contender.label = 1 / (len(contenders) * (args.repeats + args.warmup)), label
-    times: dict[tuple[str, int], Any] = {}
-    equal: dict[int, bool] = {}
-    for index, timing in in_turns([contender for _, contender in contenders], args.repeats, args.warmup, progress):
-        key = contenders[index][0]
-        times[key] = timing
-        if key[0] == "own":
-            equal[key[1]] = step.is_equal(step.out)
+    keys = {contender: key for key, contender in contenders.items()}
+    for contender in keys:
+        contender.label = label
+    equal = {}
+    for contender in in_turns(list(keys), args, report.progress, share):
+        name, threads = keys[contender]
+        if name == "own":
+            equal[threads] = step.is_equal(step.out)
     for threads in args.threads:
-        seconds = times["own", threads].median
-        turns = list(zip(reads[threads][args.warmup :], peaks[threads][args.warmup :], times["own", threads].samples, strict=True))
-        read, peak = (statistics.median(turn[i] for turn in turns) for i in (0, 1))
-        limits = {"read": step.kv_bytes / (read * 1e9), "flops": step.flops / (peak * 1e9)}
-        shares = [max(step.kv_bytes / read, step.flops / peak) / 1e9 / taken for read, peak, taken in turns]
-        by_peer = {name: times[name, threads] for name in args.peers if (name, threads) in times}
-        ratios = [statistics.median(np.divide(timing.samples, times["own", threads].samples)) for timing in by_peer.values()]
-        yield cell.values() | {
+        own, read, peak = (contenders[name, threads] for name in ("own", "read", "flops"))
+        limits = {"read": work.bytes / read.value, "flops": work.flops / peak.value}
+        turns = zip(read.values, peak.values, own.samples, strict=True)
+        by_peer = {name: contenders[name, threads] for name in args.peers if (name, threads) in contenders}
+        ratios = [statistics.median(np.divide(peer.samples, own.samples)) for peer in by_peer.values()]
+        values = cell.values() | {
             "threads": threads,
-            "Outputs_equal": "yes" if equal[threads] else "no",
-            "Our_[usec]": seconds * 1e6,
-            "GB/s": step.kv_bytes / seconds / 1e9,
-            "GFLOP/s": step.flops / seconds / 1e9,
-            "R_[GB/s]": read,
-            "F_[GFLOP/s]": peak,
+            "Outputs_equal": yes(equal[threads]),
+            "Our_[usec]": own.median * 1e6,
+            "GB/s": work.bytes / own.median / 1e9,
+            "GFLOP/s": work.flops / own.median / 1e9,
+            "R_[GB/s]": read.value,
+            "F_[GFLOP/s]": peak.value,
             "Bound_by": max(limits, key=lambda name: limits[name]),
-            "Share_of_limit": statistics.median(shares),
-            "Over_1_thread": times["own", 1].median / seconds if threads != 1 and 1 in args.threads else None,
-            **{f"{name}_[usec]": by_peer[name].median * 1e6 if name in by_peer else None for name in DECODE_PEERS},
+            "Share_of_limit": statistics.median(max(work.bytes / r, work.flops / f) / 1e9 / taken for r, f, taken in turns),
+            "Over_1_thread": contenders["own", 1].median / own.median if threads != 1 and 1 in args.threads else None,
+            **{f"{name}_[usec]": peer.median * 1e6 for name, peer in by_peer.items()},
             "Best_peer/ours": min(ratios, default=None),
-        }, {"samples_s": {f"{name}_{n}": timing.samples for (name, n), timing in times.items() if n == threads}}
+        }
+        report.row(values, samples_s=own.samples, **{f"{name}_samples_s": peer.samples for name, peer in by_peer.items()})
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__, repeats=None)
     what = result.add_argument_group("what to run")
     what.add_argument("--quick", action="store_true", help="3 dtypes, groups 1 and 4, batch 1, 2 repeats, not upstream's cells")
     what.add_argument("--cells", nargs="+", choices=CELLS, help="kinds of cells (all)")
@@ -248,73 +200,34 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--batches", type=positive, nargs="+", help="requests (1 16)")
     what.add_argument("--head-dim", type=positive, default=HEAD_DIM, help="head dimension (%(default)s)")
     what.add_argument("--page", type=positive, default=128, help="tokens a page (%(default)s)")
-    what.add_argument(
-        "--layout", choices=LAYOUTS, default="NHD", help="in a page: a token's heads together, or a head's tokens (%(default)s)"
-    )
     every = list(DECODE_PEERS)
     what.add_argument("--peers", nargs="*", choices=every, default=every, help="libraries to compare with (all that are installed)")
-    what.add_argument("--seed", type=natural, default=1234, help="of the operands (%(default)s)")
-    timing = result.add_argument_group("timing")
-    timing.add_argument("--threads", type=positive, nargs="+", help="numbers of threads (1, and what the library uses)")
-    timing.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
-    timing.add_argument("--repeats", type=positive, help="timed turns, of which the median counts (5)")
-    timing.add_argument("--warmup", type=positive, default=1, help="turns before them (%(default)s)")
-    yes_or_no = argparse.BooleanOptionalAction
-    timing.add_argument("--plan", action=yes_or_no, default=True, help="tables are looked at once, not in every call (yes)")
-    outputs = result.add_argument_group("outputs")
-    outputs.add_argument("--csv", type=writable, metavar="FILE", help="also write the rows as CSV")
-    outputs.add_argument("--json", type=writable, metavar="FILE", help="the same as JSON, with every timing")
-    return add_save(result)
+    return result
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    args = parser().parse_args(argv)
+@command(parser, COLUMNS)
+def main(args: argparse.Namespace, report: Report) -> None:
     if args.quick:
         args.dtypes = args.dtypes or ["float32", "bfloat16", "int8"]
         args.cells = args.cells or [*LEVELS, "ragged"]
-    args.cells = args.cells or list(CELLS)
+    args.cells = args.cells or CELLS
     args.groups = args.groups or ([1, 4] if args.quick else [1, 4, 8])
     args.batches = args.batches or ([1] if args.quick else [1, 16])
     args.repeats = args.repeats or (2 if args.quick else 5)
-    return args
-
-
-@command
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    if args.isa:
-        blitz_attn.isa(args.isa)
-    args.threads = args.threads or sorted({1, blitz_attn.get_num_threads()})
     cells = list(cells_of(args))
-    progress = Progress(len(cells))
-    table = Table(COLUMNS, sys.stdout, progress)
-    records = Records(args.csv, args.json, {"cpu": _core.cpu_model(), "isa": _core.isa_active(), "options": vars(args)})
-    progress.note(f"{len(cells)} cells, each with {' and '.join(map(str, args.threads))} threads")
-    options = _bench.parameters(
-        THREADS=args.threads, ISA=_core.isa_active(), LAYOUT=args.layout, PLAN=args.plan, REPEATS=args.repeats, SEED=args.seed
-    )
-    table.head(options, _core.cpu_model())
+    report.note(f"{len(cells)} cells, each with {' and '.join(map(str, args.threads))} threads")
+    options = {"THREADS": args.threads, "ISA": _core.isa_active()}
+    report.head(parameters(**options, REPEATS=args.repeats, SEED=args.seed), _core.cpu_model())
     notes: dict[str, None] = {}
-    wrong = 0
-    try:
-        for cell in cells:
-            if cell.kv_bytes * (3 if args.peers else 2) > memory_available():
-                progress.note(f"{cell.name} {cell.dtype}: left out, it needs more memory than there is")
-                progress.add(1.0)
-                continue
-            for values, more in measured(cell, args, progress, notes):
-                table.row(values)
-                records.add(values | more)
-                wrong += values["Outputs_equal"] != "yes"
-        table.foot()
-    finally:
-        records.close()
+    for cell in cells:
+        if cell.kv_bytes * (3 if args.peers else 2) > memory_available():
+            report.note(f"{cell.name} {cell.dtype}: left out, it needs more memory than there is")
+            continue
+        measure(cell, args, report, 1 / len(cells), notes)
+    report.foot()
     for note in notes:
-        progress.note(note)
-    if wrong:
-        progress.note(f"decode.py: {wrong} rows with wrong outputs")
-    return bool(wrong)
+        report.note(note)
 
 
 if __name__ == "__main__":
-    sys.exit(main_with_save(main))
+    raise SystemExit(main())

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-import blitz_attn
-import check
-from _bench import Contender  # first: finds the library of this checkout
-from blitz_attn import sabi, testing
-from operands import Decode, Operands
+import _bench  # noqa: F401  (finds the library of this checkout)
+from _bench import Contender
+from blitz_attn import sabi
+from operations import Attention, Decode, poison
 
 Step = Callable[[], Any]
 Fetch = Callable[[], np.ndarray]  # the result in the shape of the queries, float32
@@ -154,70 +153,22 @@ def openvino_sdpa(arrays: list[np.ndarray], dtype: str, threads: int, causal: bo
 # ---- A whole sequence -------------------------------------------------------------------------------------------
 
 BLOCK = 128  # queries and keys a block
-# Relative error that still counts as the same answer. Element by element, bfloat16 results near 0 differ however well they are computed.
-LARGEST_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
-@dataclass
-class Question:
-    """Operands, and what is attended: everything, what causal attention sees, or the blocks of a list (1, H, R, W)."""
-
-    operands: Operands
-    lists: np.ndarray | None = None
-    causal: bool = False
-
-    @property
-    def dtype(self) -> str:
-        return self.operands.dtype
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self.operands.views[:3]
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.operands.q.shape
-
-    @functools.cached_property
-    def mask(self) -> np.ndarray | None:
-        """(1, H, S, S) bool, True where attended; None where a list does not rule."""
-        tokens = self.shape[2]
-        return None if self.lists is None else sabi.to_token_mask(self.lists, tokens, tokens, (BLOCK, BLOCK))
-
-    def error_of(self, out: np.ndarray) -> float:
-        """Relative error of `out` (B, H, S, D) against float64, by Frobenius norms of 32 rows of every head; infinite where not finite."""
-        q, k, v = self.arrays
-        bits = self.operands.bits
-        rows = check.sample_rows(q.shape[2], k.shape[2], q.shape[1], 32, 0)
-        wrong = whole = 0.0
-        for head in range(q.shape[1]):
-            one = slice(head, head + 1)
-            lists = None if self.lists is None else self.lists[:, one]
-            exact = check.reference_rows(
-                q[:, one], k[:, one], v[:, one], lists, rows, (BLOCK, BLOCK), causal=self.causal, dtype=bits
-            )  # fmt: skip
-            got = testing.to_float64(out[:, one][:, :, rows], bits if out.dtype == np.uint16 else None)
-            wrong += float(np.square(got - exact).sum())
-            whole += float(np.square(exact).sum())
-        return float(np.sqrt(wrong / whole)) if np.isfinite(wrong) else float("inf")
-
-
-def blitz(question: Question, threads: int) -> tuple[Step, Fetch]:
+def blitz(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     """This library. Like the others it makes its own output; the check also sees that it writes every element of a given one."""
-    q, k, v = question.arrays
-    options = {"block_shape": (BLOCK, BLOCK), "causal": question.causal, "num_threads": threads, **question.operands.options}
     results: list[Any] = []
+    own, given = asked.call(threads, out=None), asked.call(threads)
 
     def run() -> None:
-        results[:] = [blitz_attn.block_sparse_attention(q, k, v, question.lists, **options)]
+        results[:] = [own()]
 
     def fetch() -> np.ndarray:
-        spare = np.zeros_like(results[0])
-        check.poison(spare)
-        blitz_attn.block_sparse_attention(q, k, v, question.lists, out=spare, **options)
-        if not np.array_equal(spare.view(np.uint8), results[0].view(np.uint8)):
+        poison(asked.out)
+        given()
+        if not np.array_equal(asked.out.view(np.uint8), results[0].view(np.uint8)):
             raise AssertionError("blitz_attn: two calls over the same operands differ, or an element was not written")
-        return spare
+        return asked.out
 
     return run, fetch
 
@@ -231,15 +182,15 @@ def _blas() -> Any:
     return threadpoolctl.ThreadpoolController().select(user_api="blas")
 
 
-def numpy_lines(question: Question, threads: int) -> tuple[Step, Fetch]:
+def numpy_lines(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     """Three lines of NumPy, S x S in memory. Other dtypes are widened first, for its products of those are not BLAS."""
     blas = _blas()
-    q, k, v = question.arrays
-    bits, scale = question.operands.bits, np.float32(1 / np.sqrt(q.shape[-1]))
+    q, k, v = asked.views[:3]
+    bits, scale = asked.bits, np.float32(1 / np.sqrt(q.shape[-1]))
     if bits:
         raise UnavailableError(f"no {bits} without ml_dtypes")
-    mask = question.mask
-    if question.causal:
+    mask = asked.mask
+    if asked.causal:
         mask = np.tril(np.ones((1, 1, q.shape[2], k.shape[2]), bool))
     results: list[np.ndarray] = []
 
@@ -255,11 +206,11 @@ def numpy_lines(question: Question, threads: int) -> tuple[Step, Fetch]:
     return run, lambda: results[0]
 
 
-def torch_prefill(question: Question, threads: int) -> tuple[Step, Fetch]:
+def torch_prefill(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     """torch's scaled_dot_product_attention: dense, is_causal, or with a bool mask."""
-    parts = [tuple(torch_tensor(x, question.dtype) for x in question.arrays)]
-    mask = None if question.mask is None else imported_torch().from_numpy(question.mask)
-    run, results = torch_sdpa(parts, threads, attn_mask=mask, is_causal=question.causal)
+    parts = [tuple(torch_tensor(x, asked.dtype) for x in asked.views[:3])]
+    mask = None if asked.mask is None else imported_torch().from_numpy(asked.mask)
+    run, results = torch_sdpa(parts, threads, attn_mask=mask, is_causal=asked.causal)
     return run, lambda: results[0].float().numpy()
 
 
@@ -282,24 +233,24 @@ def _sees_before(b: Any, h: Any, query: Any, key: Any) -> Any:
     return query >= key
 
 
-def torch_flex(question: Question, threads: int) -> tuple[Step, Fetch]:
+def torch_flex(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     """torch's flex_attention, compiled (which needs a C++ compiler), with a BlockMask of the same blocks."""
     torch = imported_torch()
     flex = _compiled_flex()
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-    heads, tokens = question.shape[1:3]
+    heads, tokens = asked.q.shape[1:3]
     rows = -(-tokens // BLOCK)
-    if question.causal:
+    if asked.causal:
         blocks = create_block_mask(_sees_before, None, None, tokens, tokens, device="cpu", BLOCK_SIZE=BLOCK)
     else:
-        lists = sabi.dense(tokens, tokens, (BLOCK, BLOCK)) if question.lists is None else question.lists
+        lists = sabi.dense(tokens, tokens, (BLOCK, BLOCK)) if asked.lists is None else asked.lists
         kept = np.broadcast_to(sabi.to_block_mask(lists, rows), (1, heads, rows, rows))
         full = torch.from_numpy(np.argsort(~kept, axis=-1, kind="stable").astype(np.int32))  # kept columns first: one shape for all lists
         counts = torch.from_numpy(kept.sum(axis=-1, dtype=np.int32))
         none = (torch.zeros_like(counts), torch.zeros_like(full))
         blocks = BlockMask.from_kv_blocks(*none, counts, full, BLOCK_SIZE=BLOCK, seq_lengths=(tokens, tokens))
-    q, k, v = (torch_tensor(x, question.dtype) for x in question.arrays)
+    q, k, v = (torch_tensor(x, asked.dtype) for x in asked.views[:3])
     results: list[Any] = []
 
     def run() -> None:
@@ -315,18 +266,18 @@ def torch_flex(question: Question, threads: int) -> tuple[Step, Fetch]:
     return run, lambda: results[0].float().numpy()
 
 
-def onnxruntime_mha(question: Question, threads: int) -> tuple[Step, Fetch]:
+def onnxruntime_mha(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     """onnxruntime's MultiHeadAttention, tokens before heads; a list as an additive bias, which is the form of a mask that it takes."""
-    q, k, v = question.arrays
-    heads, tokens, head_dim = question.shape[1:]
+    q, k, v = asked.views[:3]
+    heads, tokens, head_dim = asked.q.shape[1:]
     flat = (1, tokens, heads * head_dim)
-    inputs = [(name, flat, question.dtype) for name in ("query", "key", "value")]
+    inputs = [(name, flat, asked.dtype) for name in ("query", "key", "value")]
     fed = [np.ascontiguousarray(x.swapaxes(1, 2)).reshape(flat) for x in (q, k, v)]
-    if question.mask is not None:
-        fed.append(np.where(question.mask, 0, np.finfo(np.float16).min).astype(q.dtype))
-        inputs += [("", (), ""), ("", (), ""), ("attention_bias", fed[-1].shape, question.dtype)]
+    if asked.mask is not None:
+        fed.append(np.where(asked.mask, 0, np.finfo(np.float16).min).astype(q.dtype))
+        inputs += [("", (), ""), ("", (), ""), ("attention_bias", fed[-1].shape, asked.dtype)]
     session = onnx_session(
-        "MultiHeadAttention", inputs, [("output", flat, question.dtype)], threads, num_heads=heads, unidirectional=int(question.causal)
+        "MultiHeadAttention", inputs, [("output", flat, asked.dtype)], threads, num_heads=heads, unidirectional=int(asked.causal)
     )
     import onnxruntime
 
@@ -335,10 +286,10 @@ def onnxruntime_mha(question: Question, threads: int) -> tuple[Step, Fetch]:
     return run, lambda: result.numpy().reshape(1, tokens, heads, head_dim).swapaxes(1, 2).astype(np.float32)
 
 
-def openvino_prefill(question: Question, threads: int) -> tuple[Step, Fetch]:
+def openvino_prefill(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     """OpenVINO's scaled_dot_product_attention."""
-    arrays = list(question.arrays) + ([question.mask] if question.mask is not None else [])
-    return openvino_sdpa(arrays, question.dtype, threads, question.causal)
+    arrays = list(asked.views[:3]) + ([asked.mask] if asked.mask is not None else [])
+    return openvino_sdpa(arrays, asked.dtype, threads, asked.causal)
 
 
 def _cpus() -> int:
@@ -346,7 +297,7 @@ def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def jax_sdpa(question: Question, threads: int) -> tuple[Step, Fetch]:
+def jax_sdpa(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     """jax.nn.dot_product_attention, jit-compiled. Its threads are as many as the CPUs that the process may use when it starts."""
     if threads != _cpus():
         raise UnavailableError(f"its threads cannot be set in a running process (taskset gives it {threads})")
@@ -355,12 +306,12 @@ def jax_sdpa(question: Question, threads: int) -> tuple[Step, Fetch]:
         from jax import numpy as jnp
     except ImportError:
         raise UnavailableError("jax is not installed") from None
-    if question.operands.bits:
-        raise UnavailableError(f"no {question.operands.bits} without ml_dtypes")
+    if asked.bits:
+        raise UnavailableError(f"no {asked.bits} without ml_dtypes")
     device = jax.devices("cpu")[0]
-    q, k, v = (jax.device_put(jnp.asarray(x.swapaxes(1, 2)), device) for x in question.arrays)
-    mask = None if question.mask is None else jax.device_put(jnp.asarray(question.mask), device)
-    attend = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=question.causal))
+    q, k, v = (jax.device_put(jnp.asarray(x.swapaxes(1, 2)), device) for x in asked.views[:3])
+    mask = None if asked.mask is None else jax.device_put(jnp.asarray(asked.mask), device)
+    attend = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=asked.causal))
     results: list[Any] = []
 
     def run() -> None:
@@ -372,9 +323,9 @@ def jax_sdpa(question: Question, threads: int) -> tuple[Step, Fetch]:
 
 @dataclass(frozen=True)
 class Peer:
-    """A library that can answer a question."""
+    """A library that can answer a asked."""
 
-    make: Callable[[Question, int], tuple[Step, Fetch]]
+    make: Callable[[Attention, int], tuple[Step, Fetch]]
     package: str  # whose version is shown
     bytes_a_pair: tuple[int, int]  # memory that it takes for each query-key pair of a head: without and with a list. A guess from above
     rest: float = PAUSE_SECONDS  # how long its threads may spin after a call

@@ -3,13 +3,13 @@
 
     python benchmark/benchmark.py | python benchmark/plot.py -o benchmark.png
 
-benchmark.py: speed-up over dense attention against sparsity, one line per block shape. With --input a second panel shows the softmax mass
-that the kept blocks hold; speeds are then the medians over layers and choosers. roofline.py: what the machine allows at each arithmetic
-intensity, and where operations stand; hollow marks are lower levels. peers.py: what each library reaches over the length, for the largest
-head dimension and the most threads in the table. decode.py: the share of the limit that each cell reaches; marks are other libraries,
-held against the same limit. quest.py: time over context beside the byte model, and the speed-up over dense decode. nsa.py: time, speed-up
-over dense attention, shares of the parts and memory, over the length; what is hollow was not measured but grown with N^2. distributed.py:
-what the busiest rank receives, and the imbalance of work, over the number of ranks.
+benchmark.py: speed-up over dense attention against sparsity, one line per block shape; of a capture, the median over layers and choosers.
+roofline.py: what the machine allows at each arithmetic intensity, and where operations stand; hollow marks are lower levels. peers.py:
+what each library reaches over the length, for the largest head dimension and the most threads in the table. decode.py: the share of the
+limit that each cell reaches; marks are other libraries, held against the same limit. quest.py: time over context beside the byte model,
+and the speed-up over dense decode. nsa.py: time, speed-up over dense attention, shares of the parts and memory, over the length; what has
+no mark was not measured but grown with N^2. distributed.py: what the busiest rank receives, and the imbalance of work, over the number of
+ranks.
 
 Reads the table on stdin and takes nothing else from it, so a log with other lines in it is fine; several tables of one script are one.
 """
@@ -17,12 +17,13 @@ Reads the table on stdin and takes nothing else from it, so a log with other lin
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from _bench import command, parse_rows, positive, writable
+from _bench import parse_rows, positive, writable
 from blitz_attn.plot import parse_table, plot_speedup
 
 Row = dict[str, Any]
@@ -41,6 +42,27 @@ def counted(threads: int) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
+def lines(axes: Any, rows: list[Row], x: str, y: str, **style: Any) -> None:
+    """A curve of the rows that have the column `y`, in the order of `x`."""
+    points = sorted((row[x], row[y]) for row in rows if row.get(y) is not None)
+    if points:
+        axes.plot(*zip(*points, strict=True), **{"markersize": 4, **style})
+
+
+def finish(axes: Any, x: str, y: str, *, log: bool = True, title: str = "") -> None:
+    """The labels and scales of a panel of curves over lengths."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    if log:
+        axes.set_yscale("log")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(title, fontsize=10)
+    axes.grid(True, alpha=0.3, which="both")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+
+
 def distinct(rows: list[Row], column: str) -> list[Any]:
     """The values of a column, in the order of the table."""
     return list(dict.fromkeys(row[column] for row in rows))
@@ -48,49 +70,21 @@ def distinct(rows: list[Row], column: str) -> list[Any]:
 
 # ---- benchmark.py ------------------------------------------------------------------------------------------------
 
-CHOOSER_COLOURS = {"mean-pool": "#0072B2", "oracle": "#D55E00"}
-LINES = ("-", "--", ":", "-.")
-MARKERS = "osD^"
 
-
-def merged(rows: list[Row], keys: Sequence[str], columns: Sequence[str], middle: Callable = statistics.median) -> list[Row]:
-    """One row for all rows that agree in `keys`: its `columns` hold the middle of theirs."""
+def merged(rows: list[Row], keys: Sequence[str], columns: Sequence[str]) -> list[Row]:
+    """One row for all rows that agree in `keys`: its `columns` hold the median of theirs."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return [group[0] | {name: middle([row[name] for row in group]) for name in columns} for group in groups.values()]
-
-
-def draw_mass(rows: list[Row], axes: Any) -> None:
-    """Kept softmax mass against sparsity: a line a chooser and block size, the mean over the layers; faint: the layer that keeps least."""
-    for chooser in (name for name in distinct(rows, "Chooser") if name != "all"):
-        for index, shape in enumerate(distinct(rows, "block_shape")):
-            own = [row for row in rows if row["block_shape"] == shape and row["Chooser"] in ("all", chooser)]
-            style = {
-                "color": CHOOSER_COLOURS.get(chooser, GREY),
-                "linestyle": LINES[index % len(LINES)],
-                "marker": MARKERS[index % len(MARKERS)],
-            }
-            for middle, more in ((statistics.fmean, {"label": "{}, {}x{}".format(chooser, *shape)}), (min, {"alpha": 0.25})):
-                points = sorted((row["sparsity"], row["Kept_mass"]) for row in merged(own, ("sparsity",), ("Kept_mass",), middle))
-                axes.plot(*zip(*points, strict=True), markersize=5, **style, **more)
-    axes.set_xlabel("sparsity (share of causal blocks dropped)")
-    axes.set_ylabel("softmax mass kept (mean over layers; faint: the least of any layer)")
-    axes.set_ylim(top=1.01)
-    axes.grid(True, alpha=0.3)
-    axes.legend(fontsize=8, loc="lower left")
-    axes.set_title("What the kept blocks hold")
+    return [group[0] | {name: statistics.median([row[name] for row in group]) for name in columns} for group in groups.values()]
 
 
 def draw_benchmark(rows: list[Row], title: str | None, dpi: int) -> Any:
-    if "Kept_mass" not in rows[0]:
-        return plot_speedup(rows, title=title, dpi=dpi)
-    figure = new_figure(14, 6.5, dpi)
-    left, right = figure.subplots(1, 2)
-    keys = ("B", "H", "s_q", "s_kv", "D", "block_shape", "sparsity")
-    plot_speedup(merged(rows, keys, ("Ref_Latency_[usec]", "Our_Latency_[usec]")), title=title, ax=left)
-    draw_mass(rows, right)
-    return figure
+    """Of a capture, a line is the median over layers and choosers."""
+    if "Layer" in rows[0]:
+        keys = ("B", "H", "s_q", "s_kv", "D", "block_shape", "sparsity")
+        rows = merged(rows, keys, ("Ref_Latency_[usec]", "Our_Latency_[usec]"))
+    return plot_speedup(rows, title=title, dpi=dpi)
 
 
 # ---- roofline.py -------------------------------------------------------------------------------------------------
@@ -191,23 +185,13 @@ def draw_peers(rows: list[Row], title: str | None, dpi: int) -> Any:
     rules = list(dict.fromkeys(attended(row) for row in sorted(rows, key=lambda row: (row["rule"], row["sparsity"]))))
     figure = new_figure(5 * len(dtypes) + 1, 3.4 * len(rules) + 0.6, dpi)
     grid = figure.subplots(len(rules), len(dtypes), squeeze=False, sharex=True)
-    for across, dtype in enumerate(dtypes):
-        for down, rule in enumerate(rules):
-            axes, own = grid[down][across], [row for row in rows if row["dtype"] == dtype and attended(row) == rule]
-            for name, (colour, mark) in PEER_STYLES.items():
-                points = sorted((row["S"], row["GFLOP/s"]) for row in own if row["contender"] == name and row["GFLOP/s"] is not None)
-                if points:
-                    axes.plot(*zip(*points, strict=True), color=colour, marker=mark, markersize=5, label=name)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.grid(True, alpha=0.3, which="both")
-            axes.set_title(f"{dtype}, {rule}", fontsize=10)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=7)
-    for axes in grid[-1]:
-        axes.set_xlabel("tokens")
-    for axes in grid[:, 0]:
-        axes.set_ylabel("GFLOP/s attended")
+    for (down, rule), (across, dtype) in itertools.product(enumerate(rules), enumerate(dtypes)):
+        own = [row for row in rows if row["dtype"] == dtype and attended(row) == rule]
+        for name, (colour, mark) in PEER_STYLES.items():
+            lines(
+                grid[down][across], [row for row in own if row["contender"] == name], "S", "GFLOP/s", color=colour, marker=mark, label=name
+            )
+        finish(grid[down][across], "tokens", "GFLOP/s attended", title=f"{dtype}, {rule}")
     figure.suptitle(title or f"Attention of a whole sequence: H = {rows[0]['H']}, D = {widest}, {counted(most)}")
     return figure
 
@@ -268,30 +252,19 @@ def draw_quest(rows: list[Row], title: str | None, dpi: int) -> Any:
     most, widest = max(row["threads"] for row in rows), max(row["blocks"] for row in rows)
     groups: dict[tuple[int, int], list[Row]] = {}
     for row in rows:  # a context of fewer blocks than were asked for belongs to the smallest number that was
+        row["Model_of_dense"] = row["Model_[usec]"] * row["Model_speedup"]
         groups.setdefault((row["threads"], row["blocks"] if row["blocks"] * row["page"] < row["context"] else widest), []).append(row)
     for number, ((threads, blocks), own) in enumerate(groups.items()):
-        own = sorted(own, key=lambda row: row["context"])
-        contexts = [row["context"] for row in own]
+        label = f"{blocks} blocks, {counted(threads)}"
+        lines(right, own, "context", "Speedup", marker="os^Dv"[number % 5], label=label)
         if (threads, blocks) == (most, widest):
             for name, colour in QUEST_COLOURS.items():
-                left.plot(contexts, [row[f"{name}_[usec]"] for row in own], color=colour, marker="o", markersize=4, label=name.lower())
-            both = [row["Model_[usec]"] for row in own]
-            left.plot(contexts, both, color=QUEST_COLOURS["Both"], linestyle=":", label="byte model of both")
-            dense = [row["Model_[usec]"] * row["Model_speedup"] for row in own]
-            left.plot(contexts, dense, color=QUEST_COLOURS["Dense"], linestyle=":", label="byte model of dense")
-            left.set_title(f"one layer, {counted(threads)}, {blocks} blocks of {own[0]['page']}", fontsize=10)
-            model = [row["Model_speedup"] for row in own]
-            right.plot(contexts, model, color="#999999", linestyle=":", label=f"byte model, {blocks} blocks")
-        label = f"{blocks} blocks, {counted(threads)}"
-        right.plot(contexts, [row["Speedup"] for row in own], marker="os^Dv"[number % 5], markersize=4, label=label)
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("context (tokens)")
-        axes.grid(True, alpha=0.3, which="both")
-        axes.legend(fontsize=8)
-    left.set_ylabel("microseconds")
-    right.set_ylabel("speed-up of select and attend over dense decode")
+                lines(left, own, "context", f"{name}_[usec]", color=colour, marker="o", label=name.lower())
+            lines(left, own, "context", "Model_[usec]", color=QUEST_COLOURS["Both"], linestyle=":", label="byte model of both")
+            lines(left, own, "context", "Model_of_dense", color=QUEST_COLOURS["Dense"], linestyle=":", label="byte model of dense")
+            lines(right, own, "context", "Model_speedup", color="#999999", linestyle=":", label=f"byte model, {blocks} blocks")
+    finish(left, "context (tokens)", "microseconds", title=f"one layer, {widest} blocks, {counted(most)}")
+    finish(right, "context (tokens)", "speed-up of select and attend over dense decode")
     figure.suptitle(title or "Quest: {dtype}, H = {H} on {H_kv} KV heads, D = {D}".format(**rows[0]))
     return figure
 
@@ -309,51 +282,34 @@ PARTS = {
 }
 
 
-def draw_over_length(axes: Any, rows: list[Row], column: str, line: str, mark: str, grown: bool, **style: Any) -> None:
-    """A curve of the rows that have the column. Where dense attention was `grown` and not run, marks are hollow."""
-    rows = [row for row in rows if row.get(column) is not None]
-    if rows:
-        axes.plot([row["N"] for row in rows], [row[column] for row in rows], line, **style)
-    style.pop("label")
-    for row in rows:
-        hollow = grown and row["Dense_by"] != "run"
-        axes.plot(row["N"], row[column], mark, markersize=5, fillstyle="none" if hollow else "full", **style)
-
-
 def draw_nsa(rows: list[Row], title: str | None, dpi: int) -> Any:
     """The figure of the rows with the most threads."""
     threads = max(row["threads"] for row in rows)
-    rows = sorted((row for row in rows if row["threads"] == threads), key=lambda row: row["N"])
+    rows = [row for row in rows if row["threads"] == threads]
+    run = [row for row in rows if row["Dense_by"] == "run"]  # where dense attention was grown and not run, marks are missing
     figure = new_figure(13, 9, dpi)
     times, speedups, shares, memory = figure.subplots(2, 2).flat
     for tag, (what, line, mark, colour) in PASSES.items():
-        for name, own_colour in (("Dense", "#000000"), ("NSA", "#D55E00")):
-            label = f"{name.lower()}, {what}"
-            draw_over_length(times, rows, f"{name}_{tag}_[ms]", line, mark, name == "Dense", color=own_colour, label=label)
-        draw_over_length(speedups, rows, f"Speedup_{tag}", line, mark, True, color=colour, label=what)
-        draw_over_length(memory, rows, f"{tag.capitalize()}_peak_[MiB]", line, mark, False, color=colour, label=what)
-    times.set_ylabel("milliseconds (hollow: grown with N²)")
+        dense, own = f"Dense_{tag}_[ms]", f"NSA_{tag}_[ms]"
+        lines(times, rows, "N", dense, linestyle=line, color="#000000", label=f"dense, {what}")
+        lines(times, run, "N", dense, linestyle="", marker=mark, color="#000000")
+        lines(times, rows, "N", own, linestyle=line, marker=mark, color="#D55E00", label=f"nsa, {what}")
+        lines(speedups, rows, "N", f"Speedup_{tag}", linestyle=line, color=colour, label=what)
+        lines(speedups, run, "N", f"Speedup_{tag}", linestyle="", marker=mark, color=colour)
+        lines(memory, rows, "N", f"{tag.capitalize()}_peak_[MiB]", linestyle=line, marker=mark, color=colour, label=what)
     speedups.axhline(1.0, color="#999999", linewidth=1)
-    speedups.set_ylabel("speed-up over dense causal attention")
-    memory.set_ylabel("largest resident memory (MiB)")
     own = [row for row in rows if row.get("cmp") is not None]
     bottom = [0.0] * len(own)
     for part, (label, colour) in PARTS.items():
         heights = [row[part] for row in own]
         shares.bar([row["N"] for row in own], heights, [0.6 * row["N"] for row in own], bottom=bottom, color=colour, label=label)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    shares.set_ylim(0, 1)
-    shares.set_ylabel("share of the forward parts")
+    finish(times, "tokens", "milliseconds (without a mark: grown with N²)")
+    finish(speedups, "tokens", "speed-up over dense causal attention")
+    finish(memory, "tokens", "largest resident memory (MiB)")
+    finish(shares, "tokens", "share of the forward parts", log=False)
     if own:
         shares.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # above: bars fill the panel
-    for axes in (times, speedups, shares, memory):
-        if axes is not shares:
-            axes.set_yscale("log")
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=8)
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("tokens")
-        axes.grid(True, alpha=0.3, which="both")
     usual = "Native sparse attention, {mode}: {dtype}, H = {H} on {H_kv} KV heads, D = {D}, {threads}"
     figure.suptitle(title or usual.format(**{**rows[0], "threads": counted(threads)}))
     return figure
@@ -373,23 +329,16 @@ def draw_distributed(rows: list[Row], title: str | None, dpi: int) -> Any:
     """A column for each pattern: bytes above, imbalance below."""
     patterns = distinct(rows, "pattern")
     figure = new_figure(3 * len(patterns), 6.5, dpi)
-    axes = figure.subplots(2, len(patterns), sharex=True, sharey="row", squeeze=False)
-    for column, pattern in enumerate(patterns):
+    grid = figure.subplots(2, len(patterns), sharey="row", squeeze=False)
+    for axes, pattern in zip(grid.T, patterns, strict=True):
         for dispatch, (colour, line, mark) in DISPATCHES.items():
-            own = sorted((row for row in rows if row["pattern"] == pattern and row["dispatch"] == dispatch), key=lambda row: row["P"])
-            for panel, name in zip(axes[:, column], ("Moved", "Imbalance"), strict=True):
-                ranks, values = [row["P"] for row in own], [row[name] for row in own]
-                panel.plot(ranks, values, line, color=colour, marker=mark, markersize=4, label=dispatch)
-        axes[0, column].set_title(pattern.replace("_", " "))
-        axes[1, column].set_xlabel("ranks")
-        for panel in axes[:, column]:
-            panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_formatter("{x:.0f}")
-            panel.grid(True, alpha=0.3)
-    axes[0, 0].set_yscale("log")
-    axes[0, 0].set_ylabel("received by the busiest rank,\nover an all-gather of keys and values")
-    axes[1, 0].set_ylabel("load of the busiest rank over the mean")
-    axes[0, 0].legend(fontsize=8)
+            own = [row for row in rows if row["pattern"] == pattern and row["dispatch"] == dispatch]
+            for panel, name in zip(axes, ("Moved", "Imbalance"), strict=True):
+                lines(panel, own, "P", name, linestyle=line, color=colour, marker=mark, label=dispatch)
+        finish(axes[0], "", "", title=pattern.replace("_", " "))
+        finish(axes[1], "ranks", "", log=False)
+    grid[0, 0].set_ylabel("received by the busiest rank,\nover an all-gather of keys and values")
+    grid[1, 0].set_ylabel("load of the busiest rank over the mean")
     figure.suptitle(title or "Bytes and imbalance of context-parallel attention, from plans")
     return figure
 
@@ -418,7 +367,6 @@ def table_of(text: str) -> tuple[str, list[Row], Draw]:
     return "benchmark", parse_table(text), draw_benchmark
 
 
-@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", "-o", type=writable, help="picture to write (the name of the table's script and .png)")
@@ -426,16 +374,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dpi", type=positive, default=120, help="resolution (%(default)s)")
     args = parser.parse_args(argv)
     script, rows, draw = table_of(sys.stdin.read())
-    if not rows:
-        print("plot.py: no row of a table that it can draw on stdin, so there is nothing to draw", file=sys.stderr)
-        return 1
     output = args.output or f"{script}.png"
     try:
+        if not rows:
+            raise ValueError("no row of a table that it can draw on stdin, so there is nothing to draw")
         draw(rows, args.title, args.dpi).savefig(output)
-    except ImportError as error:
-        print(f"plot.py: needs matplotlib ({error})", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
+    except (ImportError, ValueError, OSError) as error:  # without matplotlib, its name is in the sentence
         print(f"plot.py: {error}", file=sys.stderr)
         return 1
     print(f"{output}: {len(rows)} rows drawn", file=sys.stderr)

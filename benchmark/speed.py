@@ -17,33 +17,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-from _bench import Column, Progress, Table, command, positive
+from _bench import RESULTS, Report, columns, command, commit, machine, parser_of, tag, today
 from blitz_attn import _core
-from operation_set import Point, every_operation, measured
-from result_files import RESULTS, commit, machine, tag, today
+from operations import chosen, every_operation, measured
 
 # Between two runs of the same build, medians differ by this much on a machine that others share: caches and memory more than arithmetic.
 LEAST_MOVE = {"F": 0.05, "P": 0.05, "R": 0.15}
-REPEATS = 7
 
-COLUMNS = (
-    Column("operation", 22),
-    Column("dtype", 9),
-    Column("level", 12),
-    Column("threads", 7),
-    Column("Time_[usec]", 12, ".1f"),
-    Column("Bound_by", 8),
-    Column("Share", 7, ".3f"),
-    Column("Spread", 7, ".3f"),
-)
-MOVE_COLUMNS = (Column("Was", 7, ".3f"), Column("Its_spread", 10, ".3f"), Column("Moved", 7, "+.3f"), Column("Flag", 7))
+COLUMNS = columns("operation:22 dtype:9 level:12 threads:7 Time_[usec]:12.1f Bound_by:8 Share:7.3f Spread:7.3f")
+MOVE_COLUMNS = columns("Was:7.3f Its_spread:10.3f Moved:7+.3f Flag:7")
 
 
 def spread(shares: Sequence[float]) -> float:
@@ -54,20 +42,6 @@ def spread(shares: Sequence[float]) -> float:
     return (high - low) / 2 / statistics.median(shares)
 
 
-def row_of(point: Point) -> dict[str, Any]:
-    """What a record keeps of a point."""
-    return {
-        "key": point.key,
-        "operation": point.operation.name,
-        "dtype": point.operation.dtype,
-        "level": point.level,
-        "threads": point.threads,
-        "microseconds": round(statistics.median(point.seconds) * 1e6, 2),
-        "bound": point.bound,
-        "shares": [round(share, 4) for share in point.shares],
-    }
-
-
 def moved(was: Sequence[float], now: Sequence[float], bound: str) -> tuple[float, str]:
     """How much a share moved, as a part of what it was, and the flag: faster, slower, or - where it may be noise."""
     change = statistics.median(now) / statistics.median(was) - 1
@@ -75,81 +49,59 @@ def moved(was: Sequence[float], now: Sequence[float], bound: str) -> tuple[float
     return change, "-" if abs(change) <= noise else "faster" if change > 0 else "SLOWER"
 
 
-def values_of(row: dict[str, Any], was: dict[str, Any] | None) -> dict[str, Any]:
-    """A table's row; `was` is the record's, where there is one."""
-    values = {name: row[name] for name in ("dtype", "level", "threads")} | {
-        "operation": row["operation"].replace(", ", ",").replace(" ", "_"),
-        "Time_[usec]": row["microseconds"],
-        "Bound_by": row["bound"],
-        "Share": statistics.median(row["shares"]),
-        "Spread": spread(row["shares"]),
-    }
-    if was:
-        change, flag = moved(was["shares"], row["shares"], row["bound"])
-        values |= {"Was": statistics.median(was["shares"]), "Its_spread": spread(was["shares"]), "Moved": change, "Flag": flag}
-    return values
-
-
 def read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}. make bench-record makes a record of this machine") from None
+        raise ValueError(f"--compare: cannot read {path}: {error.strerror}. make bench-record makes a record of this machine") from None
     except ValueError:
-        raise ValueError(f"{path}: not a record, for it is not JSON") from None
+        raise ValueError(f"--compare: {path} is no record, for it is not JSON") from None
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__, repeats=7)
     what = result.add_mutually_exclusive_group()
     what.add_argument("--record", action="store_true", help="store what is measured as this machine's record")
     what.add_argument("--compare", action="store_true", help="show what has moved since this machine's record")
     result.add_argument("--file", type=Path, help="the record (benchmark/results/<this machine>/speed.json)")
     result.add_argument("--only", nargs="+", metavar="WORD", help="only operations with one of these words in their name or dtype")
-    result.add_argument("--threads", type=positive, nargs="+", help="numbers of threads (1, and what the library uses)")
-    result.add_argument("--repeats", type=positive, default=REPEATS, help="timed turns (%(default)s)")
     return result
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+@command(parser, COLUMNS)
+def main(args: argparse.Namespace, report: Report) -> None:
     here = machine()
     path = args.file or RESULTS / tag(here) / "speed.json"
-    try:
-        record = read(path) if args.compare else None
-    except ValueError as error:
-        print(f"speed.py: {error}", file=sys.stderr)
-        return 1
+    record = read(path) if args.compare else None
     known = {row["key"]: row for row in record["rows"]} if record else {}
-    wanted = [one for one in every_operation() if not args.only or any(word in f"{one.name} {one.dtype}" for word in args.only)]
-    progress = Progress(1.0)
-    table = Table(COLUMNS + (MOVE_COLUMNS if record else ()), sys.stdout, progress)
     head = [f"{here['cpu']}, {here['threads']} threads, {here['level']}; blitz_attn {blitz_attn.__version__} {commit() or ''}"]
     if record:
+        report.columns = COLUMNS + MOVE_COLUMNS
         head.append(f"beside {record['version']} {record['commit'] or ''} of {record['date']}")
-    table.head(*head)
-    rows = []
-    flags: list[str] = []
-    for point in measured(wanted, args.threads or sorted({1, blitz_attn.get_num_threads()}), args.repeats, progress):
-        rows.append(row_of(point))
-        values = values_of(rows[-1], known.get(point.key))
-        flags.append(values.get("Flag", "-"))
-        table.row(values)
-    table.foot()
+    report.head(*head)
+    rows, flags = [], []
+    for point in measured(chosen(every_operation(), args.only), args.threads, args, report.progress):
+        key = f"{point.operation.name}, {point.operation.dtype}, {point.level}, {point.threads}"
+        rows.append({"key": key, "bound": point.bound, "shares": [round(share, 4) for share in point.shares]})
+        values = point.values() | {"Share": statistics.median(point.shares), "Spread": spread(point.shares)}
+        if key in known:
+            was = known[key]["shares"]
+            change, flag = moved(was, point.shares, point.bound)
+            values |= {"Was": statistics.median(was), "Its_spread": spread(was), "Moved": change, "Flag": flag}
+            flags.append(flag)
+        report.row(values, shares=point.shares)
+    report.foot()
     if record:
-        lost = len(set(known) - {row["key"] for row in rows})
         new = sum(row["key"] not in known for row in rows)
         counts = f"slower: {flags.count('SLOWER')}, faster: {flags.count('faster')}, of {len(rows)} rows"
-        print(f"# {counts}; {new} not in the record, {lost} only there")
+        report.line(f"# {counts}; {new} not in the record, {len(known) + new - len(rows)} only there")
     if args.record:
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"machine": here, "version": blitz_attn.__version__, "commit": commit(), "compiler": _core.compiler, "date": today()}
         lines = ",\n  ".join(json.dumps(row) for row in rows)  # a row a line: a record's changes can be read
         path.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
-        print(f"{path}: {len(rows)} rows", file=sys.stderr)
-    return 0
+        report.note(f"{path}: {len(rows)} rows")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

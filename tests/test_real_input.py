@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import reference, testing
+from blitz_attn import reference, select, testing
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 SLICE = Path(__file__).resolve().parent / "data" / "smollm2_qkv.npz"
 sys.path.append(str(BENCHMARK))
 
-import captured_input  # noqa: E402
 from capture import load_capture, save_capture  # noqa: E402
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -52,10 +51,8 @@ def test_dense_meets_the_error_rule(layer, dtype):
 @pytest.mark.parametrize("layer", sorted(CAPTURE.layers))
 def test_chosen_blocks_match_the_reference(layer, block, dtype):
     (q, k, v), options = operands(layer, dtype)
-    sabi = captured_input.choose(
-        captured_input.mean_pool_scores(*(x.astype(np.float32) for x in CAPTURE.layers[layer][:2]), block), budget=4
-    )
     options |= {"block_shape": (block, block)}
+    sabi = blitz_attn.select_blocks_prefill(q, k, chooser=select.Pooled(block, "mean", "mean"), top_k=4, **options)
     out, lse = blitz_attn.block_sparse_attention(q, k, v, sabi, return_lse=True, **options)
     ours, dense = testing.error_rule(out, q, k, v, sabi, **options)
     assert testing.meets_error_rule(ours, dense, dtype), (ours, dense)
@@ -64,70 +61,29 @@ def test_chosen_blocks_match_the_reference(layer, block, dtype):
 
 
 @pytest.mark.parametrize("layer", sorted(CAPTURE.layers))
-def test_kept_mass_is_what_the_log_sum_exps_say(layer):
-    """exp(lse of the kept blocks - lse of all) is a row's kept softmax mass: two independent ways to one number."""
-    (q, k, v), options = operands(layer, "float32")
-    masses = captured_input.block_masses(q, k, CAPTURE.scale, 32)
-    np.testing.assert_allclose(masses.sum(axis=-1), 32, rtol=1e-5)
-    _, whole = blitz_attn.block_sparse_attention(q, k, v, return_lse=True, **options)
+def test_exact_masses_keep_the_most(layer):
+    (q, k, _), options = operands(layer, "float32")
+    options["block_shape"] = (32, 32)
+    choosers = {
+        "exact": select.SampledRows(32, "mean"),
+        "guess": select.Pooled(32, "mean", "mean"),
+        "none": select.Pooled(32, "mean", "mean"),
+    }
     kept = {}
-    for chooser, scores in (("mean-pool", captured_input.mean_pool_scores(q, k, 32)), ("oracle", masses), ("worst", -masses)):
-        sabi = captured_input.choose(scores, budget=5)
-        _, part = blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=(32, 32), return_lse=True, **options)
-        kept[chooser] = captured_input.kept_mass(masses, sabi)
-        assert kept[chooser] == pytest.approx(float(np.exp(part - whole).mean()), abs=1e-5)
-    assert 0 < kept["worst"] < kept["mean-pool"] <= kept["oracle"] < 1
+    for name, chooser in choosers.items():
+        sabi = blitz_attn.select_blocks_prefill(q, k, chooser=chooser, top_k=3 if name == "none" else 5, **options)
+        kept[name] = select.recall(q, k, sabi, **options).mean()
+    assert 0 < kept["none"] < kept["guess"] <= kept["exact"] < 1  # "none": the forced blocks alone
 
 
 def test_dropped_mass_bounds_the_output_error():
     """Dropping a share e of a row's softmax mass moves its output by at most 2 e max|v|: keeping more is never a matter of luck."""
     (q, k, v), options = operands(14, "float32")
     dense, whole = blitz_attn.block_sparse_attention(q, k, v, return_lse=True, **options)
-    sabi = captured_input.choose(captured_input.mean_pool_scores(q, k, 32), budget=5)
+    sabi = blitz_attn.select_blocks_prefill(q, k, top_k=5, block_shape=(32, 32), **options)
     out, part = blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=(32, 32), return_lse=True, **options)
     bound = 2 * (1 - np.exp(part - whole)) * abs(v).max()
     assert (abs(out - dense).max(axis=-1) <= bound + 1e-5).all()
-
-
-# ---- The choosers ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("budget", [3, 4, 9, 40])
-def test_choose_keeps_its_budget_and_the_forced_blocks(budget):
-    rows = 13
-    sabi = captured_input.choose(np.random.default_rng(0).standard_normal((2, 3, rows, rows)), budget)
-    for head in sabi.reshape(-1, rows, sabi.shape[-1]):
-        for row, listed in enumerate(head):
-            kept = listed[listed >= 0]
-            assert kept.tolist() == sorted(set(kept.tolist()))
-            assert kept.size == min(budget, row + 1)
-            assert kept.max() == row
-            assert {0, max(row - 1, 0)} <= set(kept.tolist())
-            assert (listed[kept.size :] == -1).all()
-
-
-def test_choose_takes_the_best():
-    scores = np.zeros((1, 1, 6, 6))
-    scores[0, 0, 5] = [0, 1, 5, 2, 0, 0]
-    assert captured_input.choose(scores, 4)[0, 0, 5].tolist() == [0, 2, 4, 5]
-
-
-@pytest.mark.parametrize("sparsity", [0.1, 0.5, 0.75, 0.9])
-def test_budget_meets_the_sparsity(sparsity):
-    rows = 120
-    sabi = captured_input.choose(np.zeros((1, 1, rows, rows)), captured_input.blocks_a_row(rows, sparsity))
-    assert captured_input.causal_sparsity(sabi) == pytest.approx(sparsity, abs=1 / rows)
-
-
-def test_pooling_counts_only_the_tokens_of_a_cut_block():
-    x = np.arange(5, dtype=np.float32).reshape(1, 1, 5, 1)
-    assert captured_input.pooled(x, 2)[0, 0, :, 0].tolist() == [0.5, 2.5, 4.0]
-
-
-def test_coarser_masses_are_those_of_larger_blocks():
-    q, k, _ = (x.astype(np.float32)[:, :, :300] for x in CAPTURE.layers[3])
-    fine = captured_input.block_masses(q, k, CAPTURE.scale, 32)
-    np.testing.assert_allclose(captured_input.coarser(fine, 2), captured_input.block_masses(q, k, CAPTURE.scale, 64), rtol=1e-4, atol=1e-4)
 
 
 # ---- The file -------------------------------------------------------------------------------------------------------

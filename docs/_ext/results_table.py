@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.append(str(ROOT / "benchmark"))
 
-from result_files import RESULTS, read_head  # noqa: E402
+from _bench import RESULTS, read_head  # noqa: E402
 
 
 @dataclass

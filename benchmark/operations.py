@@ -1,0 +1,590 @@
+"""What is measured: attention of whole sequences, its gradients, decode steps over pages, selection; how each is drawn, called and checked.
+
+`every_operation` is the small fixed set of roofline.py, speed.py and beside.py. It is small so that measuring it can be a habit; a number
+there that changes makes old records worthless. Operands are normal random numbers, never zeros: processors that save power on them would
+be timed too fast.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import _bench  # noqa: F401  (finds the library of this checkout)
+import blitz_attn
+from _bench import Contender, Progress, in_turns
+from blitz_attn import _core, reference, sabi, testing
+from blitz_attn._sabi.lists import signed
+
+RTOL, ATOL = 0.01, 0.001  # of results beside float64; upstream's
+CHECKED_ROWS = 32
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+# Relative errors that still count as the same answer; element by element, results near 0 differ however well they are computed.
+LARGEST_ERROR = {"float64": 1e-11, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
+
+Call = Callable[[], Any]
+
+
+@dataclass
+class Work:
+    """Something to time: how much it is, who makes its call for a number of threads (of this build or another), and what that fills."""
+
+    flops: float
+    bytes: float  # operands and results, each counted once
+    call: Callable[..., Call]
+    out: np.ndarray
+
+
+def poison(out: np.ndarray) -> None:
+    """Fill an output with NaN (all bits set), so that what a kernel does not write shows."""
+    out.reshape(-1).view(np.uint8)[...] = 0xFF
+
+
+def poisoned(out: np.ndarray) -> bool:
+    """Whether any element still holds what `poison` wrote."""
+    bits = out.reshape(-1).view(f"u{out.dtype.itemsize}")
+    return bool((bits == np.iinfo(bits.dtype).max).any())
+
+
+def bits_options(x: np.ndarray) -> dict[str, str]:
+    """The option that names the dtype of bare bits, where `x` is such."""
+    return {"dtype": "bfloat16"} if x.dtype == np.uint16 else {}
+
+
+def memory_available() -> int:
+    """Bytes that can be taken without swapping; a generous guess where the system does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if hasattr(os, "sysconf") else 4 << 30
+
+
+# ---- Whole sequences ---------------------------------------------------------------------------------------------
+
+
+def pair_areas(s_q: int, s_kv: int, block_shape: Sequence[int], causal: bool = False) -> np.ndarray:
+    """Query-key pairs in each block of the grid, (R, C): blocks at the ends are cut, and blocks on the diagonal where `causal`."""
+    block_q, block_kv = block_shape
+    starts = np.arange(0, s_kv, block_kv)
+    seen = np.arange(s_q) + s_kv - s_q + 1 if causal else np.full(s_q, s_kv)  # keys that each query sees
+    widths = np.minimum(block_kv, s_kv - starts)
+    return np.stack([np.clip(seen[row : row + block_q, None] - starts, 0, widths).sum(axis=0) for row in range(0, s_q, block_q)])
+
+
+@dataclass(eq=False)
+class Attention:
+    """Arrays as a call takes them, the same memory as (B, H, S, D) views, what goes to every call, and what is attended."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    out: np.ndarray
+    views: tuple[np.ndarray, ...]
+    dtype: str
+    options: dict[str, Any]  # layout and what it needs, dtype of bare bits, scale, causal
+    lists: np.ndarray | None = None
+    block_shape: tuple[int, int] = (128, 128)
+
+    def over(self, lists: np.ndarray | None, block_shape: tuple[int, int] = (128, 128)) -> Attention:
+        """The same arrays, and another list or none."""
+        return replace(self, lists=lists, block_shape=block_shape)
+
+    @property
+    def bits(self) -> str | None:
+        """The dtype's name where the arrays are bare bits."""
+        return self.options.get("dtype")
+
+    @property
+    def causal(self) -> bool:
+        return bool(self.options.get("causal"))
+
+    @functools.cached_property
+    def pairs(self) -> float:
+        """Query-key pairs that are attended, of all heads."""
+        q, k = self.views[:2]
+        heads, s_q, s_kv = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+        areas = pair_areas(s_q, s_kv, self.block_shape, self.causal)
+        if self.lists is None:
+            return heads * float(areas.sum())
+        columns = signed(self.lists)
+        picked = np.take_along_axis(np.broadcast_to(areas, (*columns.shape[:-2], *areas.shape)), np.maximum(columns, 0), axis=-1)
+        return heads * float(np.where(columns >= 0, picked, 0).sum(axis=(-1, -2)).mean())
+
+    @functools.cached_property
+    def mask(self) -> np.ndarray | None:
+        """(B or 1, H or 1, S_q, S_kv) bool, True where a list lets attend; None where there is no list."""
+        shape = self.views[0].shape[2], self.views[1].shape[2]
+        return None if self.lists is None else sabi.to_token_mask(self.lists, *shape, self.block_shape)
+
+    @property
+    def flops(self) -> float:
+        """One multiply and one add per pair and dimension, for the scores and for the values."""
+        return 2.0 * (self.views[0].shape[3] + self.views[2].shape[3]) * self.pairs
+
+    def call(self, threads: int, library: ModuleType = blitz_attn, **more: Any) -> Call:
+        """A call that writes into `out`."""
+        options = self.options | {"block_shape": self.block_shape, "out": self.out, "num_threads": threads} | more
+        return lambda: library.block_sparse_attention(self.q, self.k, self.v, self.lists, **options)
+
+    def work(self) -> Work:
+        return Work(self.flops, float(sum(x.nbytes for x in (self.q, self.k, self.v, self.out))), self.call, self.out)
+
+    def exact_rows(self, rows: np.ndarray) -> Iterator[tuple[tuple[Any, ...], np.ndarray]]:
+        """float64 results of some query rows: the index of a group of heads in (B, H), and theirs. A KV head at a time, to bound memory."""
+        q, k, v = self.views[:3]
+        group = q.shape[1] // k.shape[1]
+        seen = np.stack([0 * rows, rows + k.shape[2] - q.shape[2] + 1], axis=1) if self.causal else None
+        for b, g in np.ndindex(k.shape[:2]):
+            heads = slice(g * group, (g + 1) * group)
+            lists = None
+            if self.lists is not None:  # one query a block: the rows become a problem of their own
+                lists = signed(self.lists[b % len(self.lists)][None, :, rows // self.block_shape[0]])
+                lists = lists if lists.shape[1] == 1 else lists[:, heads]
+            here = slice(b, b + 1)
+            yield (here, heads), reference.block_sparse_attention(
+                q[here, heads][:, :, rows], k[here, g : g + 1], v[here, g : g + 1], lists, block_shape=(1, self.block_shape[1]),
+                kv_ranges=seen, scale=self.options.get("scale"), dtype=self.bits,
+            )  # fmt: skip
+
+    def compared(self, out: np.ndarray, wanted: int = CHECKED_ROWS, seed: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows of `out`, a (B, H, S, D) result, and the same of the float64 reference: `wanted` ones of each head, 0 for all."""
+        s_q = out.shape[2]
+        rows = np.arange(s_q)
+        if 0 < wanted < s_q:  # the first, the last and random ones between
+            rows = np.unique([0, s_q - 1, *np.random.default_rng(seed).integers(0, s_q, max(wanted - 2, 0))])
+        for place, exact in self.exact_rows(rows):
+            yield testing.to_float64(out[place][:, :, rows], self.bits if out.dtype == np.uint16 else None), exact
+
+    def is_equal(self, wanted: int = CHECKED_ROWS, seed: int = 0) -> bool:
+        """Whether `out` was written everywhere, and sampled rows are right."""
+        return not poisoned(self.out) and all(
+            np.allclose(got, exact, rtol=RTOL, atol=ATOL) for got, exact in self.compared(self.views[3], wanted, seed)
+        )
+
+    def error(self, out: np.ndarray) -> float:
+        """Relative error of sampled rows of a result by Frobenius norms; infinite where not finite."""
+        got, exact = (np.concatenate([x.reshape(-1) for x in parts]) for parts in zip(*self.compared(out), strict=True))
+        return testing.error_of(got, exact).relative
+
+
+@dataclass
+class Gradients:
+    """The gradients of attention over (B, H, S, D) arrays, of a random dout."""
+
+    asked: Attention
+    seed: int
+
+    def __post_init__(self) -> None:
+        asked, (q, k, v) = self.asked, self.asked.views[:3]
+        self.options = {name: x for name, x in asked.options.items() if name != "layout"} | {"block_shape": asked.block_shape}
+        self.dout = testing.make_qkv(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype=asked.dtype, seed=self.seed + 1)[0]
+        self.saved = blitz_attn.block_sparse_attention(q, k, v, asked.lists, return_lse=True, **self.options)
+        self.grads = tuple(np.zeros_like(x) for x in (q, k, v))
+
+    def work(self) -> Work:
+        """Five products a pair."""
+        moved = 8.0 * self.dout.nbytes
+        return Work(2.5 * self.asked.flops, moved, self.call, self.grads[0])
+
+    def call(self, threads: int, library: ModuleType = blitz_attn) -> Call:
+        """A call that writes into `grads`."""
+        arrays = (self.dout, *self.asked.views[:3], *self.saved, self.asked.lists)
+        return lambda: library.block_sparse_attention_backward(*arrays, grads=self.grads, num_threads=threads, **self.options)
+
+    def poison(self) -> None:
+        for grad in self.grads:
+            poison(grad)
+
+    def is_equal(self) -> bool:
+        """Whether the first head's gradients are the float64 reference's, by norms."""
+        lists = None if self.asked.lists is None else self.asked.lists[:, :1]
+        q, k, v, dout = (x[:, :1] for x in (*self.asked.views[:3], self.dout))
+        saved = reference.block_sparse_attention(q, k, v, lists, return_lse=True, **self.options)
+        exact = reference.block_sparse_attention_backward(dout, q, k, v, *saved, lists, **self.options)
+        errors = (testing.error_of(x[:, :1], right, self.asked.dtype).relative for x, right in zip(self.grads, exact, strict=True))
+        return max(errors) <= LARGEST_ERROR[self.asked.dtype]
+
+
+def _in_layout(x: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """A (B, H, S, D) array laid out as `layout`, and a (B, H, S, D) view of that."""
+    laid = testing.to_layout(x, layout)
+    batch, heads, tokens, dim = x.shape
+    return laid, laid if layout == "BNSD" else laid.reshape(batch, tokens, heads, dim).swapaxes(1, 2)
+
+
+def lay_out(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str, layout: str = "BNSD", **options: Any) -> Attention:
+    """Attention over (B, H, S, D) arrays in `layout`; `options` go to every call."""
+    options |= {"layout": layout, **bits_options(q)}
+    if layout == "BSH":
+        options |= {"num_heads": q.shape[1], "num_kv_heads": k.shape[1]}
+    if layout == "TND":
+        options["cu_seqlens_q"] = np.arange(q.shape[0] + 1, dtype=np.int64) * q.shape[2]
+        options["cu_seqlens_kv"] = np.arange(k.shape[0] + 1, dtype=np.int64) * k.shape[2]
+    laid = [_in_layout(x, layout) for x in (q, k, v, np.zeros((*q.shape[:-1], v.shape[-1]), q.dtype))]
+    arrays, views = zip(*laid, strict=True)
+    return Attention(*arrays, views, dtype, options)
+
+
+@functools.lru_cache(maxsize=1)  # cells that differ in their lists alone share their operands
+def draw(
+    dtype: str, heads: int, tokens: int, head_dim: int, *, batch: int = 1, kv_heads: int | None = None, queries: int | None = None,
+    layout: str = "BNSD", seed: int = 1234, causal: bool = False,
+) -> Attention:  # fmt: skip
+    """Dense or causal attention over random operands."""
+    q, k, v = testing.make_qkv(batch, heads, kv_heads or heads, queries or tokens, tokens, head_dim, dtype=dtype, seed=seed)
+    return lay_out(q, k, v, dtype, layout, causal=causal)
+
+
+def is_feasible(tokens: int, block_shape: tuple[int, int], sparsity: float, frame: Any = None) -> bool:
+    """Whether a list of this sparsity exists: the frame fits into it and no row is left empty."""
+    grid = testing.BlockGrid(tokens, tokens, *block_shape)
+    return sparsity == 0 or testing.is_block_sparse_pattern_feasible(grid, frame, sparsity)
+
+
+# ---- Paged caches: random tokens on pages in random order -------------------------------------------------------
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3": 1}
+QUANTISED = ("int8", "float8_e4m3")
+SCALE_BYTES = 4  # one float32 a token and KV head
+DRAWN_TOKENS = 4099  # tokens drawn at random; a cache repeats them. Prime, so that pages differ
+
+
+def token_bytes(dtype: str, kv_heads: int, head_dim: int) -> int:
+    """Bytes of K and V that one token holds, with its scales."""
+    return 2 * kv_heads * (head_dim * ITEM_BYTES[dtype] + (SCALE_BYTES if dtype in QUANTISED else 0))
+
+
+@dataclass
+class Cache:
+    """K and V in pages, with scales where they are quantised."""
+
+    dtype: str
+    k: np.ndarray  # (pages, page_size, H_kv, D)
+    v: np.ndarray
+    memory: np.ndarray  # the bytes of both
+    scales: dict[str, np.ndarray] = field(default_factory=dict)  # k_scale and v_scale, where it is quantised
+    bits: dict[str, str] = field(default_factory=dict)  # kv_dtype, where the arrays are bare bits
+
+    def values(self, which: str, pages: np.ndarray, head: int) -> np.ndarray:
+        """float64 (pages * page_size, D): what one KV head of the listed pages means, of `which`, k or v."""
+        raw = getattr(self, which)[pages, :, head]
+        scale = self.scales.get(f"{which}_scale")
+        if scale is not None:
+            raw = blitz_attn.dequantize_kv(raw, scale[pages, :, head])
+        return testing.to_float64(raw.reshape(-1, raw.shape[-1]), bits_options(raw).get("dtype"))
+
+
+def _on_a_line(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array that begins on a cache line, as other libraries' do; NumPy's large ones begin 16 bytes behind."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _fill_pages(pages: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """The tokens of `part` over and over in (pages, page_size, ...)."""
+    tokens = pages.reshape(-1, *pages.shape[2:])
+    for start in range(0, len(tokens), len(part)):
+        tokens[start : start + len(part)] = part[: len(tokens) - start]
+    return pages
+
+
+@functools.lru_cache(maxsize=1)  # cells that differ in their queries only share a cache
+def draw_cache(dtype: str, pages: int, page: int, kv_heads: int, head_dim: int, seed: int) -> Cache:
+    """A cache of random tokens."""
+    rng = np.random.default_rng(seed)
+    scales, parts = {}, []
+    for name in ("k", "v"):
+        drawn = rng.standard_normal((min(DRAWN_TOKENS, pages * page), kv_heads, head_dim), dtype=np.float32)
+        if dtype in QUANTISED:
+            drawn, scale = blitz_attn.quantize_kv(drawn, dtype)
+            scales[f"{name}_scale"] = _fill_pages(_on_a_line((pages, page, kv_heads), scale.dtype), scale)
+        else:
+            drawn = testing.round_to(drawn, dtype)
+        parts.append(drawn)
+    memory = _on_a_line((2, pages, page, kv_heads, head_dim), parts[0].dtype)
+    k, v = (_fill_pages(whole, part) for whole, part in zip(memory, parts, strict=True))
+    return Cache(dtype, k, v, memory.view(np.uint8).reshape(-1), scales, {"kv_dtype": dtype} if k.dtype in (np.uint16, np.uint8) else {})
+
+
+def draw_tables(lengths: Sequence[int], page: int, pages: int, rng: np.random.Generator) -> np.ndarray:
+    """Block tables (B, W) int32 over a pool: no page twice until all have been given, in random order, as a busy pool's."""
+    counts = [-(-length // page) for length in lengths]
+    order = np.concatenate([rng.permutation(pages) for _ in range(-(-sum(counts) // pages))])
+    tables = np.full((len(counts), max(counts)), -1, np.int32)
+    for row, end in enumerate(np.cumsum(counts)):
+        tables[row, : counts[row]] = order[end - counts[row] : end]
+    return tables
+
+
+@dataclass
+class Decode:
+    """One decode step: one query per request, over its own pages."""
+
+    q: np.ndarray  # (B, H, D)
+    cache: Cache
+    tables: np.ndarray  # (B, W)
+    lengths: np.ndarray  # (B,)
+    out: np.ndarray
+
+    @property
+    def bits(self) -> dict[str, str]:
+        """The options that name the dtypes of bare bits."""
+        return self.cache.bits | bits_options(self.q)
+
+    def work(self) -> Work:
+        """K, V and their scales are read once; a multiply and an add per element of both, for every query head of the group."""
+        tokens = int(self.lengths.sum())
+        moved = tokens * token_bytes(self.cache.dtype, *self.cache.k.shape[2:])
+        return Work(4.0 * tokens * self.q.shape[1] * self.q.shape[2], moved, self.call, self.out)
+
+    def plan(self, threads: int | None = None, library: ModuleType = blitz_attn) -> blitz_attn.PagedPlan:
+        """Tables and lengths, looked at before: what a step does once for all its layers."""
+        return library.PagedPlan(self.tables, self.lengths, page_size=self.cache.k.shape[1], num_threads=threads, **self.bits)
+
+    def call(self, threads: int, library: ModuleType = blitz_attn) -> Call:
+        """A call that writes into `out`."""
+        plan, arrays = self.plan(threads, library), (self.q, self.cache.k, self.cache.v)
+        return lambda: plan.attention(*arrays, out=self.out, **self.cache.scales)
+
+    def pages(self, request: int) -> np.ndarray:
+        """The pages that a request uses, in the order of its tokens."""
+        return self.tables[request, : -(-int(self.lengths[request]) // self.cache.k.shape[1])]
+
+    def request(self, index: int, which: str) -> np.ndarray:
+        """K or V of one request as (H_kv, S, D), one piece of memory, in the cache's own dtype."""
+        tokens = getattr(self.cache, which)[self.pages(index)]
+        return np.ascontiguousarray(tokens.reshape(-1, *tokens.shape[2:])[: self.lengths[index]].swapaxes(0, 1))
+
+    def head_is_equal(self, out: np.ndarray, request: int, head: int, pages: np.ndarray, tokens: int) -> bool:
+        """Whether the outputs of one KV head's group equal float64 attention over the first `tokens` tokens of `pages`."""
+        group = self.q.shape[1] // self.cache.k.shape[2]
+        part = slice(head * group, (head + 1) * group)
+        q, got = (testing.to_float64(x[request, part], bits_options(x).get("dtype"))[None, :, None] for x in (self.q, out))
+        k, v = (self.cache.values(which, pages, head)[None, None, :tokens] for which in ("k", "v"))
+        return np.allclose(got, reference.block_sparse_attention(q, k, v), rtol=RTOL, atol=ATOL)
+
+    def is_equal(self, out: np.ndarray) -> bool:
+        """Whether `out` (B, H, D) was written everywhere, and is right in the first and last request and KV head."""
+        places = ((b, head) for b in {0, len(self.lengths) - 1} for head in {0, self.cache.k.shape[2] - 1})
+        return not poisoned(out) and all(self.head_is_equal(out, b, head, self.pages(b), int(self.lengths[b])) for b, head in places)
+
+
+def query_dtype(dtype: str) -> str:
+    """The dtype of queries and outputs beside a cache of `dtype`."""
+    return "bfloat16" if dtype in QUANTISED else dtype
+
+
+def draw_decode(lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: str, seed: int) -> Decode:
+    """A decode step over random operands."""
+    rng = np.random.default_rng([seed, 1])  # not the cache's stream: a query that is one of the keys would find itself
+    pages = sum(-(-length // page) for length in lengths)
+    cache = draw_cache(dtype, pages, page, kv_heads, head_dim, seed)
+    q = testing.round_to(rng.standard_normal((len(lengths), heads, head_dim), dtype=np.float32), query_dtype(dtype))
+    return Decode(q, cache, draw_tables(lengths, page, pages, rng), np.asarray(lengths, np.int64), np.zeros_like(q))
+
+
+# ---- The fixed set -------------------------------------------------------------------------------------------------
+
+TOKENS, HEADS = 2048, 2  # of the forward and backward passes
+KV_HEADS, HEAD_DIM = 8, 128
+LARGE_BYTES = 64 << 20  # K and V of a decode step: beyond any L2
+SEED = 1234
+PROBE_SECONDS = 0.02
+SETTLE_SECONDS = 0.01
+READ_BINDS_BELOW = 64.0  # flop a byte; above, no machine's reads bind
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call to measure, and how it is drawn."""
+
+    name: str
+    dtype: str
+    draw: Callable[[], Work]
+    level: str | None = None  # None: the level in use
+
+    @property
+    def word(self) -> str:
+        """The name as a cell of a table."""
+        return self.name.replace(", ", ",").replace(" ", "_")
+
+
+def attention(dtype: str, tokens: int, *, heads: int = HEADS, head_dim: int = HEAD_DIM, block: int = 0, **rules: Any) -> Attention:
+    """Attention of one of the set's sizes: over lists of 0.9 sparsity of blocks of `block` tokens, where that is not 0."""
+    asked = draw(dtype, heads, tokens, head_dim, seed=SEED, **rules)
+    if not block:
+        return asked
+    return asked.over(sabi.random_with_frame(tokens, tokens, (block, block), 0.9, heads=heads, seed=SEED), (block, block))
+
+
+def forward(name: str, dtype: str, tokens: int | None = None, *, level: str | None = None, **asked: Any) -> Operation:
+    return Operation(name, dtype, lambda: attention(dtype, tokens or TOKENS, **asked).work(), level)
+
+
+def backward(name: str, dtype: str, *, level: str | None = None, **asked: Any) -> Operation:
+    return Operation(name, dtype, lambda: Gradients(attention(dtype, TOKENS, **asked), SEED).work(), level)
+
+
+def _step(dtype: str, group: int, page: int, kv_bytes: int | None = None) -> Decode:
+    tokens = (kv_bytes or LARGE_BYTES) // token_bytes(dtype, KV_HEADS, HEAD_DIM)
+    return draw_decode([tokens], KV_HEADS * group, KV_HEADS, HEAD_DIM, page, dtype, SEED)
+
+
+def decode(dtype: str, group: int, level: str | None = None, kv_bytes: int | None = None) -> Operation:
+    """A decode step of one request over pages of so many bytes, `group` query heads a KV head."""
+    return Operation(f"decode G={group}", dtype, lambda: _step(dtype, group, 128, kv_bytes).work(), level)
+
+
+def selection(dtype: str) -> Work:
+    """The choice of 32 blocks by Quest, from the summaries of a cache. Small pages make it worth measuring."""
+    page = 16
+    step = _step(dtype, 4, page)
+    pages = step.tables.shape[1]
+    rows = -(-pages // page)
+    high, low = np.zeros((2, rows, page, KV_HEADS, HEAD_DIM), step.cache.k.dtype)
+    table = np.arange(rows, dtype=np.int32)[None]
+    bits = bits_options(step.cache.k)
+    blitz_attn.quest_prefill_metadata(step.cache.k, step.tables, step.lengths, table, high, low, **bits)
+    picked = np.zeros((1, KV_HEADS, 32), np.int32)
+
+    def call(threads: int, library: ModuleType = blitz_attn) -> Call:
+        def run() -> None:
+            library.set_num_threads(threads)  # selection has no argument for it
+            picked[...] = library.quest_block_select_paged(step.q, high, low, table, step.lengths, 32, **bits)
+            library.set_num_threads(None)
+
+        return run
+
+    elements = 2.0 * pages * KV_HEADS * HEAD_DIM
+    return Work(2.0 * elements, elements * ITEM_BYTES[dtype], call, picked)  # a multiply, and a maximum or an add
+
+
+def _kernel(dtype: str, level: str) -> str:
+    """The level whose kernels attend to a dtype at `level`."""
+    return next(own for name, own in _core.kernels(level) if name.startswith(f"attend_{dtype}_"))
+
+
+def every_operation() -> list[Operation]:
+    """The set: at the level in use, and the main ones at the levels below it that have kernels of their own."""
+    own, main = _core.isa_active(), ("float32", "bfloat16")
+    operations = [forward("dense", dtype) for dtype in DTYPES[:3]]
+    operations += [forward("dense D=64", dtype, head_dim=64) for dtype in main]
+    operations += [forward("causal", dtype, causal=True) for dtype in main]
+    operations += [forward(f"sparse 0.9, {block}x{block}", dtype, 2 * TOKENS, block=block) for block in (128, 64) for dtype in main]
+    operations += [backward("backward", dtype) for dtype in main]
+    operations += [backward("backward, sparse 0.9", "bfloat16", block=128)]
+    operations += [forward("few queries (16)", dtype, 4096, heads=8, queries=16) for dtype in main]
+    operations += [decode(dtype, group) for dtype in (*main, "int8") for group in (1, 8)]
+    operations += [Operation("select", "bfloat16", lambda: selection("bfloat16"))]
+    operations += [forward("small call", "float32", 16, heads=1, head_dim=64)]  # what a call costs by itself
+    for level in blitz_attn.isa_levels(available=True)[1:]:
+        if level == own:
+            break
+        new = [dtype for dtype in DTYPES[:3] if _kernel(dtype, level) == level != _kernel(dtype, own)]
+        operations += [forward("dense", dtype, level=level) for dtype in new]
+        if "float32" in new:
+            operations += [backward("backward", "float32", level=level), decode("bfloat16", 8, level=level)]
+    return operations
+
+
+def chosen(operations: Sequence[Operation], words: Sequence[str] | None) -> list[Operation]:
+    """Those with one of the words in their name or dtype; all where there are no words."""
+    return [one for one in operations if not words or any(word in f"{one.name} {one.word} {one.dtype}" for word in words)]
+
+
+# ---- Measuring the set against the limits of the machine ---------------------------------------------------------
+
+
+@dataclass
+class Point:
+    """What was measured of an operation with a number of threads, turn by turn."""
+
+    operation: Operation
+    work: Work
+    threads: int
+    level: str  # whose kernels ran
+    bound: str  # the limit that binds: F, P or R
+    seconds: list[float]
+    shares: list[float]  # the least time that the limit allows, over the time
+
+    def values(self) -> dict[str, Any]:
+        """The table's cells that roofline.py and speed.py share."""
+        return {
+            "operation": self.operation.word,
+            "dtype": self.operation.dtype,
+            "level": self.level,
+            "threads": self.threads,
+            "Time_[usec]": statistics.median(self.seconds) * 1e6,
+            "Bound_by": self.bound,
+        }
+
+
+def _probe(kind: str, level: str, threads: int, size: int = 0) -> Contender:
+    """A measurement of F, P or R, in turns with what they bind."""
+    probes: dict[str, Callable[[], float]] = {
+        "F": lambda: _core.probe_flops(level, PROBE_SECONDS, threads),
+        "P": lambda: _core.probe_tile_flops(level, PROBE_SECONDS, threads),
+        "R": lambda: _core.probe_read(level, size, PROBE_SECONDS, threads),
+    }
+    return Contender(f"{kind} {level}", probes[kind], 0.0)
+
+
+def _limits_of(work: Work, dtype: str, level: str, threads: int) -> list[tuple[Any, ...]]:
+    """What may bind, as arguments of `_probe`; sizes to read are rounded, so that operations of about the same size share a probe."""
+    tiles = dtype == "bfloat16" and _core.probe_tile_flops(level, 0.001, 1)
+    limits: list[tuple[Any, ...]] = [("P" if tiles else "F", level, threads)]
+    if work.flops / work.bytes < READ_BINDS_BELOW:
+        size = work.bytes / threads
+        unit = 1 << 20 if size >= 1 << 21 else 4096
+        limits.append(("R", level, threads, max(1, round(size / unit)) * unit))
+    return limits
+
+
+def _at(level: str, call: Call) -> Call:
+    def run() -> None:
+        with blitz_attn.isa(level):
+            call()
+
+    return run
+
+
+def measured(operations: Sequence[Operation], threads: Sequence[int], args: Any, progress: Progress) -> Iterator[Point]:
+    """Measure the operations with each number of threads, all in turns with the limits that bind them."""
+    own = _core.isa_active()
+    probes: dict[tuple[Any, ...], Contender] = {}
+    contenders: list[Contender] = []
+    asked: dict[Contender, tuple[Operation, Work, int, str, list[tuple[Any, ...]]]] = {}
+    for operation in operations:
+        level, work = operation.level or own, operation.draw()
+        for count in threads:
+            limits = _limits_of(work, operation.dtype, level, count)
+            for limit in limits:
+                if limit not in probes:
+                    probes[limit] = _probe(*limit)
+                    contenders.append(probes[limit])
+            call = work.call(count)
+            run = call if level == own else _at(level, call)
+            poison(work.out)
+            run()
+            if poisoned(work.out):
+                raise AssertionError(f"{operation.name}, {operation.dtype}, {level}: elements of the output were not written")
+            contenders.append(Contender(operation.name, run, settle=SETTLE_SECONDS))
+            asked[contenders[-1]] = operation, work, count, level, limits
+    list(in_turns(contenders, args, progress))
+    for contender, (operation, work, count, level, limits) in asked.items():
+        shares, bounds = [], []
+        for turn, seconds in enumerate(contender.samples):
+            allowed = {limit[0]: (work.bytes if limit[0] == "R" else work.flops) / probes[limit].values[turn] / 1e9 for limit in limits}
+            bounds.append(max(allowed, key=lambda name: allowed[name]))
+            shares.append(max(allowed.values()) / seconds)
+        yield Point(operation, work, count, level, statistics.mode(bounds), contender.samples, shares)
