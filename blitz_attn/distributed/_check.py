@@ -100,8 +100,7 @@ class _Cache:
         self.tables[np.arange(used.max()) < used[:, None]] = rng.permutation(used.sum())
         kinds = {"float16": np.float16, "float32": np.float32, "bfloat16": np.float32}
         self.q, self.k, self.v = (
-            rng.standard_normal(shape).astype(kinds[kind])
-            for shape in ((len(lengths), 4, 64), *[(int(used.sum()), PAGE, 2, 64)] * 2)
+            rng.standard_normal(shape).astype(kinds[kind]) for shape in ((len(lengths), 4, 64), *[(int(used.sum()), PAGE, 2, 64)] * 2)
         )
         if kind == "bfloat16":
             self.q, self.k, self.v = ((x.view(np.uint32) >> 16).astype(np.uint16) for x in (self.q, self.k, self.v))
@@ -201,7 +200,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def outcome(comm: Any, check: Callable[[Any], None]) -> str:
-    """"" where a check passes on all ranks, else what the lowest rank that it fails on says. Collective."""
+    """ "" where a check passes on all ranks, else what the lowest rank that it fails on says. Collective."""
     try:
         check(comm)
         text = ""

@@ -237,11 +237,7 @@ class Agreement:
 
         `library` and `call` come first: ranks that differ in one of these may have noted other names after it.
         """
-        mine = pickle.dumps(self._values)
-        lengths = np.empty(self.size, np.int64)
-        self.comm.Allgather(np.array([len(mine)], np.int64), lengths)
-        everyone = [pickle.loads(part) for part in gather_bytes(self.comm, mine, lengths)]
-        for entries in zip(*everyone, strict=False):
+        for entries in zip(*everyone(self.comm, self._values), strict=False):
             for rank, entry in enumerate(entries):
                 if entry[:2] != entries[0][:2]:
                     name, _, first = entries[0]
@@ -445,4 +441,3 @@ def shared_cpus(ranks: Sequence[Place]) -> list[tuple[int, int, tuple[int, ...]]
                 found.append((j, i, tuple(sorted(both))))
                 break
     return found
-

@@ -30,6 +30,17 @@ class Cut(NamedTuple):
             found.append((first, after, int(self.local[i]) + first - int(self.at[i])))
         return found
 
+    def counts(self, size: int) -> ndarray:
+        """How many entries each rank has."""
+        return np.bincount(self.rank, weights=np.diff(self.at), minlength=size).astype(np.int64)
+
+    def put_in_order(self, shards: ndarray, chain: ndarray) -> None:
+        """Fill the chain from the shards of all ranks, which stand one after the other; both along the first axis."""
+        order, place = np.argsort(self.rank, kind="stable"), 0
+        for begin, end in zip(self.at[order].tolist(), self.at[order + 1].tolist(), strict=True):
+            chain[begin:end] = shards[place : place + end - begin]
+            place += end - begin
+
     def places(self, entries: ndarray) -> ndarray:
         """The place of each entry of the chain in the shard of its rank."""
         stretch = np.searchsorted(self.at, entries, side="right") - 1

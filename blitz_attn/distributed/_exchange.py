@@ -94,6 +94,14 @@ def message(parts: Iterable[Part]) -> Any:
     return whole
 
 
+def _started(call: Callable[[Any, int, int], Any], rank: int, parts: list[Part], tag: int) -> Any:
+    """A request of `Isend` or `Irecv` for the parts as one message."""
+    kind = message(parts)
+    request = call([_comm.import_mpi().BOTTOM, 1, kind], rank, tag)
+    kind.Free()
+    return request
+
+
 def copy(source: Iterable[Part], target: Iterable[Part]) -> None:
     """What a message would do between two places in this process."""
     for a, b in zip(source, target, strict=True):
@@ -133,7 +141,7 @@ class Stages:
         This rank's shards of what is looked up by key, as (entries, KV heads, tokens, dims).
     inputs, outputs : list of ndarray
         What rows are computed from and into: shards as (entries, query heads, tokens, dims).
-    comm_type : {"p2p", "all_gather", "a2a"}
+    comm_type : {"auto", "p2p", "all_gather", "a2a"}
     thread : bool
         Whether a thread waits for transfers.
     ahead : bool
@@ -146,10 +154,11 @@ class Stages:
     ) -> None:  # fmt: skip
         self.routes, self.comm, self.keys, self.inputs, self.outputs = routes, comm, keys, inputs, outputs
         self.problem, self.size, self.rank = routes.problem, routes.size, int(comm.Get_rank())
-        self.comm_type, self.thread, self.ahead = comm_type, thread, ahead
+        self.comm_type = comm_type if comm_type != "auto" else "p2p" if self.size <= MOST_MESSAGES else "a2a"
+        self.thread, self.ahead = thread, ahead
         self.windows = [[self._kept_window(x) for x in keys] for _ in range(2)]  # of this stage and of the next
         stages = [routes.stages(rank) for rank in range(self.size)]
-        if comm_type == "all_gather":
+        if self.comm_type == "all_gather":
             self.order: list[list[int | None]] = [[h if h in s else None for h in range(self.problem.kv_heads)] for s in stages]
         else:
             self.order = [[*s, *[None] * (max(map(len, stages)) - len(s))] for s in stages]
@@ -273,19 +282,8 @@ class Stages:
         return [part for part in [*parts, *self._held_rows(worker, head, self.inputs)] if len(part.length)]
 
     def _messages(self, into: dict[int, list[Part]], out: dict[int, list[Part]], tag: int) -> tuple[list[Any], list[Any]]:
-        return [self._receive(p, parts, tag) for p, parts in into.items()], [self._send(p, parts, tag) for p, parts in out.items()]
-
-    def _send(self, rank: int, parts: list[Part], tag: int) -> Any:
-        kind = message(parts)
-        request = self.comm.Isend([_comm.import_mpi().BOTTOM, 1, kind], rank, tag)
-        kind.Free()
-        return request
-
-    def _receive(self, rank: int, parts: list[Part], tag: int) -> Any:
-        kind = message(parts)
-        request = self.comm.Irecv([_comm.import_mpi().BOTTOM, 1, kind], rank, tag)
-        kind.Free()
-        return request
+        receive, send = self.comm.Irecv, self.comm.Isend
+        return [_started(receive, p, x, tag) for p, x in into.items()], [_started(send, p, x, tag) for p, x in out.items()]
 
     def _collective(self, into: dict[int, list[Part]], out: dict[int, list[Part]]) -> tuple[list[Any], list[Any]]:
         mpi = _comm.import_mpi()
@@ -327,30 +325,24 @@ class Stages:
 
     def _gather(self, head: int) -> list[Any]:
         """Start to bring all keys of a KV head to every rank, which are packed for that."""
-        held = self.routes.kv_held
-        counts = [sum(b - a for a, b in held.of(p)) for p in range(self.size)]
-        starts = np.concatenate([[0], np.cumsum(counts)[:-1]]).tolist()
+        counts = self.routes.kv_held.counts(self.size)
+        sizes = counts.tolist(), (np.cumsum(counts) - counts).tolist()
         requests, kept = [], []
         for shard in self.keys:
             mine = np.ascontiguousarray(shard[:, head].swapaxes(0, 1))  # tokens first: the ranks' follow one another
             every = np.empty((self.problem.tokens[1], *mine.shape[1:]), mine.dtype)
             token = _comm.import_mpi().BYTE.Create_contiguous(mine[:1].nbytes or mine.itemsize * int(np.prod(mine.shape[1:]))).Commit()
-            requests.append(self.comm.Iallgatherv([mine, counts[self.rank], token], [every, counts, starts, token]))
+            requests.append(self.comm.Iallgatherv([mine, sizes[0][self.rank], token], [every, *sizes, token]))
             self.alive.append(token)
             kept += [mine, every]
         self.gathered[head] = kept
         return requests
 
     def _unpack(self, head: int) -> None:
-        held, kept = self.routes.kv_held, self.gathered.pop(head)
-        if self.order[self.rank][head] is None:
-            return
-        for into, every in zip(self.windows[head % 2], kept[1::2], strict=True):
-            at = 0
-            for rank in range(self.size):
-                for begin, end in held.of(rank):
-                    into[:, 0, begin:end] = every[at : at + end - begin].swapaxes(0, 1)
-                    at += end - begin
+        kept = self.gathered.pop(head)
+        if self.order[self.rank][head] is not None:
+            for into, every in zip(self.windows[head % 2], kept[1::2], strict=True):
+                self.routes.kv_held.put_in_order(every, into[:, 0].swapaxes(0, 1))
 
     # ---- Results of rows that other ranks hold ------------------------------------------------------------------------
 
@@ -359,7 +351,7 @@ class Stages:
         rows = self.routes.rows
         mine = rows.holder == self.rank
         pairs = sorted(set(zip(rows.head[mine].tolist(), rows.worker[mine].tolist(), strict=True)))
-        return [self._receive(worker, self._held_rows(worker, head, self.outputs), 2 * head + 1) for head, worker in pairs]
+        return [_started(self.comm.Irecv, worker, self._held_rows(worker, head, self.outputs), 2 * head + 1) for head, worker in pairs]
 
     def _send_results(self, piece: Piece, waiter: Waiter) -> Transfer:
         if piece.held:
@@ -369,7 +361,7 @@ class Stages:
         for holder in range(self.size):
             parts = [part for part in self._piece_rows(holder, piece, piece.outputs) if len(part.length)]
             if parts and holder != self.rank:
-                requests.append(self._send(holder, parts, 2 * piece.head + 1))
+                requests.append(_started(self.comm.Isend, holder, parts, 2 * piece.head + 1))
         self.kept.append(piece)
         return waiter.submit(requests)
 
@@ -423,13 +415,13 @@ class Sums:
             if worker == stages.rank:
                 copy(stages._window_keys(worker, head, self.parts), into)
             else:
-                requests.append(stages._receive(worker, into, RETURN))
+                requests.append(_started(stages.comm.Irecv, worker, into, RETURN))
             arriving.append((worker, head, buffers))
         for holder in range(stages.size):
             if own is not None and holder != stages.rank:
                 parts = [part for part in stages._window_keys(holder, own, self.parts) if len(part.length)]
                 if parts:
-                    requests.append(stages._send(holder, parts, RETURN))
+                    requests.append(_started(stages.comm.Isend, holder, parts, RETURN))
         self.finish()
         self.pending = waiter.submit(requests), arriving, self.parts
         self.parts = []

@@ -19,7 +19,7 @@ from .._nsa.sequences import Sequences
 from ..nsa import PIECE_ELEMENTS
 from ._comm import Agreement, communicator, has_threads, spans_hosts
 from ._dispatch import cut_of, items
-from ._exchange import COMM_TYPES, MOST_MESSAGES, Piece, Stages
+from ._exchange import Piece, Stages
 from ._problem import Problem
 from ._routes import Routes
 
@@ -116,8 +116,7 @@ def nsa(
     )  # fmt: skip
     with Agreement(comm, "nsa") as agreement:
         own = checked(q, k, v, replace(options, gates=gates))
-        kinds = ("auto", "p2p", "a2a")
-        wanted, ahead = choice(comm_type, "comm_type", tuple(x for x in COMM_TYPES if x in kinds)), flag(overlap, "overlap")
+        wanted, ahead = choice(comm_type, "comm_type", ("auto", "p2p", "a2a")), flag(overlap, "overlap")
         for name, array in (("q", own.q), ("k", own.k), ("v", own.v)):
             agreement.same(name, ("tokens of shape", own.common.kind, array.shape[:1], array.shape[2:]))
         for field in fields(options):
@@ -138,10 +137,9 @@ def nsa(
         return _arrays.finished(out, None, family)
     inputs = [own.q] if own.gates.array is None else [own.q, own.gates.array]
     thread = ahead and spans_hosts(comm) and has_threads()
-    kind = wanted if wanted != "auto" else "p2p" if size <= MOST_MESSAGES else "a2a"
     stages = Stages(
         routes, comm, [x.swapaxes(1, 2) for x in (own.k, own.v)], [x.swapaxes(1, 2) for x in inputs], [result.swapaxes(1, 2)],
-        comm_type=kind, thread=thread, ahead=ahead,
+        comm_type=wanted, thread=thread, ahead=ahead,
     )  # fmt: skip
 
     def compute(piece: Piece, windows: list[ndarray]) -> None:

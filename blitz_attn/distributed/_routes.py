@@ -192,10 +192,8 @@ class Routes:
     def all_gather_bytes(self) -> ndarray:
         """(size,): bytes of all keys and values that a rank does not hold."""
         p = self.problem
-        held = np.zeros(self.size, np.int64)
-        np.add.at(held, self.kv_held.rank, np.diff(self.kv_held.at))
         each = (p.head_dim + p.head_dim_v) * p.itemsize * p.kv_heads * (1 if p.layout == "TND" else p.batch)
-        return (p.tokens[1] - held) * each
+        return (p.tokens[1] - self.kv_held.counts(self.size)) * each
 
     def times(self, link: float, rate: float) -> tuple[ndarray, ndarray, ndarray]:
         """(size,) each: seconds of arithmetic, of transfers, and of both, where stages hide all transfers but the first stage's."""
@@ -225,4 +223,3 @@ def best_of(problem: Problem, size: int, link: float, rate: float) -> Routes:
             best, least = routes, total
     assert best is not None
     return best
-

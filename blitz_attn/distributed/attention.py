@@ -13,7 +13,7 @@ from .._floats import floats, real_of
 from .._formats import converted
 from ..block_sparse import block_sparse_attention, block_sparse_attention_backward
 from ._comm import Agreement, has_threads, import_mpi
-from ._exchange import COMM_TYPES, MOST_MESSAGES, Piece, Stages, Sums
+from ._exchange import COMM_TYPES, Piece, Stages, Sums
 from ._rows import RowCall
 from .plan import ContextParallelPlan
 
@@ -51,7 +51,7 @@ class _Call:
         self.overlap = overlap
         for name, value in (("plan", self.plan._key), ("scale", self.scale), ("comm_type", wanted), ("overlap", overlap)):
             self.agreement.same(name, value)
-        self.comm_type = wanted if wanted != "auto" else "p2p" if self.plan.size <= MOST_MESSAGES else "a2a"
+        self.comm_type = wanted
 
     def shard(self, x: Any, name: str, *, keys: bool = False, values: bool = False, written: bool = False) -> ndarray:
         """A shard of queries, keys, values or results."""
@@ -425,20 +425,15 @@ def undispatch(x: Any, plan: ContextParallelPlan, *, keys: bool = False, axis: i
     held = call.routes.kv_held if keys else call.routes.q_held
     mine = np.ascontiguousarray(np.moveaxis(array, place, 0))
     every = np.empty((call.problem.tokens[keys], *mine.shape[1:]), mine.dtype)
-    size = int(np.prod(mine.shape[1:])) * mine.itemsize
-    counts = [sum(b - a for a, b in held.of(rank)) for rank in range(plan.size)]
-    starts = np.concatenate([[0], np.cumsum(counts)[:-1]]).tolist()
+    size, counts = int(np.prod(mine.shape[1:])) * mine.itemsize, held.counts(plan.size)
     if plan.size == 1:
         every = mine
     elif size:
         token = import_mpi().BYTE.Create_contiguous(size).Commit()
-        plan.comm.Allgatherv([mine, len(mine), token], [every, counts, starts, token])
+        plan.comm.Allgatherv([mine, len(mine), token], [every, counts.tolist(), (np.cumsum(counts) - counts).tolist(), token])
         token.Free()
-    whole, at = np.empty_like(every), 0
-    for rank in range(plan.size):
-        for begin, end in held.of(rank):
-            whole[begin:end] = every[at : at + end - begin]
-            at += end - begin
+    whole = np.empty_like(every)
+    held.put_in_order(every, whole)
     return _as_given(np.ascontiguousarray(np.moveaxis(whole, 0, place)), x)
 
 

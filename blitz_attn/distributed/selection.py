@@ -152,9 +152,7 @@ def select_blocks_distributed(
     return _choose(numbers, scores, used, wanted, forced, width, ascending)
 
 
-def _forced(
-    lengths: ndarray, used: ndarray, wanted: ndarray, size: int, sink: Any, recent: Any, since: Any
-) -> tuple[ndarray, ndarray]:
+def _forced(lengths: ndarray, used: ndarray, wanted: ndarray, size: int, sink: Any, recent: Any, since: Any) -> tuple[ndarray, ndarray]:
     """Numbers of blocks at the start and at the end of each request that are always selected."""
     sink = _arrays.integer(sink, "sink")
     if sink < 0:
