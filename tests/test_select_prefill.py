@@ -6,8 +6,6 @@ import pytest
 import blitz_attn
 from blitz_attn import reference, select, testing
 from cases import DTYPES, ISA_LEVELS, bits_option, same_bits
-from fuzz import select_problems
-from fuzz.draw import Discard, Draw
 
 CHOOSERS = {
     "pooled": select.Pooled(),
@@ -23,15 +21,6 @@ BUDGETS = [{"density": 0.4}, {"top_p": 0.8}, {"threshold": 0.05}, {"top_k": 4}]
 def make(*sizes, seed=0, **options):
     q, k, _ = testing.make_qkv(*sizes, seed=seed, **options)
     return q, k
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_brute_force(seed):
-    """Every chooser, budget, rule, layout, dtype, view and level, drawn together."""
-    try:
-        select_problems.select_blocks_prefill(Draw(seed))
-    except Discard:
-        pytest.skip("no problem")
 
 
 @pytest.mark.sampled
