@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 
 CPU, CUDA = 1, 2
-INT, UINT, FLOAT, BFLOAT, COMPLEX = 0, 1, 2, 4, 5
+INT, UINT, FLOAT, COMPLEX = 0, 1, 2, 5
 READ_ONLY, IS_COPIED = 1, 2
 
 

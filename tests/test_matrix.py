@@ -1,12 +1,10 @@
 """Every dtype, layout, head ratio, ragged tail, rule and instruction set level against the reference, over poisoned outputs."""
 
-
 import numpy as np
 import pytest
 
-import blitz_attn
 from blitz_attn import sabi, testing
-from cases import DTYPES, attend, bits_option, check, dtype_of, random_lists, same_bits
+from cases import DTYPES, attend, bits_option, check, random_lists, same_bits
 from cases_grid import combination, every_combination
 
 HEAD_DIMS = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 160, 192, 200, 256, 320, 512, 575, 576]
@@ -45,67 +43,6 @@ def test_any_block_shape_is_right(block_shape, dtype, options):
     check(*testing.make_qkv(1, 2, 2, q_len, kv_len, 32, dtype=dtype), lists, block_shape=block_shape, **options)
 
 
-@pytest.mark.parametrize("index_dtype", ["uint16", "int16", "int32", "int64"])
-@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, 4), (2, 1), (2, 4)])
-def test_lists_of_any_dtype_stride_and_padding_give_the_same_bits(batch, heads, index_dtype):
-    rng = np.random.default_rng(4)
-    q, k, v = testing.make_qkv(2, 4, 2, 100, 120, 16)
-    lists = random_lists(rng, batch, heads, 5, 6, empty=0.2, dtype=np.int64)
-    typed = lists.astype(index_dtype)  # -1 wraps to 65535 in uint16
-    out, lse = check(q, k, v, typed, block_shape=(20, 20))
-    strided = np.repeat(np.repeat(typed, 2, axis=-1), 2, axis=0)[::2, :, :, ::2]
-    assert (attend(q, k, v, strided, block_shape=(20, 20))[0] == out).all()
-    after_the_pad = typed.copy()
-    ends = (lists < 0).argmax(axis=-1)
-    for row, end, kept in zip(after_the_pad.reshape(-1, 6), ends.reshape(-1), (lists >= 0).reshape(-1, 6), strict=True):
-        if not kept.all():
-            row[end + 1 :] = 3  # not looked at, though a duplicate
-    any_negative = np.where(lists < 0, 65535 if index_dtype == "uint16" else -7, lists).astype(index_dtype)
-    for other in (after_the_pad, any_negative):
-        again, again_lse = attend(q, k, v, other, block_shape=(20, 20))
-        assert (again == out).all()
-        assert (again_lse == lse).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_views_give_the_bits_of_copies(dtype, isa_level):
-    q, k, v = testing.make_qkv(2, 4, 2, 40, 90, 24, dtype=dtype)
-    out, lse = attend(q, k, v, causal=True)
-
-    def spread(x):
-        """The same values in a larger array: every second batch entry, heads reversed, rows apart."""
-        b, h, s, d = x.shape
-        wide = np.zeros((2 * b, h, s + 3, d + 5), x.dtype)
-        wide[::2, ::-1, 1 : s + 1, 2 : d + 2] = x
-        return wide[::2, ::-1, 1 : s + 1, 2 : d + 2]
-
-    views = [spread(x) for x in (q, k, v)]
-    assert not any(x.flags.c_contiguous for x in views)
-    again, again_lse = attend(*views, causal=True)
-    assert (again.view(np.uint8) == out.view(np.uint8)).all()
-    assert (again_lse == lse).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_strided_out_is_filled_and_nothing_beside_it(dtype):
-    q, k, v = testing.make_qkv(1, 2, 2, 37, 50, 20, dtype=dtype)
-    wide = testing.round_to(np.full((1, 2, 40, 30), 7.0), dtype)
-    bits = bits_option(q)
-    expected = blitz_attn.block_sparse_attention(q, k, v, **bits)
-    blitz_attn.block_sparse_attention(q, k, v, out=wide[:, :, 1:38, 4:24], **bits)
-    assert (wide[:, :, 1:38, 4:24] == expected).all()
-    rest = testing.to_float64(wide, dtype_of(q))
-    rest[:, :, 1:38, 4:24] = 7.0
-    assert (rest == 7.0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_any_scale_is_right(dtype):
-    arrays = testing.make_qkv(1, 2, 1, 40, 60, 16, dtype=dtype)
-    for scale in (0.0, 1.0, -0.5, 1e-3):
-        check(*arrays, scale=scale)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_scores_do_not_overflow(dtype, isa_level):
     """Scores of a few hundred: exp() alone would overflow, and almost all weight is on one key."""
@@ -127,21 +64,11 @@ def test_rising_and_falling_scores_are_right(dtype):
     check(*(testing.round_to(x, dtype) for x in (q, -k, v)), scale=0.5)
 
 
-def test_scores_far_below_zero_are_right():
-    """Scores of -3e4: exp() of them is 0 in every precision, exp() of their differences is not."""
-    q, k, v = testing.make_qkv(1, 1, 1, 9, 33, 4)
-    q[...], k[...] = 100.0, -75.0
-    check(q, k, v, scale=1.0)
-
-
-@pytest.mark.parametrize("sizes", [(0, 2, 2, 5, 7), (1, 2, 1, 0, 7), (2, 2, 2, 5, 0), (0, 1, 1, 0, 0)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_empty_axes_give_zero_and_minus_infinity(dtype, sizes):
-    q, k, v = testing.make_qkv(*sizes, 16, 8, dtype=dtype)
-    out, lse = attend(q, k, v)
-    assert out.shape == (*q.shape[:3], 8)
-    assert (testing.to_float64(out, dtype) == 0).all()
-    assert (lse == -np.inf).all()
+def backwards(lists):
+    """Each row's entries in reverse, pads still last."""
+    kept = sabi.counts(lists)[..., None]
+    place = np.arange(lists.shape[-1])
+    return np.where(place < kept, np.take_along_axis(lists, np.maximum(kept - 1 - place, 0), axis=-1), -1)
 
 
 @pytest.mark.sampled
@@ -176,10 +103,3 @@ def test_threads_that_cut_smaller_tiles_change_no_bit(listed, dtype, tokens, isa
     lists = sabi.random_with_frame(tokens, tokens, (128, 64), 0.4) if listed else None
     one, *others = (attend(q, k, v, lists, block_shape=(128, 64), causal=not listed, num_threads=threads) for threads in (1, 2, 3, 5))
     assert all(same_bits(a, b) for other in others for a, b in zip(other, one, strict=True))
-
-
-def backwards(lists):
-    """Each row's entries in reverse, pads still last."""
-    kept = sabi.counts(lists)[..., None]
-    place = np.arange(lists.shape[-1])
-    return np.where(place < kept, np.take_along_axis(lists, np.maximum(kept - 1 - place, 0), axis=-1), -1)
