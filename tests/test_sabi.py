@@ -1,4 +1,5 @@
-"""Block lists: builders against token-level definitions, conversions and set operations against boolean masks."""
+"""Block lists: random ones after upstream's rule, sizes at the limits, unusual integers, and refusals. What builders, conversions, set operations and
+measures give is checked in tests/test_problems.py."""
 
 import itertools
 import mmap
@@ -11,66 +12,6 @@ import pytest
 
 import blitz_attn
 from blitz_attn import sabi
-
-GRIDS = [
-    (512, 512, (128, 128)),
-    (500, 700, (64, 96)),
-    (700, 500, (96, 64)),
-    (1, 300, (128, 32)),
-    (300, 1, (32, 128)),
-    (130, 130, (1000, 1000)),
-]
-
-
-def cover(tokens, block_shape):
-    """Boolean block mask of a token mask, element by element."""
-    (s_q, s_kv), (bq, bk) = tokens.shape, block_shape
-    rows, columns = -(-s_q // bq), -(-s_kv // bk)
-    cells = [[tokens[r * bq : (r + 1) * bq, c * bk : (c + 1) * bk].any() for c in range(columns)] for r in range(rows)]
-    return np.array(cells)
-
-
-def distance(s_q, s_kv):
-    """How far each key lies after each query's bottom-right diagonal."""
-    return np.arange(s_kv) - (np.arange(s_q)[:, None] + s_kv - s_q)
-
-
-def mask_of(lists, columns):
-    assert lists.shape[:2] == (1, 1)
-    return sabi.to_block_mask(lists, columns)[0, 0]
-
-
-def columns_of(s_kv, block_shape):
-    return -(-s_kv // block_shape[1])
-
-
-@pytest.mark.parametrize(("s_q", "s_kv", "block_shape"), GRIDS)
-def test_dense_and_causal(s_q, s_kv, block_shape):
-    columns = columns_of(s_kv, block_shape)
-    assert mask_of(sabi.dense(s_q, s_kv, block_shape), columns).all()
-    expected = cover(distance(s_q, s_kv) <= 0, block_shape)
-    assert (mask_of(sabi.causal(s_q, s_kv, block_shape), columns) == expected).all()
-
-
-@pytest.mark.parametrize("window", [(0, 0), (100, 0), (0, 100), (130, 65), (-1, 10), (10, -1), (-1, -1)])
-@pytest.mark.parametrize(("s_q", "s_kv", "block_shape"), GRIDS)
-def test_sliding_window(s_q, s_kv, block_shape, window):
-    away = distance(s_q, s_kv)
-    left, right = (10**9 if n < 0 else n for n in window)
-    expected = cover((away >= -left) & (away <= right), block_shape)
-    assert (mask_of(sabi.sliding_window(s_q, s_kv, block_shape, window=window), columns_of(s_kv, block_shape)) == expected).all()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("sink", "local"), [(0, 0), (1, 64), (200, 10), (4, 1000)])
-@pytest.mark.parametrize(("s_q", "s_kv", "block_shape"), GRIDS)
-def test_sink_local(s_q, s_kv, block_shape, sink, local, causal):
-    away = distance(s_q, s_kv)
-    seen = (np.arange(s_kv) < sink) | ((away >= -local) & (away <= local))
-    if causal:
-        seen &= away <= 0
-    lists = sabi.sink_local(s_q, s_kv, block_shape, sink=sink, local=local, causal=causal)
-    assert (mask_of(lists, columns_of(s_kv, block_shape)) == cover(seen, block_shape)).all()
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 0, 9, 1], [0, 0, 3], np.array([40, 7, 33], np.uint8)], ids=str)
@@ -87,57 +28,6 @@ def test_document_ranges(lengths):
     expected = blitz_attn.block_sparse_attention(q, k, v, attn_mask=mask)
     for lists in (None, sabi.document(lengths, block_shape=(8, 8))):
         np.testing.assert_allclose(blitz_attn.block_sparse_attention(q, k, v, lists, **rules), expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("lengths", "kv_lengths"),
-    [([128, 256, 100], None), ([10, 0, 5, 300, 1], None), ([64, 100, 30], [70, 20, 90]), ([50, 50], [0, 80]), ([40, 30, 30], [90, 3, 3]), ([20, 0, 20], [9, 100, 9])],
-)
-@pytest.mark.parametrize("block_shape", [(32, 32), (16, 48), (128, 128)])
-def test_document(lengths, kv_lengths, block_shape, causal):
-    kv_lengths = kv_lengths or lengths
-    tokens = np.zeros((sum(lengths), sum(kv_lengths)), bool)
-    row = column = 0
-    for n, m in zip(lengths, kv_lengths, strict=True):
-        tokens[row : row + n, column : column + m] = distance(n, m) <= 0 if causal else True
-        row, column = row + n, column + m
-    lists = sabi.document(lengths, kv_lengths, block_shape, causal=causal)
-    assert (mask_of(lists, columns_of(sum(kv_lengths), block_shape)) == cover(tokens, block_shape)).all()
-
-
-@pytest.mark.parametrize(("s_q", "s_kv", "block_shape"), GRIDS)
-@pytest.mark.parametrize(("stride", "reach", "causal"), [(1, None, False), (2, None, True), (3, 4, False)])
-def test_dilated(s_q, s_kv, block_shape, stride, reach, causal):
-    rows, columns = -(-s_q // block_shape[0]), columns_of(s_kv, block_shape)
-    mask = mask_of(sabi.dilated(s_q, s_kv, block_shape, stride=stride, reach=reach, causal=causal), columns)
-    for r, c in itertools.product(range(rows), range(columns)):
-        last = min((r + 1) * block_shape[0], s_q) - 1 + s_kv - s_q
-        away = last // block_shape[1] - c
-        assert mask[r, c] == (away % stride == 0 and (reach is None or abs(away) <= reach) and (away >= 0 or not causal))
-
-
-@pytest.mark.parametrize(("vertical", "slash", "expected"), [([], [0], [[0], [1]]), ([0], [], [[0], [0]]), ([], [], [[-1], [-1]])])
-def test_vertical_slash_of_nothing(vertical, slash, expected):
-    assert sabi.vertical_slash(64, None, (32, 32), vertical=vertical, slash=slash, dtype="int32").tolist() == [[expected]]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("s_q", "s_kv", "block_shape"), [g for g in GRIDS if g[1] > 100])
-def test_vertical_slash(s_q, s_kv, block_shape, causal):
-    vertical, slash = np.array([[[0, 77, 100], [3, 99, 4]]]), np.array([0, 64, 131])
-    lists = sabi.vertical_slash(s_q, s_kv, block_shape, vertical=vertical, slash=slash, causal=causal)
-    assert lists.shape[:2] == (1, 2)
-    away = distance(s_q, s_kv)
-    for head in range(2):
-        seen = np.isin(np.arange(s_kv), vertical[0, head]) | np.isin(-away, slash)
-        kept = sabi.to_block_mask(lists, columns_of(s_kv, block_shape))[0, head]
-        # A chosen key brings its block into every row that may see a part of the block.
-        vertical_blocks = cover(np.broadcast_to(np.isin(np.arange(s_kv), vertical[0, head]), (s_q, s_kv)), block_shape)
-        expected = cover(seen, block_shape) | vertical_blocks
-        if causal:
-            expected &= cover(away <= 0, block_shape)
-        assert (kept == expected).all()
 
 
 # ---- Random lists after upstream's rule ----------------------------------------------------------------------------
@@ -159,17 +49,12 @@ def upstream_rows(rows, columns, sparsity, seed, frame):
 @pytest.mark.parametrize("frame", [(0, 0, 0, 0), (2, 1, 3, 1), (1, 1, 0, 0), (0, 0, 1, 0)])
 @pytest.mark.parametrize(("s_q", "s_kv", "block_shape"), [(4096, 4096, (128, 128)), (3000, 5000, (256, 128))])
 def test_random_with_frame_follows_upstream(s_q, s_kv, block_shape, frame, sparsity):
-    rows, columns = -(-s_q // block_shape[0]), columns_of(s_kv, block_shape)
+    rows, columns = -(-s_q // block_shape[0]), -(-s_kv // block_shape[1])
     drawn = sabi.random_with_frame(s_q, s_kv, block_shape, sparsity, frame=sabi.FrameWidths(*frame), batch=2, heads=3, seed=99)
     for b, h in itertools.product(range(2), range(3)):
         expected = upstream_rows(rows, columns, sparsity, 99 + b + h, frame)
         got = [[int(c) for c in row if c >= 0] for row in drawn[b, h]]
         assert got == expected
-
-
-def test_everything_dropped():
-    assert sabi.random_with_frame(512, sparsity=1.0).shape == (1, 1, 4, 1)
-    assert (sabi.random_with_frame(512, sparsity=1.0) == -1).all()
 
 
 def test_random_with_frame_unsorted_is_a_shuffle():
@@ -206,40 +91,12 @@ def test_lists_of_million_tokens_in_small_blocks():
     most = "block_shape: expected blocks so large that a list has at most 268435456 entries, got 17188 rows of up to 17188"
     with pytest.raises(ValueError, match=most):
         sabi.causal(tokens, block_shape=shape)
-    with pytest.raises(ValueError, match="block_shape: expected blocks so large that a grid has at most 16777216 rows and 268435456 columns"):
+    most = "block_shape: expected blocks so large that a grid has at most 16777216 rows and 268435456 columns"
+    with pytest.raises(ValueError, match=most):
         sabi.sliding_window(1 << 40, window=(0, 0))
 
 
 # ---- Conversions ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def masks():
-    rng = np.random.default_rng(5)
-    return rng.random((2, 3, 7, 11)) < 0.4
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "int16", "int32", "int64"])
-def test_pads_of_every_dtype(masks, dtype):
-    masks[0, 0, 2] = False
-    lists = sabi.from_block_mask(masks, dtype=dtype)
-    assert lists.dtype == dtype
-    pad = 65535 if dtype == "uint16" else -1
-    assert (lists[0, 0, 2] == pad).all()
-    assert (sabi.to_block_mask(lists, 11) == masks).all()
-    wide = sabi.from_block_mask(masks, dtype=dtype, width=20)
-    assert wide.shape[-1] == 20
-    assert (sabi.to_block_mask(wide, 11) == masks).all()
-
-
-def test_a_row_ends_at_its_first_pad():
-    assert sabi.to_block_mask(np.array([[2, -1, 0]]), 3).tolist() == [[False, False, True]]
-    assert sabi.to_block_mask(np.array([[2, 65535, 0]], np.uint16), 3).tolist() == [[False, False, True]]
-    assert sabi.counts(np.array([[-1, 1, 2], [0, 1, -5]])).tolist() == [0, 2]
-
-
-def test_signed_65535_is_a_column():
-    assert sabi.counts(np.array([[65535, -1]], np.int32)).tolist() == [1]
 
 
 def test_dtype_choice():
@@ -252,69 +109,6 @@ def test_dtype_choice():
         sabi.from_block_mask(np.zeros((1, 70000), bool), dtype="uint16")
     with pytest.raises(TypeError, match="dtype: expected uint16, int16, int32 or int64, got float32"):
         sabi.dense(128, dtype="float32")
-
-
-def test_round_trips(masks):
-    lists = sabi.from_block_mask(masks)
-    num, idx = sabi.to_num_idx(lists, 11)
-    assert (sabi.from_num_idx(num, idx, columns=11) == lists).all()
-    assert (np.sort(idx, axis=-1) == np.arange(11)).all()
-    indptr, indices = sabi.to_csr(lists)
-    assert indptr[-1] == indices.size == masks.sum()
-    assert (sabi.from_csr(indptr, indices, lead=(2, 3), columns=11) == lists).all()
-    scipy_like = [np.flatnonzero(row).tolist() for row in masks.reshape(-1, 11)]
-    assert [indices[a:b].tolist() for a, b in itertools.pairwise(indptr)] == scipy_like
-    tokens = sabi.to_token_mask(lists, 68, 104, (10, 10))
-    assert tokens.shape == (2, 3, 68, 104)
-    assert (sabi.from_token_mask(tokens, (10, 10)) == lists).all()
-
-
-def test_unsorted_rows_become_sorted(masks):
-    rng = np.random.default_rng(0)
-    lists = sabi.from_block_mask(masks, dtype="int32")
-    shuffled = lists.copy()
-    for row in shuffled.reshape(-1, lists.shape[-1]):
-        count = (row >= 0).sum()
-        row[:count] = rng.permutation(row[:count])
-    assert (sabi.from_block_mask(sabi.to_block_mask(shuffled, 11), dtype="int32") == lists).all()
-    assert (sabi.to_csr(shuffled)[1] == sabi.to_csr(lists)[1]).all()
-
-
-def test_sets(masks):
-    other = np.random.default_rng(6).random(masks.shape) < 0.5
-    a, b = sabi.from_block_mask(masks), sabi.from_block_mask(other)
-    for operation, expected in [
-        (sabi.union, masks | other),
-        (sabi.intersection, masks & other),
-        (sabi.difference, masks & ~other),
-    ]:
-        assert (sabi.to_block_mask(operation(a, b, 11), 11) == expected).all()
-        assert (sabi.to_block_mask(operation(a, b), 11) == expected).all()
-    assert (sabi.to_block_mask(sabi.complement(a, 11), 11) == ~masks).all()
-    assert (sabi.to_block_mask(sabi.transpose(a, 11), 7) == masks.swapaxes(-1, -2)).all()
-    assert (sabi.transpose(sabi.transpose(a, 11), 7) == a).all()
-    one = sabi.union(a, sabi.causal(7, 11, (1, 1)))  # a single head broadcasts
-    assert one.shape[:2] == (2, 3)
-
-
-def test_coarsen_and_refine(masks):
-    lists = sabi.from_block_mask(masks)
-    fine = sabi.refine(lists, (3, 2), 20, 21)
-    assert (sabi.to_token_mask(fine, 20, 21, (1, 1)) == sabi.to_token_mask(lists, 20, 21, (3, 2))).all()
-    assert (sabi.coarsen(fine, (3, 2), 21) == lists).all()
-    coarse = sabi.coarsen(lists, (2, 4), 11)
-    assert (sabi.to_block_mask(coarse, 3) == [[cover(masks[b, h], (2, 4)) for h in range(3)] for b in range(2)]).all()
-
-
-def test_measures(masks):
-    lists = sabi.from_block_mask(masks)
-    assert (sabi.counts(lists) == masks.sum(-1)).all()
-    assert sabi.density(lists, 11) == pytest.approx(masks.mean())
-    assert sabi.sparsity(lists, 11) == pytest.approx(1 - masks.mean())
-    np.testing.assert_allclose(sabi.density(lists, 11, per_head=True), masks.mean((-1, -2)))
-    assert sabi.balance(lists) == pytest.approx(masks.sum(-1).mean() / masks.sum(-1).max())
-    assert sabi.balance(lists, per_head=True) == pytest.approx(masks.sum((-1, -2)).mean() / masks.sum((-1, -2)).max())
-    assert sabi.balance(sabi.dense(512)) == 1.0
 
 
 def test_picture_limits_its_size():
@@ -362,13 +156,11 @@ SHAPE = r"sabi: expected shape \(2 or 1, 4 or 1, 2, W\), with 2 rows = ceil\(200
         (np.zeros((1, 3, 2, 1), int), ValueError, rf"{SHAPE}\(1, 3, 2, 1\)"),
         (np.zeros((3, 1, 2, 1), int), ValueError, rf"{SHAPE}\(3, 1, 2, 1\)"),
         (np.full((1, 1, 2, 1), 3), ValueError, r"sabi: expected block columns from 0 to 2, or a pad, got 3 at \[0, 0, 0, 0\]"),
-        (
-            np.array([[[[0, 65535], [1, 0]]]]), ValueError,
-            r"sabi: expected block columns from 0 to 2, or a pad, got 65535 at \[0, 0, 0, 1\] \(65535 is a pad in uint16 alone\)",
-        ),
+        (np.array([[[[0, 65535], [1, 0]]]]), ValueError,
+         r"sabi: expected block columns from 0 to 2, or a pad, got 65535 at \[0, 0, 0, 1\] \(65535 is a pad in uint16 alone\)"),
         (np.array([[[[0, 1, -1], [2, 0, 2]]]]), ValueError, r"sabi: expected each block column once per row, got 2 again at \[0, 0, 1, 2\]"),
     ],
-)
+)  # fmt: skip
 def test_check_refuses(lists, error, sentence):
     with pytest.raises(error, match=f"^{sentence}$"):
         sabi.check(lists, 200, 300, batch=2, heads=4)
@@ -393,7 +185,8 @@ def test_check_and_attention_refuse_by_the_same_sentence(batch, heads):
         axis = int(rng.integers(8))
         if axis < 3:
             shape[axis] += int(rng.integers(-1, 3))
-        lists = rng.permuted(np.tile(np.arange(5), (*shape[:3], 1)), axis=-1)[..., : shape[3]].astype(rng.choice(["int16", "int32", "int64", "uint16"]))
+        lists = rng.permuted(np.tile(np.arange(5), (*shape[:3], 1)), axis=-1)[..., : shape[3]]
+        lists = lists.astype(rng.choice(["int16", "int32", "int64", "uint16"]))
         for _ in range(int(rng.integers(0, 3)) if lists.size else 0):
             where = tuple(int(rng.integers(n)) for n in lists.shape)
             lists[where] = rng.choice([0, 1, 2, 3, 5, 9]) if rng.integers(4) else np.array(-1).astype(lists.dtype)
@@ -458,7 +251,7 @@ def test_numbers_that_int64_cannot_hold_are_neither_small_nor_pads(number):
 
 def test_differences_of_indptr_do_not_wrap():
     """Each of these is larger than the one before it, if the differences are taken in 64 bits."""
-    with pytest.raises(ValueError, match="^indptr: expected numbers rising from 0 to 3, the length of indices, got .0, 9223372036854775807, "):
+    with pytest.raises(ValueError, match="^indptr: expected numbers rising from 0 to 3, .* got .0, 9223372036854775807, "):
         sabi.from_csr([0, 2**63 - 1, -(2**63), -1, 3], [0, 2, 1])
 
 
@@ -467,51 +260,6 @@ def test_columns_of_compressed_rows_fit_into_int32(column):
     with pytest.raises(ValueError, match=rf"^sabi: expected columns below 2\*\*31, got {column}$"):
         sabi.to_csr(np.array([[0, column]]))
     assert sabi.to_csr(np.array([[0, 2**31 - 1]]))[1].tolist() == [0, 2**31 - 1]
-
-
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda: sabi.dense(0), "s_q: expected at least 1 token, got 0"),
-        (lambda: sabi.dense(128, -1), "s_kv: expected at least 1 token, got -1"),
-        (lambda: sabi.dense(128, 128, (0, 128)), r"block_shape: expected two positive numbers \(queries, keys\), got \(0, 128\)"),
-        (lambda: sabi.dense(128, 128, (128,)), "block_shape: expected two positive numbers"),
-        (lambda: sabi.sliding_window(128, window=(-2, 0)), r"window: expected two counts of tokens or -1, got \(-2, 0\)"),
-        (lambda: sabi.sink_local(128, sink=-1, local=0), "sink, local: expected numbers of tokens from 0 on, got -1, 0"),
-        (lambda: sabi.document([5, -1]), "lengths: expected as many lengths from 0 on"),
-        (lambda: sabi.document([5], [5, 5]), "lengths: expected as many lengths from 0 on"),
-        (lambda: sabi.document_ranges([5, -1]), "lengths: expected lengths of at least 0 that add up to 1 to 16777216 tokens, got "),
-        (lambda: sabi.document_ranges([0]), "lengths: expected lengths of at least 0 that add up to 1 to 16777216 tokens, got "),
-        (lambda: sabi.dilated(128, stride=0), "stride, reach: expected a stride from 1"),
-        (lambda: sabi.vertical_slash(128, vertical=[128], slash=[]), r"vertical: expected key positions in 0..127, got 128..128"),
-        (lambda: sabi.random_with_frame(512, frame=sabi.FrameWidths(5, 0, 0, 0)), "frame: expected widths within 4 rows and 4 columns"),
-        (lambda: sabi.random_with_frame(512, sparsity=0.9, frame=sabi.FrameWidths(1, 1, 0, 0)), "frame: expected at most 10.00% of the"),
-        (lambda: sabi.to_block_mask(np.array([[3]]), 3), "sabi: expected columns below 3, got 3"),
-        (lambda: sabi.from_block_mask(np.ones((2, 4), bool), width=3), "width: expected at least 4, the blocks of the fullest row, got 3"),
-        (lambda: sabi.from_csr([0, 2], [1]), "indptr: expected numbers rising from 0 to 1"),
-        (lambda: sabi.from_csr([0, 1, 2], [1, 0], lead=(3,)), "lead: expected axes that divide 2 rows"),
-        (lambda: sabi.from_csr([0, 1], [-1]), "indices: expected columns from 0 on, got -1"),
-        (lambda: sabi.from_num_idx([3], [[0, 1]]), r"num: expected counts in 0..2, got 3..3"),
-        (lambda: sabi.from_num_idx([1], [[-1, 0]]), "idx: expected columns from 0 on, got -1"),
-        (lambda: sabi.refine(np.array([[0]]), (2, 2), 3, 2), r"rows: expected 1..2, got 3"),
-        (lambda: sabi.coarsen(np.array([[0]]), (0, 2), 2), r"factors: expected two positive numbers, got \(0, 2\)"),
-        (lambda: sabi.density(np.array([[0]]), 0), "columns: expected at least 1, got 0"),
-        (lambda: sabi.density(sabi.causal(512), 2), "sabi: expected columns below 2, got 3"),
-        (lambda: sabi.sparsity(sabi.causal(512), 2), "sabi: expected columns below 2, got 3"),
-        (lambda: sabi.picture(sabi.causal(512), max_rows=-1), "max_rows: expected at least 1, got -1"),
-        (lambda: sabi.picture(sabi.causal(512), max_columns=0), "max_columns: expected at least 1, got 0"),
-        (lambda: sabi.random_with_frame(1024, sparsity=90), "sparsity: expected a number from 0 to 1, got 90"),
-        (lambda: sabi.random_with_frame(1024, sparsity=np.nan), "sparsity: expected a number from 0 to 1, got nan"),
-        (lambda: sabi.frame_plan(4, 4, -0.5), "sparsity: expected a number from 0 to 1, got -0.5"),
-        (lambda: sabi.density(np.zeros((0, 1), int), 4), r"sabi: expected at least one row, got shape \(0, W\)"),
-        (lambda: sabi.density(np.zeros((2, 0, 1), int), 4, per_head=True), r"sabi: expected at least one row, got shape \(2, 0, W\)"),
-        (lambda: sabi.to_token_mask(np.array([[0]]), 300, 300), "sabi: expected 3 rows for 300 queries in blocks of 128, got 1"),
-        (lambda: sabi.random_with_frame(512, width=1), "width: expected at least 2, the blocks of the fullest row, got 1"),
-    ],
-)
-def test_builders_refuse(call, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        call()
 
 
 class Silent:
@@ -555,6 +303,39 @@ def test_masks_must_be_boolean():
 @pytest.mark.parametrize(
     ("error", "sentence", "call"),
     [
+        (ValueError, "s_q: expected at least 1 token, got 0", lambda: sabi.dense(0)),
+        (ValueError, r"block_shape: expected two positive numbers \(queries, keys\), got \(0, 128\)",
+         lambda: sabi.dense(128, 128, (0, 128))),
+        (ValueError, r"window: expected two counts of tokens or -1, got \(-2, 0\)", lambda: sabi.sliding_window(128, window=(-2, 0))),
+        (ValueError, "sink, local: expected numbers of tokens from 0 on, got -1, 0", lambda: sabi.sink_local(128, sink=-1, local=0)),
+        (ValueError, "lengths: expected as many lengths from 0 on", lambda: sabi.document([5, -1])),
+        (ValueError, "lengths: expected lengths of at least 0 that add up to 1 to 16777216 tokens, got ",
+         lambda: sabi.document_ranges([5, -1])),
+        (ValueError, "stride, reach: expected a stride from 1", lambda: sabi.dilated(128, stride=0)),
+        (ValueError, r"vertical: expected key positions in 0..127, got 128..128",
+         lambda: sabi.vertical_slash(128, vertical=[128], slash=[])),
+        (ValueError, "frame: expected widths within 4 rows and 4 columns",
+         lambda: sabi.random_with_frame(512, frame=sabi.FrameWidths(5, 0, 0, 0))),
+        (ValueError, "frame: expected at most 10.00% of the",
+         lambda: sabi.random_with_frame(512, sparsity=0.9, frame=sabi.FrameWidths(1, 1, 0, 0))),
+        (ValueError, "sabi: expected columns below 3, got 3", lambda: sabi.to_block_mask(np.array([[3]]), 3)),
+        (ValueError, "width: expected at least 4, the blocks of the fullest row, got 3",
+         lambda: sabi.from_block_mask(np.ones((2, 4), bool), width=3)),
+        (ValueError, "indptr: expected numbers rising from 0 to 1", lambda: sabi.from_csr([0, 2], [1])),
+        (ValueError, "lead: expected axes that divide 2 rows", lambda: sabi.from_csr([0, 1, 2], [1, 0], lead=(3,))),
+        (ValueError, "indices: expected columns from 0 on, got -1", lambda: sabi.from_csr([0, 1], [-1])),
+        (ValueError, r"num: expected counts in 0..2, got 3..3", lambda: sabi.from_num_idx([3], [[0, 1]])),
+        (ValueError, r"rows: expected 1..2, got 3", lambda: sabi.refine(np.array([[0]]), (2, 2), 3, 2)),
+        (ValueError, "columns: expected at least 1, got 0", lambda: sabi.density(np.array([[0]]), 0)),
+        (ValueError, "sabi: expected columns below 2, got 3", lambda: sabi.density(sabi.causal(512), 2)),
+        (ValueError, "max_rows: expected at least 1, got -1", lambda: sabi.picture(sabi.causal(512), max_rows=-1)),
+        (ValueError, "sparsity: expected a number from 0 to 1, got 90", lambda: sabi.random_with_frame(1024, sparsity=90)),
+        (ValueError, r"sabi: expected at least one row, got shape \(0, W\)", lambda: sabi.density(np.zeros((0, 1), int), 4)),
+        (ValueError, r"sabi: expected at least one row, got shape \(2, 0, W\)",
+         lambda: sabi.density(np.zeros((2, 0, 1), int), 4, per_head=True)),
+        (ValueError, "sabi: expected 3 rows for 300 queries in blocks of 128, got 1",
+         lambda: sabi.to_token_mask(np.array([[0]]), 300, 300)),
+        (ValueError, "width: expected at least 2, the blocks of the fullest row, got 1", lambda: sabi.random_with_frame(512, width=1)),
         (TypeError, "s_q: expected an integer, got float", lambda: sabi.causal(np.inf, 8)),
         (TypeError, "s_q: expected an integer, got NoneType", lambda: sabi.dense(None, 8)),
         (TypeError, "s_kv: expected an integer, got str", lambda: sabi.dense(8, "x")),
@@ -570,8 +351,10 @@ def test_masks_must_be_boolean():
         (TypeError, "sink: expected an integer, got str", lambda: sabi.sink_local(8, sink="1", local=1)),
         (TypeError, "lengths: expected integers, got <U1", lambda: sabi.document(["a"])),
         (ValueError, "lengths: expected 1 to 281474976710656 tokens in all, got 0", lambda: sabi.document([0])),
-        (TypeError, "vertical: expected integers, got datetime64", lambda: sabi.vertical_slash(8, vertical=np.zeros(1, "M8[s]"), slash=[0])),
-        (ValueError, "slash: expected axes that broadcast with those of vertical", lambda: sabi.vertical_slash(8, vertical=np.zeros((2, 1), int), slash=np.zeros((3, 1), int))),
+        (TypeError, "vertical: expected integers, got datetime64",
+         lambda: sabi.vertical_slash(8, vertical=np.zeros(1, "M8[s]"), slash=[0])),
+        (ValueError, "slash: expected axes that broadcast with those of vertical",
+         lambda: sabi.vertical_slash(8, vertical=np.zeros((2, 1), int), slash=np.zeros((3, 1), int))),
         (ValueError, "sparsity: expected a number from 0 to 1, got nan", lambda: sabi.frame_plan(4, 4, np.nan)),
         (TypeError, "sparsity: expected a number, got list", lambda: sabi.random_with_frame(8, sparsity=[0.5])),
         (TypeError, "frame: expected four widths, got str", lambda: sabi.frame_plan(4, 4, 0.5, "1111")),
@@ -613,15 +396,11 @@ def test_masks_must_be_boolean():
          lambda: sabi.random_with_frame(8, batch=2**11, heads=2**11)),
         (ValueError, "sabi: expected columns below 268435456, got 1099511627776", lambda: sabi.to_block_mask([[2**40]])),
     ],
-)
-def test_sizes_of_a_wrong_kind(error, sentence, call):
-    """Refused in a sentence; a list of 11 GiB is not begun."""
+)  # fmt: skip
+def test_refusals(error, sentence, call):
+    """In a sentence; a list of 11 GiB is not begun."""
     with pytest.raises(error, match=f"^{sentence}"):
         call()
-
-
-def test_lists_of_no_width():
-    assert [x.tolist() for x in sabi.to_csr(np.zeros((1, 2, 0), np.int32))] == [[0, 0, 0], []]
 
 
 class Nested:
@@ -637,7 +416,3 @@ class Nested:
 def test_items_without_end():
     with pytest.raises(TypeError, match="^sabi: expected an integer array, got Nested"):
         sabi.counts(Nested())
-
-
-def test_a_mask_without_columns():
-    assert sabi.from_block_mask(np.zeros((1, 2, 3, 0), bool), dtype="int32").tolist() == [[[[-1]] * 3] * 2]
