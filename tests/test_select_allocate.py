@@ -91,12 +91,6 @@ def test_the_density_is_met_and_goes_where_it_counts(layout):
     assert kept[1] > max(kept[0], kept[2]) + 0.1
 
 
-def test_its_profile_is_kept(tmp_path):
-    profile = select.allocate(captures([1.0], 64), density=0.6, chooser=select.Pooled(4), block_shape=BLOCK, masses=MASSES)
-    profile.save(tmp_path / "profile.json")
-    assert select.Profile.load(tmp_path / "profile.json") == profile
-
-
 def test_each_layer_gets_the_chooser_that_serves_it(tmp_path):
     """Keys of one token in four blocks hold the mass of the first layer: means of 16 tokens hide them, sampled rows do not."""
     layers = captures([1.0, 1.0], 256)

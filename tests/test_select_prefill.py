@@ -1,4 +1,5 @@
-"""Choosers of blocks for prefill: against brute force in float64, and what they promise whatever the numbers are."""
+"""Choosers of blocks for prefill, against their float64 twins, and what they promise whatever the numbers are: where the queries are a slice of a
+longer sequence (`q_begin`), and where each query sees a run of keys (`kv_ranges`), too."""
 
 import numpy as np
 import pytest
@@ -13,9 +14,54 @@ CHOOSERS = {
     "bound": select.Pooled(16, "bound"),
     "antidiagonal": select.Antidiagonal(8),
     "sampled_rows": select.SampledRows(4),
-    "vertical_slash": select.VerticalSlash(20),
+    "vertical_slash": select.VerticalSlash(24),
 }
-BUDGETS = [{"density": 0.4}, {"top_p": 0.8}, {"threshold": 0.05}, {"top_k": 4}]
+NAMES = ["pooled", "antidiagonal", "sampled_rows", "vertical_slash"]
+BY_ROW = [{"top_p": 0.8}, {"threshold": 0.05}, {"top_k": 4}]
+BUDGETS = [{"density": 0.4}, *BY_ROW]
+RULES = {"all": {}, "causal": {"causal": True}, "window": {"window": (40, 12)}, "both": {"causal": True, "window": (70, 0)}}
+Q, KV = 150, 170
+BOTH = [blitz_attn.select_blocks_prefill, reference.select_blocks_prefill]
+
+
+def budget_name(budget):
+    return next(iter(budget))
+
+
+def of_documents(cuts, order, queries):
+    """Queries cut into as many parts as there are documents; part n sees document order[n], which lies at cuts[order[n]] .. cuts[order[n] + 1]."""
+    part = np.arange(queries) * len(order) // queries
+    return np.stack([np.asarray(cuts)[np.asarray(order)[part]], np.asarray(cuts)[np.asarray(order)[part] + 1]], axis=-1)
+
+
+def ranges_of(kind):
+    """(150, 2) ranges of 170 keys."""
+    place, rng = np.arange(Q) + KV - Q, np.random.default_rng(11)
+    if kind == "documents":
+        return of_documents([0, 37, 101, 170], [0, 1, 2], Q)
+    if kind == "other order":  # a row of blocks sees documents with others between them
+        return of_documents([0, 37, 64, 101, 170], [3, 0, 2, 1, 0], Q)
+    if kind == "chunks":
+        return np.stack([place // 48 * 48, place + 1], axis=-1)
+    if kind == "prefix":
+        return np.stack([np.zeros(Q, int), np.maximum(place + 1, 77)], axis=-1)
+    if kind == "images":
+        image = (place >= 50) & (place < 90)
+        return np.stack([np.zeros(Q, int), np.where(image, 90, place + 1)], axis=-1)
+    if kind == "empty":
+        ends = of_documents([0, 37, 101, 170], [0, 1, 2], Q)
+        ends[20:75] = (60, 60)
+        ends[110:] = (90, 30)
+        return ends
+    if kind == "outside":
+        ends = np.sort(rng.integers(-40, KV + 40, (Q, 2)), axis=-1)
+        ends[::7] = (np.iinfo(np.int64).min, np.iinfo(np.int64).max)
+        ends[::11] = (KV + 3, np.iinfo(np.int64).max)
+        return ends
+    return np.sort(rng.integers(0, KV + 1, (Q, 2)), axis=-1)  # any
+
+
+KINDS = ["documents", "other order", "chunks", "prefix", "images", "empty", "outside", "any"]
 
 
 def make(*sizes, seed=0, **options):
@@ -23,17 +69,34 @@ def make(*sizes, seed=0, **options):
     return q, k
 
 
+PLACES = {  # of queries: the last ones, or where q_begin says, some of which see no key in a window; or with a run of keys each
+    "last": {},
+    "near": {"q_begin": [20, 3]},
+    "far": {"q_begin": [-500, 165]},
+    "farther": {"q_begin": [2**30 - 1, -30]},
+    **{kind: {"kv_ranges": np.stack([ranges_of(kind), ranges_of("documents")])} for kind in KINDS[1::2]},
+}
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", CHOOSERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reference(isa_level, name, dtype):
-    q, k = make(2, 4, 2, 150, 170, 24, dtype=dtype, seed=3)
-    for budget in BUDGETS:
-        options = {"chooser": CHOOSERS[name], "causal": True, "kv_lens": [170, 90], "q_lens": [140, 90], "block_shape": (32, 32)} | budget
-        options |= bits_option(q)
-        _, scores = blitz_attn.select_blocks_prefill(q, k, return_scores=True, **options)
-        _, expected = reference.select_blocks_prefill(q, k, return_scores=True, **options)
-        assert np.abs(scores - expected).max() < 1e-5
+@pytest.mark.parametrize("rule", ["all", "both"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("budget", BUDGETS, ids=budget_name)
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_reference(isa_level, name, budget, place, rule, dtype):
+    if place in KINDS and name == "vertical_slash":
+        name = "mean"  # lines are for no runs
+    q, k = make(2, 4, 2, Q, KV, 24, dtype=dtype, seed=3)
+    options = {"chooser": CHOOSERS[name], "kv_lens": [170, 120], "q_lens": [140, 150], "block_shape": (32, 32), "return_scores": True}
+    options |= budget | PLACES[place] | RULES[rule] | bits_option(q)
+    sabi, scores = blitz_attn.select_blocks_prefill(q, k, **options)
+    expected_sabi, expected = reference.select_blocks_prefill(q, k, **options)
+    assert np.abs(scores - expected).max() < 1e-5
+    assert ((scores > 0) <= (expected > 0)).all()
+    assert ((sabi >= 0).sum() == (expected_sabi >= 0).sum()) or "density" not in budget
+    if "top_k" in budget and dtype == "float64":
+        assert same_bits(sabi, expected_sabi)
 
 
 def test_longer_than_a_chunk():
@@ -51,7 +114,7 @@ def test_longer_than_a_chunk():
             assert np.abs(scores - expected).max() < 2e-5, level
 
 
-@pytest.mark.parametrize("name", ["pooled", "antidiagonal", "sampled_rows", "vertical_slash"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("block_shape", [(12, 20), (13, 7), (4, 64), (64, 6)])
 def test_names_fit_any_block(name, block_shape):
     """The sizes of a chooser that is named become divisors of the block; those of an instance stay, and are refused."""
@@ -68,38 +131,118 @@ def test_names_fit_any_block(name, block_shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_deep(isa_level, dtype):
+@pytest.mark.parametrize("chooser", [select.Pooled(4), select.Antidiagonal(16)], ids=["pooled", "antidiagonal"])
+def test_deep(isa_level, chooser, dtype):
     """Products of more elements than any head has: means and ranges, and tokens of a stride side by side."""
     q, k = make(1, 1, 1, 70, 90, 576, dtype=dtype, seed=6)
-    for chooser in (select.Pooled(4), select.Antidiagonal(16)):
-        options = {"chooser": chooser, "block_shape": (16, 16), "density": 0.5, "causal": True, "return_scores": True}
-        options |= bits_option(q)
-        _, scores = blitz_attn.select_blocks_prefill(q, k, **options)
-        _, expected = reference.select_blocks_prefill(q, k, **options)
-        assert np.abs(scores - expected).max() < 1e-5
+    options = {"chooser": chooser, "block_shape": (16, 16), "density": 0.5, "causal": True, "return_scores": True} | bits_option(q)
+    scores, expected = (operation(q, k, **options)[1] for operation in BOTH)
+    assert np.abs(scores - expected).max() < 1e-5
 
 
-@pytest.mark.parametrize("name", CHOOSERS)
-def test_same_bits(name):
-    """Whatever the number of threads, the layout and what else is in the batch."""
-    q, k = make(3, 4, 2, 200, 220, 32, seed=5)
-    lens = {"q_lens": [200, 77, 130], "kv_lens": [220, 200, 0]}
-    options = {"chooser": CHOOSERS[name], "top_p": 0.9, "causal": True, "block_shape": (32, 32), "return_scores": True}
-    expected = blitz_attn.select_blocks_prefill(q, k, num_threads=1, **lens, **options)
-    for threads in (2, 5):
-        assert all(map(same_bits, blitz_attn.select_blocks_prefill(q, k, num_threads=threads, **lens, **options), expected))
-    turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k)]
-    assert all(map(same_bits, blitz_attn.select_blocks_prefill(*turned, layout="BSND", **lens, **options), expected))
-    for b in range(3):
-        one = [x[b : b + 1] for x in (q, k)]
-        own = {key: x[b : b + 1] for key, x in lens.items()}
-        assert same_bits(blitz_attn.select_blocks_prefill(*one, **own, **options)[1], expected[1][b : b + 1])
+@pytest.mark.parametrize("budget", BY_ROW, ids=budget_name)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_a_slice_has_the_lists_of_its_rows(name, rule, budget, isa_level):
+    q, k = make(1, 4, 2, 290, 330, 32, dtype="bfloat16" if rule == "both" else "float32", seed=8)
+    options = {"chooser": CHOOSERS[name], "block_shape": (32, 16), "return_scores": True} | budget | RULES[rule] | bits_option(q)
+    lists, scores = blitz_attn.select_blocks_prefill(q, k, **options)
+    for first, end in ((0, 32), (32, 288), (96, 290), (288, 290)):
+        own, own_scores = blitz_attn.select_blocks_prefill(q[:, :, first:end], k, q_begin=first + 40, num_threads=2, **options)
+        rows = slice(first // 32, -(-end // 32))
+        assert same_bits(own_scores, scores[:, :, rows])
+        assert same_bits(own, np.ascontiguousarray(lists[:, :, rows, : own.shape[3]]))
+        assert (lists[:, :, rows, own.shape[3] :] == -1).all()
+
+
+@pytest.mark.parametrize("budget", [{"top_k": 3}, {"top_p": 0.7}, {"threshold": 0.1}], ids=budget_name)
+@pytest.mark.parametrize("name", NAMES[:3])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+@pytest.mark.parametrize("window", [None, (100, 0)])
+def test_documents_are_chosen_as_if_alone(name, budget, order, window):
+    """Documents that fill whole blocks, each of as many queries as keys, in either order of their queries."""
+    lengths = [160, 320, 96]
+    cuts = np.concatenate([[0], np.cumsum(lengths)])
+    q, k = make(1, 4, 2, 576, 576, 24, dtype="float64", seed=5)
+    sees = np.repeat(np.stack([cuts[:-1], cuts[1:]], axis=-1)[order], np.asarray(lengths)[order], axis=0)
+    causal = order == [0, 1, 2]  # whose diagonal is that of the documents only where these stand in order
+    options = {"chooser": CHOOSERS[name], "block_shape": (32, 32), "sink": 2, "recent": 2 if causal else 0} | budget
+    options |= {"causal": causal, "window": window if causal else None, "return_scores": True}
+    sabi, scores = blitz_attn.select_blocks_prefill(q, k, kv_ranges=sees, **options)
+    first = 0
+    for n in order:
+        keys, rows = slice(cuts[n], cuts[n + 1]), slice(first // 32, (first + lengths[n]) // 32)
+        alone, expected = blitz_attn.select_blocks_prefill(q[:, :, first : first + lengths[n]], k[:, :, keys], **options)
+        found = sabi[:, :, rows]
+        lists = np.where(found >= 0, found - cuts[n] // 32, -1)
+        assert (lists[..., : alone.shape[3]] == alone).all()
+        assert (lists[..., alone.shape[3] :] == -1).all()
+        assert np.abs(scores[:, :, rows, cuts[n] // 32 : cuts[n + 1] // 32] - expected).max() < 1e-6
+        first += lengths[n]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_choosing_and_attending(dtype, isa_level):
+    """The bits of the two calls with the same arguments; slices have those of the whole, rounded or not."""
+    q, k, v = testing.make_qkv(2, 4, 2, 290, 330, 32, 16, dtype=dtype, seed=9)
+    shared = {"causal": True, "block_shape": (32, 16), "return_lse": True} | bits_option(q)
+    accumulated = {"out_dtype": None if dtype == "float64" else "float32"}
+    whole = blitz_attn.select_and_attend_prefill(q, k, v, top_k=5, **shared, **accumulated)
+    assert whole[0].dtype == (np.float64 if dtype == "float64" else np.float32)
+    for first, end in ((0, 32), (32, 288), (288, 290)):
+        part, given = q[:, :, first:end], {"q_begin": first + 40, "q_total": 290}
+        *found, sabi = blitz_attn.select_and_attend_prefill(part, k, v, top_k=5, return_sabi=True, **given, **shared, **accumulated)
+        assert all(same_bits(a, np.ascontiguousarray(b[:, :, first:end])) for a, b in zip(found, whole, strict=True))
+        again = blitz_attn.block_sparse_attention(part, k, v, sabi, **given, **shared, **accumulated)
+        assert all(map(same_bits, found, again))
+        rounded = blitz_attn.select_and_attend_prefill(part, k, v, top_k=5, **given, **shared)
+        assert same_bits(rounded[0], testing.round_to(testing.to_float64(found[0], str(found[0].dtype)), dtype))
+        if dtype == "float64":
+            twin = reference.select_and_attend_prefill(part, k, v, top_k=5, return_sabi=True, **given, **shared)
+            assert same_bits(twin[2], sabi)
+            np.testing.assert_allclose(twin[0], found[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=budget_name)
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_of_select_and_attend(name, budget):
+    """Choosers by their names, rows that nothing forces, rows of all blocks, and a batch entry without tokens."""
+    q, k, v = testing.make_qkv(2, 4, 2, 150, 170, 24, 16, seed=3)
+    options = {"chooser": name, "causal": True, "q_lens": [150, 0], "kv_lens": [170, 0], "block_shape": (32, 32), "sink": 0, "recent": 0}
+    options |= budget | {"first_rows": 1, "last_rows": 1}
+    out, lse, sabi = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **options)
+    exact, exact_lse, exact_sabi = reference.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **options)
+    assert same_bits(sabi, exact_sabi)
+    np.testing.assert_allclose(out, exact, atol=2e-6)
+    np.testing.assert_allclose(lse, exact_lse, atol=2e-6)
+    kept = (sabi[0] >= 0).sum(axis=-1)
+    assert (kept[:, 0] == 2).all()  # the first 32 queries see 52 keys
+    assert (kept[:, -1] == 6).all()
+    assert (kept >= 1).all()
+    assert (sabi[1] == -1).all()
+    assert same_bits(reference.select_and_attend_prefill(q, k, v, **options), exact)
+    given = np.full_like(exact, np.nan)
+    assert reference.select_and_attend_prefill(q, k, v, out=given, **options) is given
+    assert same_bits(given, exact)
+
+
+# ---- Which blocks are kept ------------------------------------------------------------------------------------------
 
 
 def test_density_is_exact_where_scores_tie():
     q = np.zeros((1, 2, 512, 8), np.float32)
     sabi = blitz_attn.select_blocks_prefill(q, q, density=0.37, block_shape=(32, 32), sink=0, recent=0)
     assert (sabi >= 0).sum() == int(0.37 * 2 * 256 + 0.5)
+
+
+def test_density_is_a_share_of_what_is_seen():
+    q = np.zeros((1, 2, 512, 8), np.float32)
+    sees = of_documents([0, 128, 256, 384, 512], [2, 0, 3, 1], 512)
+    sabi = blitz_attn.select_blocks_prefill(q, q, density=0.37, block_shape=(32, 32), sink=0, recent=0, kv_ranges=sees)
+    assert (sabi >= 0).sum() == int(0.37 * 2 * 16 * 4 + 0.5)
+    for row in range(16):
+        listed = sabi[0, :, row][sabi[0, :, row] >= 0]
+        assert (listed // 4 == [2, 0, 3, 1][row // 4]).all()
 
 
 @pytest.mark.parametrize("top_k", [40, 400])
@@ -114,12 +257,18 @@ def test_many_blocks_with_nearly_the_same_score(top_k):
     assert (sabi[0, 0, 0, :top_k] == expected).all()
 
 
-@pytest.mark.parametrize("budget", [{"density": 1}, {"top_p": 1.0}, {"top_k": 99}])
-def test_everything(budget):
-    """A budget of all keeps what plain attention sees."""
-    q, k, v = testing.make_qkv(1, 2, 2, 256, 256, 16)
-    out = blitz_attn.select_and_attend_prefill(q, k, v, causal=True, block_shape=(32, 32), **budget)
-    assert np.abs(out - blitz_attn.block_sparse_attention(q, k, v, causal=True)).max() < 1e-5
+@pytest.mark.parametrize("budget", [{"density": 1}, {"top_p": 1.0}, {"top_k": 99}], ids=budget_name)
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_everything(kind, budget):
+    """A budget of all keeps what plain attention sees, and nothing that it does not."""
+    q, k, v = testing.make_qkv(1, 4, 2, Q, KV, 16, 16)
+    rules = {"causal": True} if kind is None else {"kv_ranges": ranges_of(kind)}
+    seen = np.stack([np.zeros(Q, int), np.arange(Q) + KV - Q + 1], axis=-1) if kind is None else ranges_of(kind)
+    out, sabi = blitz_attn.select_and_attend_prefill(q, k, v, block_shape=(32, 16), return_sabi=True, **rules, **budget)
+    assert np.abs(out - blitz_attn.block_sparse_attention(q, k, v, **rules)).max() < 1e-5
+    padded = np.zeros((160, 176), bool)
+    padded[:Q, :KV] = (np.arange(KV) >= seen[:, :1]) & (np.arange(KV) < seen[:, 1:])
+    assert (sabi >= 0).sum() == 4 * padded.reshape(5, 32, 11, 16).any(axis=(1, 3)).sum()
 
 
 def test_forced_blocks():
@@ -130,6 +279,42 @@ def test_forced_blocks():
     sabi = blitz_attn.select_blocks_prefill(q, k, sink=2, recent=1, last_columns=1, first_rows=3, last_rows=1, **options)
     rows = [[c for c in row if c >= 0] for row in sabi[0, 0].tolist()]
     assert rows == [[0], [0, 1], [0, 1, 2]] + [[0, 1, r] for r in range(3, 9)] + [list(range(10))]
+
+
+@pytest.mark.parametrize("operation", BOTH)
+def test_forced_blocks_of_documents(operation):
+    """Two documents, of which the second begins in the middle of a row of blocks and in the middle of a block of keys."""
+    q, k = make(1, 1, 1, 320, 320, 16)
+    place = np.arange(320)
+    sees = np.where(place[:, None] < 176, (0, 176), (176, 320))
+    options = {"block_shape": (32, 32), "threshold": 1.0, "causal": True, "kv_ranges": sees}
+    rows = [[c for c in row if c >= 0] for row in operation(q, k, **options)[0, 0].tolist()]
+    assert rows == [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4], [0, 4, 5], [5, 6], [5, 6, 7], [5, 7, 8], [5, 8, 9]]
+    rows = [[c for c in row if c >= 0] for row in operation(q, k, sink=2, recent=1, **options)[0, 0].tolist()]
+    assert rows == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 4], [0, 1, 5], [5, 6], [5, 6, 7], [5, 6, 8], [5, 6, 9]]
+    # The last columns and the rows of a frame are those of the whole sequence.
+    rows = operation(q, k, sink=0, recent=0, last_columns=1, first_rows=3, **options | {"causal": False})[0, 0]
+    assert [[c for c in row if c >= 0] for row in rows.tolist()][:3] == [[0, 1, 2, 3, 4, 5]] * 3
+    assert (rows[6:, 0] == 9).all()
+
+
+@pytest.mark.parametrize("operation", BOTH)
+def test_recent_blocks_before_a_far_diagonal(operation):
+    """Where all that a query sees lies before the diagonal, the last of it is recent; where all lies behind, nothing is."""
+    q, k = make(1, 1, 1, 96, 320, 16)
+    sees = np.repeat([(40, 130), (300, 320), (10, 10)], 32, axis=0)
+    rows = operation(q, k, block_shape=(32, 32), threshold=1.0, sink=0, kv_ranges=sees)[0, 0]
+    assert [[c for c in row if c >= 0] for row in rows.tolist()] == [[3, 4], [9], []]  # row 1: its only block
+
+
+@pytest.mark.parametrize("operation", BOTH)
+def test_a_row_keeps_its_best_block(operation):
+    """Where nothing is forced and no score reaches the threshold."""
+    q, k = make(1, 2, 1, 128, 160, 16, seed=8)
+    options = {"threshold": 0.999, "block_shape": (32, 32), "sink": 0, "recent": 0, "return_scores": True}
+    sabi, scores = operation(q, k, **options)
+    assert sabi.shape == (1, 2, 4, 1)
+    assert (sabi[..., 0] == scores.argmax(axis=-1)).all()
 
 
 def test_a_number_a_head():
@@ -157,122 +342,7 @@ def test_what_is_no_number(name):
     assert same_bits(sabi, expected_sabi)
 
 
-def test_kinds_of_arrays():
-    q, k = make(1, 2, 1, 128, 128, 16, dtype="bfloat16")
-    options = {"top_p": 0.7, "block_shape": (16, 16)}
-    expected = blitz_attn.select_blocks_prefill(q, k, **options, **(bits_option(q)))
-    bits = [x.view(np.uint16) for x in (q, k)]
-    assert same_bits(blitz_attn.select_blocks_prefill(*bits, dtype="bfloat16", **options), expected)
-    torch = pytest.importorskip("torch")
-    tensors = [torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16) for x in (q, k)]
-    sabi = blitz_attn.select_blocks_prefill(*tensors, **options)
-    assert isinstance(sabi, torch.Tensor)
-    assert same_bits(sabi.numpy(), expected)
-    small = blitz_attn.select_blocks_prefill(*tensors, index_dtype="uint16", **options)
-    assert (small.numpy().astype(np.int16) == expected).all()
-
-
-@pytest.mark.parametrize("flag", ["return_lse", "return_sabi"])
-def test_flags_are_checked_before_out_is_written(flag):
-    q, k, v = testing.make_qkv(1, 2, 2, 64, 64, 16, 16)
-    out = np.full(q.shape, np.nan, np.float32)
-    with pytest.raises(TypeError, match=f"^{flag}: expected True or False, got NoneType"):
-        blitz_attn.select_and_attend_prefill(q, k, v, density=0.5, out=out, **{flag: None})
-    assert np.isnan(out).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_select_and_attend(dtype):
-    q, k, v = testing.make_qkv(2, 4, 2, 130, 150, 32, 16, dtype=dtype)
-    options = {"density": 0.5, "causal": True, "block_shape": (32, 16)}
-    shared = bits_option(q)
-    out, lse, sabi = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **options, **shared)
-    assert same_bits(sabi, blitz_attn.select_blocks_prefill(q, k, **options, **shared))
-    again = blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=(32, 16), causal=True, return_lse=True, **shared)
-    assert all(map(same_bits, (out, lse), again))
-    given = np.zeros_like(out)
-    assert blitz_attn.select_and_attend_prefill(q, k, v, out=given, **options, **shared) is given
-    assert same_bits(given, out)
-
-
-ADDED = {
-    "attn_mask": np.random.default_rng(5).standard_normal((2, 1, 130, 150), np.float32),
-    "mask of bool": np.random.default_rng(6).random((130, 150)) < 0.7,
-    "alibi_slopes": [0.5, 0.25, 0.0, -0.1],
-    "sinks": np.array([0.5, -2.0, 3.0, 0.0], np.float32),
-    "softcap": 1.5,
-}
-
-
-@pytest.mark.parametrize("name", [*ADDED, "all"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_added_to_scores_reaches_attention_alone(dtype, name):
-    q, k, v = testing.make_qkv(2, 4, 2, 130, 150, 32, 16, dtype=dtype)
-    plain = {"density": 0.5, "causal": True, "block_shape": (32, 16), **bits_option(q)}
-    added = {key: x for key, x in ADDED.items() if key != "mask of bool"}
-    added = added if name == "all" else {"attn_mask" if name == "mask of bool" else name: ADDED[name]}
-    out, lse, sabi = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **plain, **added)
-    without, _, chosen = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **plain)
-    assert same_bits(sabi, chosen)
-    assert not same_bits(out, without)
-    options = {key: x for key, x in plain.items() if key != "density"}
-    again = blitz_attn.block_sparse_attention(q, k, v, sabi, return_lse=True, **options, **added)
-    assert all(map(same_bits, (out, lse), again))
-    if dtype in ("float32", "float64"):
-        exact, exact_lse = reference.select_and_attend_prefill(q, k, v, return_lse=True, **plain, **added)
-        np.testing.assert_allclose(out, exact, atol=4e-6)
-        np.testing.assert_allclose(lse, exact_lse, atol=4e-6)
-
-
-@pytest.mark.parametrize(
-    ("error", "text", "added"),
-    [
-        (ValueError, r"attn_mask: expected shape .*, got \(3, 64, 64\)", {"attn_mask": np.ones((3, 64, 64), bool)}),
-        (TypeError, "attn_mask: expected an array, got list", {"attn_mask": [[True] * 64] * 64}),
-        (ValueError, r"alibi_slopes: expected shape \(2,\).*, got \(3,\)", {"alibi_slopes": [1, 2, 3]}),
-        (ValueError, r"sinks: expected shape \(2,\).*, got \(3,\)", {"sinks": [1, 2, 3]}),
-        (ValueError, "softcap: expected .*, got -1", {"softcap": -1}),
-    ],
-)  # fmt: skip
-def test_what_is_added_is_checked_before_out_is_written(error, text, added):
-    q, k, v = testing.make_qkv(1, 2, 2, 64, 64, 16, 16)
-    out = np.full(q.shape, np.nan, np.float32)
-    with pytest.raises(error, match=f"^{text}$"):
-        blitz_attn.select_and_attend_prefill(q, k, v, density=0.5, out=out, **added)
-    assert np.isnan(out).all()
-
-
-@pytest.mark.parametrize("budget", BUDGETS, ids=lambda x: next(iter(x)))
-@pytest.mark.parametrize("name", ["pooled", "antidiagonal", "sampled_rows", "vertical_slash"])
-def test_reference_of_select_and_attend(name, budget):
-    """Choosers by their names, rows that nothing forces, rows of all blocks, and a batch entry without tokens."""
-    q, k, v = testing.make_qkv(2, 4, 2, 150, 170, 24, 16, seed=3)
-    options = {"chooser": name, "causal": True, "q_lens": [150, 0], "kv_lens": [170, 0], "block_shape": (32, 32), "sink": 0, "recent": 0}
-    options |= budget | {"first_rows": 1, "last_rows": 1}
-    out, lse, sabi = blitz_attn.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **options)
-    exact, exact_lse, exact_sabi = reference.select_and_attend_prefill(q, k, v, return_lse=True, return_sabi=True, **options)
-    assert same_bits(sabi, exact_sabi)
-    np.testing.assert_allclose(out, exact, atol=2e-6)
-    np.testing.assert_allclose(lse, exact_lse, atol=2e-6)
-    kept = (sabi[0] >= 0).sum(axis=-1)
-    assert (kept[:, 0] == 2).all()  # the first 32 queries see 52 keys
-    assert (kept[:, -1] == 6).all()
-    assert (kept >= 1).all()
-    assert (sabi[1] == -1).all()
-    assert same_bits(reference.select_and_attend_prefill(q, k, v, **options), exact)
-    given = np.full_like(exact, np.nan)
-    assert reference.select_and_attend_prefill(q, k, v, out=given, **options) is given
-    assert same_bits(given, exact)
-
-
-@pytest.mark.parametrize("operation", [blitz_attn.select_blocks_prefill, reference.select_blocks_prefill])
-def test_a_row_keeps_its_best_block(operation):
-    """Where nothing is forced and no score reaches the threshold."""
-    q, k = make(1, 2, 1, 128, 160, 16, seed=8)
-    options = {"threshold": 0.999, "block_shape": (32, 32), "sink": 0, "recent": 0, "return_scores": True}
-    sabi, scores = operation(q, k, **options)
-    assert sabi.shape == (1, 2, 4, 1)
-    assert (sabi[..., 0] == scores.argmax(axis=-1)).all()
+# ---- Refusals -------------------------------------------------------------------------------------------------------
 
 
 def huge(*shape):
@@ -280,7 +350,13 @@ def huge(*shape):
     return np.broadcast_to(np.zeros((), np.float32), shape)[..., None]
 
 
+LINES = "kv_ranges: expected None with the chooser vertical_slash, whose lines run through all keys, got ranges"
 BAD = [
+    ({"chooser": "vertical_slash", "kv_ranges": np.zeros((128, 2), int)}, ValueError, LINES),
+    ({"chooser": select.VerticalSlash(8), "kv_ranges": np.zeros((128, 2), int)}, ValueError, LINES),
+    ({"kv_ranges": np.zeros((128, 3), int)}, ValueError, "kv_ranges: expected shape (1, 128, 2) or (128, 2), got (128, 3)"),
+    ({"kv_ranges": np.zeros((2, 128, 2), int)}, ValueError, "kv_ranges: expected shape (1, 128, 2) or (128, 2), got (2, 128, 2)"),
+    ({"kv_ranges": np.zeros((128, 2), np.int16)}, TypeError, "kv_ranges: expected int32 or int64, got int16"),
     ({"chooser": "best"}, ValueError, "chooser: expected one of pooled, antidiagonal, sampled_rows, vertical_slash, got 'best'"),
     ({"chooser": 3}, TypeError, "chooser: expected Pooled, Antidiagonal, SampledRows, VerticalSlash or the name of one, got int"),
     ({"chooser": select.Pooled(5)}, ValueError, "pool: expected a divisor of block_shape[0] = 64, got 5"),
@@ -315,7 +391,7 @@ BAD = [
     ({"block_shape": (1, 1), "chooser": select.Pooled(1), "index_dtype": "int16", "k": np.zeros((1, 2, 40000, 8), np.float32)}, ValueError,
      "index_dtype: expected one that holds 40000 columns, got int16"),
     ({"k": np.zeros((1, 2, 128, 9), np.float32)}, ValueError, "k: expected shape (B, Hkv, Skv, D) with D = 8 like q, got (1, 2, 128, 9)"),
-]  # fmt: skip
+]  # fmt: skip  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "kind", "sentence"), BAD, ids=lambda x: str(x)[:60])
@@ -325,3 +401,34 @@ def test_bad_calls(changes, kind, sentence):
     with pytest.raises(kind) as caught:
         blitz_attn.select_blocks_prefill(**call)
     assert str(caught.value) == sentence
+
+
+ATTENDS_BAD = [
+    ({"attn_mask": np.ones((3, 64, 64), bool)}, ValueError, r"attn_mask: expected shape .*, got \(3, 64, 64\)"),
+    ({"attn_mask": [[True] * 64] * 64}, TypeError, "attn_mask: expected an array, got list"),
+    ({"alibi_slopes": [1, 2, 3]}, ValueError, r"alibi_slopes: expected shape \(2,\).*, got \(3,\)"),
+    ({"sinks": [1, 2, 3]}, ValueError, r"sinks: expected shape \(2,\).*, got \(3,\)"),
+    ({"softcap": -1}, ValueError, "softcap: expected .*, got -1"),
+    ({"return_lse": None}, TypeError, "return_lse: expected True or False, got NoneType"),
+    ({"return_sabi": None}, TypeError, "return_sabi: expected True or False, got NoneType"),
+    ({"q_begin": [1, 2, 3]}, ValueError, "q_begin: expected 1 entries, one per batch entry, got 3"),
+    ({"q_begin": [2**30]}, ValueError, r"q_begin: expected token numbers from -1073741823 to 1073741823, got 1073741824 at \[0\]"),
+    ({"q_begin": 1.5}, TypeError, "q_begin: expected .*"),
+    ({"q_total": 63}, ValueError, "q_total: expected .* got 63.*"),
+    ({"out_dtype": "float16"}, ValueError, r"out_dtype: expected 'float32' like q, got 'float16'.*"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "sentence"), ATTENDS_BAD, ids=lambda x: str(x)[:60])
+def test_bad_calls_write_no_output(changes, error, sentence):
+    q, k, v = testing.make_qkv(1, 2, 2, 64, 64, 16, 16)
+    out = np.full(q.shape, np.nan, np.float32)
+    with pytest.raises(error, match=f"^{sentence}$"):
+        blitz_attn.select_and_attend_prefill(q, k, v, density=0.5, out=out, **changes)
+    assert np.isnan(out).all()
+
+
+def test_the_twin_refuses_vertical_slash():
+    q, k = make(1, 2, 2, Q, KV, 8)
+    with pytest.raises(ValueError, match=LINES):
+        reference.select_blocks_prefill(q, k, density=0.5, chooser="vertical_slash", kv_ranges=ranges_of("any"))
