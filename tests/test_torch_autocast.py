@@ -1,6 +1,5 @@
 """Autocast: the functions for tensors compute in its dtype, as torch's own attention does, and gradients have the dtypes of the inputs."""
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -8,7 +7,6 @@ torch = pytest.importorskip("torch")
 from blitz_attn.integrations import torch as functions  # noqa: E402
 
 theirs = torch.nn.functional.scaled_dot_product_attention
-operators = torch.ops.blitz_attn
 LOW = [torch.bfloat16, torch.float16]
 HALF_STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # twice the rounding of a result of 1
 EXACT = torch.float32, torch.float32, torch.float32
@@ -155,14 +153,6 @@ def test_sinks_and_slopes_stay():
 
 
 @pytest.mark.parametrize("low", LOW, ids=str)
-def test_chosen_blocks(low):
-    given, options = tensors(AFTER_ROTARY), {"density": 0.5, "block_shape": (8, 8), "causal": True}
-    with torch.autocast("cpu", dtype=low):
-        out = functions.select_and_attend_prefill(*given, **options)
-    assert torch.equal(out, functions.select_and_attend_prefill(*(x.to(low) for x in given), **options))
-
-
-@pytest.mark.parametrize("low", LOW, ids=str)
 def test_masks_over_chosen_blocks(low):
     """A mask of numbers is cast, sinks and slopes are not: as for attention over given blocks."""
     given, options = tensors(), {"density": 0.5, "block_shape": (8, 8)}
@@ -294,16 +284,6 @@ def test_exports(strict):
     exported = torch.export.export(Model(inside), (*given, request), strict=strict).module()
     for own, other in zip(exported(*given, request), inside(*given, request), strict=True):
         assert torch.equal(own, other)
-
-
-def test_operators_by_name():
-    q, k, v = tensors(AFTER_ROTARY)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, _ = operators.block_sparse_attention(q, k, v, causal=True)
-        sinks, _ = operators.block_sparse_attention(q, k, v, sinks=torch.zeros(4), attn_mask=torch.zeros(37, 37))
-    assert out.dtype == sinks.dtype == torch.bfloat16
-    expected = functions.block_sparse_attention(*(x.bfloat16() for x in (q, k, v)), causal=True)
-    assert np.array_equal(out.float().numpy(), expected.float().numpy())
 
 
 def test_transforms():

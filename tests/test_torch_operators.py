@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import blitz_attn  # noqa: E402
-from blitz_attn import sabi  # noqa: E402
 from blitz_attn.integrations import torch as functions  # noqa: E402
 from blitz_attn.select import Antidiagonal, Pooled, SampledRows, VerticalSlash  # noqa: E402
 from cases_torch import DTYPES, LISTS, tensors  # noqa: E402
@@ -263,7 +262,7 @@ def test_classes_of_tensors_see_operators(which):
 # ---- The library's results --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chooser", ["pooled", Pooled((4, 8), "mean"), Antidiagonal(4), SampledRows(2, over="mean"), VerticalSlash(16)], ids=str)
+@pytest.mark.parametrize("chooser", ["pooled", Pooled((4, 8), "mean"), Antidiagonal(4), SampledRows(2, over="mean"), VerticalSlash(16)], ids=str)  # fmt: skip
 def test_choosers_reach_the_library(chooser):
     q, k, v = tensors()
     options = {"chooser": chooser, "top_k": [1, 2, 3, 1], "block_shape": (8, 8), "causal": True, "sink": 0, "recent": 1}
@@ -288,19 +287,13 @@ def test_budgets_in_arrays(budget):
 def test_paged_tables_as_a_triple():
     q, k_cache, v_cache, tables, lengths = paged()
     triple = (torch.tensor([0, 3, 5]), torch.tensor([4, 1, 0, 2, 5]), torch.tensor([4, 1]))
-    assert torch.equal(functions.paged_attention(q, k_cache, v_cache, triple), functions.paged_attention(q, k_cache, v_cache, tables, lengths))
+    assert torch.equal(
+        functions.paged_attention(q, k_cache, v_cache, triple), functions.paged_attention(q, k_cache, v_cache, tables, lengths)
+    )
     given = {"sinks": [0.5, 0.1, 0.2, 0.3], "softcap": 3.0, "q_lens": [1, 1], "return_lse": True}
     ours = functions.paged_attention(q, k_cache, v_cache, tables.numpy(), [20, 9], **given)
     for a, b in zip(ours, blitz_attn.paged_attention(q, k_cache, v_cache, tables, [20, 9], **given), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("make", [lambda x: x, lambda x: x.astype(np.uint16), lambda x: np.broadcast_to(x, (2, *x.shape[1:])), lambda x: x[..., ::-1].copy()[..., ::-1]])
-def test_lists_of_any_kind(make):
-    q, k, v = tensors()
-    lists = sabi.from_block_mask(np.random.default_rng(1).random((1, 4, 4, 5)) < 0.6, dtype="int32")
-    expected = blitz_attn.block_sparse_attention(q, k, v, lists, block_shape=(8, 8))
-    assert torch.equal(functions.block_sparse_attention(q, k, v, make(lists), block_shape=(8, 8)), expected)
 
 
 @pytest.mark.parametrize(
@@ -338,31 +331,6 @@ def test_a_mask_that_needs_a_gradient():
 # ---- Masks and slopes with the library's arguments --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("grad", [False, True])
-def test_masks_and_slopes_are_those_of_the_library(layout, dtype, grad):
-    """To the bit, with gradients, as tensors and as arrays."""
-    torch.manual_seed(6)
-    given = tensors(layout, dtype, grad)
-    lengths, options = of_layout(layout)
-    options |= dict(zip(("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv"), lengths, strict=True)) | {"causal": True}
-    sizes = (49, 40) if layout == "TND" else (31, 37)
-    mask, slopes = torch.randn(2, 4, *sizes).masked_fill(torch.rand(2, 1, *sizes) < 0.3, -torch.inf).to(dtype), torch.rand(4)
-    plain = [x.detach() for x in given]
-    for more in ({"attn_mask": mask}, {"alibi_slopes": slopes}, {"attn_mask": mask > 0, "alibi_slopes": slopes}):
-        out, lse = blitz_attn.block_sparse_attention(*plain, return_lse=True, **options, **more)
-        ways = [more, {name: x.numpy() for name, x in more.items() if x.dtype != torch.bfloat16} or more]
-        for way in ways:
-            found = functions.block_sparse_attention(*given, return_lse=True, **options, **way)
-            assert torch.equal(found[0], out)
-            assert torch.equal(found[1], lse)
-            if grad:
-                grads = torch.autograd.grad(found[0].sum(), given)
-                right = blitz_attn.block_sparse_attention_backward(torch.ones_like(out), *plain, out, lse, **options, **more)
-                assert all(map(torch.equal, grads, right))
-
-
 def test_masks_as_arrays():
     """Are copied, and their axes of stride 0 stay so; bfloat16 comes from ml_dtypes."""
     q, k, v = tensors(grad=True)
@@ -392,46 +360,6 @@ def test_masks_and_slopes_compile(backend):
         results = [call(*given, mask, torch.tensor([0.5, 0.2, 0.1, 0.0])) for call in (run, compiled)]
         assert torch.equal(*results)
         assert all(map(torch.equal, *(torch.autograd.grad(x.square().sum(), given) for x in results)))
-
-
-def test_masks_and_slopes_over_a_paged_cache():
-    given = paged()
-    mask, slopes = torch.randn(2, 4, 1, 24), torch.rand(4)
-    for more in ({"attn_mask": mask}, {"alibi_slopes": slopes.numpy()}, {"attn_mask": mask.numpy() > 0, "alibi_slopes": slopes}):
-        expected = blitz_attn.paged_attention(*given, **more)
-        assert torch.equal(functions.paged_attention(*given, **more), expected)
-        selected = torch.arange(2).expand(2, 2, 2).contiguous()
-        right = blitz_attn.paged_select_attention(*given, selected, **more)
-        assert torch.equal(functions.paged_select_attention(*given, selected, **more), right)
-        if "attn_mask" in more:
-            run = torch.compile(lambda q, m, s: functions.paged_attention(q, *given[1:], attn_mask=m, alibi_slopes=s), backend="aot_eager", fullgraph=True)
-            own = torch.as_tensor(more["attn_mask"]), torch.as_tensor(more.get("alibi_slopes", torch.zeros(4)))
-            assert torch.equal(run(given[0], *own), blitz_attn.paged_attention(*given, attn_mask=own[0], alibi_slopes=own[1]))
-
-
-@pytest.mark.sampled("options")
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("q_lens", [None, [5, 2]])
-def test_ranges_over_a_paged_cache(q_lens, dtype):
-    """A run of tokens for each query: tensors and arrays, beside other rules, and in a graph."""
-    q, *rest = paged()
-    q = q if q_lens is None else torch.randn(7, 4, 16)
-    ends = torch.tensor([[10, 17], [2, 7]]) if q_lens is None else torch.tensor([[0, 20], [2, 11], [7, 7], [-4, 5], [19, 40], [0, 9], [1, 4]])
-    runs, selected = ends.to(dtype), torch.arange(2).expand(2, 2, 2).contiguous()
-    calls = ((functions.paged_attention, blitz_attn.paged_attention, ()), (functions.paged_select_attention, blitz_attn.paged_select_attention, (selected,)))
-    for ours, own, lists in calls:
-        for more in ({}, {"window": 12, "attn_mask": torch.rand(5, 20) < 0.8, "alibi_slopes": torch.rand(4), "sinks": torch.rand(4)}):
-            more |= {"q_lens": q_lens, "return_lse": True}
-            expected = own(q, *rest, *lists, kv_ranges=runs, **more)
-            for given in (runs, runs.numpy(), runs.repeat(1, 2)[:, 1:3].flip(1)):
-                assert all(map(torch.equal, ours(q, *rest, *lists, kv_ranges=given, **more), expected))
-            assert not torch.equal(expected[0], own(q, *rest, *lists, **more)[0])
-            twin = getattr(blitz_attn.reference, own.__name__)(*(x.numpy() for x in (q, *rest, *lists)), kv_ranges=runs.numpy(), **more)
-            for a, b in zip(expected, twin, strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        run = torch.compile(lambda x, r, f=ours, n=lists: f(x, *rest, *n, kv_ranges=r, q_lens=q_lens), backend="aot_eager", fullgraph=True)
-        for given in (runs, runs + 1):
-            assert torch.equal(run(q, given), own(q, *rest, *lists, kv_ranges=given, q_lens=q_lens))
 
 
 def test_runs_of_keys_compile():
@@ -623,11 +551,13 @@ def test_no_gradient(name):
 def test_no_gradient_beside_chosen_blocks(name):
     x = torch.zeros((31, 37) if name == "attn_mask" else 4, requires_grad=True)
     out = functions.select_and_attend_prefill(*tensors(), density=0.5, block_shape=(8, 8), **{name: x})
-    with pytest.raises(RuntimeError, match=r"^select_and_attend_prefill: expected a call under torch.no_grad\(\), got a request for its gradient"):
+    with pytest.raises(
+        RuntimeError, match=r"^select_and_attend_prefill: expected a call under torch.no_grad\(\), got a request for its gradient"
+    ):
         out.sum().backward()
 
 
-@pytest.mark.parametrize(("call", "lists"), [(functions.paged_attention, ()), (functions.paged_select_attention, (torch.zeros(2, 2, 1, dtype=torch.int32),))])
+@pytest.mark.parametrize(("call", "lists"), [(functions.paged_attention, ()), (functions.paged_select_attention, (torch.zeros(2, 2, 1, dtype=torch.int32),))])  # fmt: skip
 def test_bad_paged_calls(call, lists):
     q, k_cache, v_cache, tables, lengths = paged()
     with pytest.raises(TypeError, match="^block_tables: expected an array, got NoneType$"):
@@ -650,7 +580,7 @@ def test_bad_paged_calls(call, lists):
             call(q, k_cache, v_cache, tables, lengths, *lists, kv_ranges=runs)
 
 
-@pytest.mark.parametrize("ranges", [np.zeros((37, 2), np.uint16), np.zeros((37, 2)), np.zeros((37, 2), np.int8)], ids=lambda x: str(x.dtype))
+@pytest.mark.parametrize("ranges", [np.zeros((37, 2), np.uint16), np.zeros((37, 2)), np.zeros((37, 2), np.int8)], ids=lambda x: str(x.dtype))  # fmt: skip
 def test_kinds_of_ranges(ranges):
     """The sentence says what is taken."""
     with pytest.raises(TypeError, match=f"^kv_ranges: expected int32 or int64, got {ranges.dtype}$"):
