@@ -27,6 +27,7 @@ from .arrays import HAS_TORCH, bits_of
 from .draw import Discard, Draw
 from .good_calls import GROUPS, Good, parameters
 from .problems import Finding, problem
+from .refusals import REFUSALS, Refusal
 from .unusual_values import ALIEN, ANY, ENDLESS, is_huge, table
 
 try:
@@ -39,7 +40,7 @@ SECONDS_PER_ELEMENT = 1e-6  # more for results that are large because the call s
 KIBIBYTES = 1 << 20
 VARIETIES = 32
 WEIGHT = 0.03  # of a function: about a tenth of a campaign's problems are bad calls
-HOW = ("argument", "two arguments", "unknown keyword", "too many positional", "missing argument", "positional")
+HOW = ("argument", "two arguments", "unknown keyword", "too many positional", "missing argument", "positional", "refusal")
 SENTENCE = re.compile(r"([\w\[\]., ]+): expected .+, got .+", re.DOTALL)
 PLAIN = (np.ndarray, np.generic, str, bool, int, float, type(None))
 
@@ -79,6 +80,14 @@ class Call:
         except Exception as error:  # from one that is unusual already, or for want of memory: nothing of the package's
             raise Discard(f"{unusual} cannot be made of {type(right).__name__}") from error
         self.replaced[argument] = f"{self.replaced[argument]}, {unusual}" if argument in self.replaced else unusual
+
+    def refuse(self, row: Refusal) -> None:
+        """Changes arguments as a row of `refusals` says, which this variety need not refuse."""
+        try:
+            self.arguments = row.apply(self.arguments)
+        except Exception as error:
+            raise Discard(f"of this variety no {row.changes} can be made") from error
+        self.replaced |= dict.fromkeys(row.changes, "huge, as a refusal has it")
 
     def make_positional(self) -> None:
         """Passes by position all arguments that can be passed so."""
@@ -228,9 +237,12 @@ def _bits(call: Call) -> list[bytes]:
     return [*found, call.arena.memory.tobytes()]
 
 
-def _change(draw: Draw, call: Call) -> None:
+def _change(draw: Draw, group: str, call: Call) -> None:
     names = list(parameters(call.good.call))
-    how = draw.pick("how", HOW, (24, 5, 1, 1, 1, 1))
+    rows = REFUSALS.get(f"{group}.{call.name}", [])
+    how = draw.pick("how", HOW, (24, 5, 1, 1, 1, 1, 3 if rows else 0))
+    if how == "refusal" and rows:
+        call.refuse(rows[draw.integer("row", 0, len(rows) - 1)])
     if how in ("argument", "two arguments", "positional") and names:
         argument = draw.pick("argument", names)
         call.replace(argument, draw.pick("odd", call.choices(argument)))
@@ -255,7 +267,7 @@ def _problem(group: str) -> None:
     def run(draw: Draw) -> None:
         name = draw.pick("function", names)
         call = Call(name, GROUPS[group][name], draw.integer("variety", 0, VARIETIES - 1), draw.seed)
-        _change(draw, call)
+        _change(draw, group, call)
         cap = blitz_attn.isa()
         try:
             with cap:

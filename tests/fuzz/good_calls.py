@@ -285,7 +285,8 @@ def _summaries(a: Arena) -> dict[str, Any]:
 def _metadata(a: Arena, v: int) -> dict[str, Any]:
     call = {"k_cache": a.floats(_PAGES, _PAGE, _KV_HEADS, _DIM)} | _tables(a, v & 1) | _summaries(a)
     if v & 4:
-        call |= {"k_cache": a.integers(np.ones((_PAGES, _PAGE, _KV_HEADS, _DIM)), "int8"), "k_scale": 0.5 if v & 8 else a.floats(_KV_HEADS)}
+        call["k_cache"] = a.integers(np.ones((_PAGES, _PAGE, _KV_HEADS, _DIM)), "int8")
+        call["k_scale"] = 0.5 if v & 8 else a.put(np.float32([0.5, 0.25]))
     return call | ({"start_lens": [1, 0], "meanblocks": a.poisoned(3, 4, _KV_HEADS, _DIM)} if v & 2 else {})
 
 
@@ -542,6 +543,7 @@ GROUPS: dict[str, dict[str, Good]] = {
     "merge": {
         "merge_states": Good(blitz_attn.merge_states, _merge, ("out", "lse_out")),
         "merge_states_n": Good(blitz_attn.merge_states_n, _merge_n, ("out", "lse_out")),
+        "merge_states_tree": Good(blitz_attn.merge_states_tree, lambda a, v: _merge_n(a, v & 3)),
     },
     "paged": {
         "paged_attention": Good(blitz_attn.paged_attention, _paged, ("out",), names=("lse", "indptr", "indices", "last_page_len")),
@@ -560,7 +562,7 @@ GROUPS: dict[str, dict[str, Good]] = {
         ),
     },
     "quest": QUEST | {
-        "select_blocks": Good(blitz_attn.select_blocks, _select, names=("minblocks",), sizes=("k", "budget")),
+        "select_blocks": Good(blitz_attn.select_blocks, _select, names=("minblocks", "source"), sizes=("k", "budget")),
         "select_and_attend": Good(blitz_attn.select_and_attend, _select_and_attend, ("out",), names=("lse", "minblocks"), sizes=("k", "budget")),
     },
     "nsa": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,7 @@ def _attended(a: Any, v: int) -> dict[str, Any]:
 
 # By name: a function, the function that makes its arguments, the arguments that it may write to, and further names that its refusals may use.
 CACHES: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]], tuple[str, ...], tuple[str, ...]]] = {
-    "NsaCache": (nsa.NsaCache, _made, (), ()),
+    "NsaCache": (nsa.NsaCache, _made, (), tuple(inspect.signature(nsa.nsa).parameters)),
     "NsaCache.append": (_append, _appended, (), ()),
     "NsaCache.attend": (_attend, _attended, ("out",), ("k",)),
     "NsaCache.crop": (_crop, lambda a, v: {"lens": a.integers([10, 9]) if v & 1 else 7}, (), ()),
