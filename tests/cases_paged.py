@@ -1,12 +1,10 @@
 """What the suites of the paged operations share: calls over poisoned outputs, comparison with the reference."""
 
-from functools import partial
-
 import numpy as np
 
 import blitz_attn
 from blitz_attn import reference, testing
-from cases import ISA_LEVELS, LSE_TOLERANCE, poisoned, same_bits
+from cases import ISA_LEVELS, LSE_TOLERANCE, poisoned
 
 CACHE_DTYPES = ["float32", "float16", "bfloat16", "int8", "float8_e4m3"]
 
@@ -30,7 +28,8 @@ def attend_paged(case, selected=None, tables=None, **options):
     return out, lse
 
 
-PER_CALL = ("sinks", "k_scale", "v_scale", "counts", "kv_ranges", "attn_mask", "alibi_slopes")  # the options that a plan's calls take; its constructor takes all others
+# The options that a plan's calls take. Its constructor takes all others.
+PER_CALL = ("sinks", "k_scale", "v_scale", "counts", "kv_ranges", "attn_mask", "alibi_slopes")
 
 
 def plan_paged(case, tables=None, **options):
@@ -40,19 +39,14 @@ def plan_paged(case, tables=None, **options):
     return blitz_attn.PagedPlan(*(tables or case.arrays[3:]), page_size=case.page_size, **options), per_call
 
 
-def attend_by_plan(case, selected=None, tables=None, **options):
-    """`attend_paged` by a plan, whose second call gives the results of the first one."""
-    plan, per_call = plan_paged(case, tables, **options)
-    assert plan.batch == len(case.seq_lens)
-    assert plan.num_queries == len(case.q)
-    first, again = _poisoned_results(case), _poisoned_results(case)
-    for given in (first, again):
-        call = plan.attention if selected is None else partial(plan.select_attention, selected=selected)
-        results = call(*case.arrays[:3], out=given, return_lse=True, **per_call)
-        assert results[0] is given[0]
-        assert results[1] is given[1]
-    assert all(map(same_bits, again, first))
-    return first
+def every_block(case, rows, width=None):
+    """Lists of all blocks of each request, in a random order."""
+    blocks = -(-case.seq_lens // case.page_size)
+    selected = np.full((len(blocks), rows, int(blocks.max(initial=1)) if width is None else width), -1)
+    rng = np.random.default_rng(5)
+    for b, r in np.ndindex(*selected.shape[:2]):
+        selected[b, r, : blocks[b]] = rng.permutation(blocks[b])
+    return selected
 
 
 def check_paged(case, selected=None, **options):

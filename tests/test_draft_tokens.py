@@ -1,10 +1,10 @@
-"""Requests of several new tokens over long caches, as in speculative decoding: more queries of a KV head than the kernel for few queries takes at once,
-which take turns at each chunk of keys."""
+"""Requests of several new tokens over long caches, as in speculative decoding: more queries of a KV head than the kernel for few queries
+takes at once, which take turns at each chunk of keys."""
 
 import numpy as np
 import pytest
 
-from blitz_attn import reference, testing
+from blitz_attn import testing
 from cases import DTYPES, attend, check, random_lists, same_bits
 from cases_paged import CACHE_DTYPES, attend_paged, check_paged
 
@@ -38,7 +38,10 @@ def test_every_rule_is_right(rule, dtype, kv_dtype, kv_layout):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("bfloat16", "int8"), ("float64", "float64")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("bfloat16", "int8"), ("float64", "float64")],
+)
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (16, 2), (9, 1), (40, 2)], ids=lambda h: f"h{h[0]}x{h[1]}")
 def test_numbers_of_queries(heads, dtype, kv_dtype):
     """Around the number of keys from which on so many queries take turns, and around their largest number."""
@@ -85,7 +88,10 @@ def test_lists(q_len, dtype, block_q, list_heads):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3")],
+)
 def test_same_bits(dtype, kv_dtype, isa_level):
     """Whatever the number of threads, the other requests of the call, the layout, and the size of pages."""
     case = testing.make_paged(6, 8, 2, LENS, 32, 64, 64, dtype, kv_dtype, q_lens=DRAFTS)
@@ -156,15 +162,3 @@ def test_a_chunk_of_a_prompt_has_the_bits_of_one_thread(dtype, isa_level):
     for threads in (2, 4):
         same(attend_paged(case, num_threads=threads), expected)
     check_paged(case)
-
-
-def test_the_reference_of_a_tree():
-    """In the reference, a token of a tree gets what it gets in a cache without its siblings."""
-    case = testing.make_paged(1, 4, 2, [90], 16, 16, 16, "float64", "float64", q_lens=[4])
-    mask = np.ones((1, 1, 4, 90), bool)
-    mask[0, 0, :, 86:] = np.eye(4, dtype=bool)
-    whole = reference.paged_attention(*case.arrays, attn_mask=mask, **case.options)
-    for i in range(4):  # a token of the tree is the newest token of a cache without its siblings
-        k, v = (x[case.block_tables[0, :6]].reshape(-1, 2, 16)[[*range(86), 86 + i]] for x in case.arrays[1:3])
-        alone = reference.block_sparse_attention(case.q[None, i : i + 1], k[None], v[None], layout="BSND")
-        np.testing.assert_allclose(alone[0, 0], whole[i], rtol=1e-12)

@@ -50,7 +50,7 @@ def _attended(a: Any, v: int) -> dict[str, Any]:
     return call | ({"out": a.poisoned(1, 2, 2, 8)} if v & 1 else {"gates": a.floats(1, 2, 2, 3)})
 
 
-# By name: a function, the function that makes its arguments, the arguments that it may write to, and further names that its refusals may use.
+# By name: a function, the function that makes its arguments, the arguments that it may write to, and more names that refusals may use.
 CACHES: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]], tuple[str, ...], tuple[str, ...]]] = {
     "NsaCache": (nsa.NsaCache, _made, (), tuple(inspect.signature(nsa.nsa).parameters)),
     "NsaCache.append": (_append, _appended, (), ()),

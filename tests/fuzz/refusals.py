@@ -1,8 +1,8 @@
 """Wrong calls, and the sentences that refuse them.
 
-A row changes arguments of a valid call of `good_calls`, in the variety that the row names: a function makes the new argument from the valid
-one. In a sentence, "..." stands for anything. The suite holds every row to its sentence (tests/test_refusals.py), and `bad_calls` draws rows
-in other varieties, too.
+A row changes arguments of a valid call of `good_calls`, in the variety that the row names: a function makes the new argument from the
+valid one. In a sentence, "..." stands for anything. The suite holds every row to its sentence (tests/test_refusals.py), and `bad_calls`
+draws rows in other varieties, too.
 """
 
 from __future__ import annotations
@@ -429,6 +429,8 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("out: expected memory of its own, got an array that overlaps q", out=Of(lambda a: a["q"]), v=Of(lambda a: a["k"])),
         value_error("out: expected memory of its own, got an array that overlaps v",
                     12, out=Of(lambda a: as_strided(a["v"].reshape(-1)[-1:], (1, 2, 16, 4), (512, 256, 16, 4)))),
+        value_error("out: expected memory of its own, got an array that overlaps kv_ranges",
+                    6, kv_ranges=Of(lambda a: a["out"].view(np.int64).reshape(-1)[:32].reshape(16, 2))),
         value_error("out: expected an array whose elements each have their own memory, got one that overlaps itself",
                     6, out=lambda x: as_strided(x, x.shape, (0, 0, 16, 4))),
         value_error("out: expected an ..., got one that overlaps itself", 6, out=lambda x: as_strided(x, x.shape, (512, 256, 8, 4))),
@@ -612,6 +614,13 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("out: expected memory of its own, got an array that overlaps v_cache",
                     16, out=Of(lambda a: a["v_cache"].reshape(-1)[:64].reshape(2, 4, 8))),
         value_error("out: expected memory of its own, got an array that overlaps q", 16, out=Of(lambda a: a["q"])),
+        value_error("out: expected memory of its own, got an array that overlaps kv_ranges",
+                    16, kv_ranges=Of(lambda a: a["out"].view(np.int32).reshape(-1)[:4].reshape(2, 2))),
+        value_error("out: expected ..., got an array that overlaps attn_mask", 16, attn_mask=Of(lambda a: a["out"].reshape(-1)[:6])),
+        value_error("lse: expected shape (2, 4), got (2, 3)",
+                    return_lse=True, out=lambda x: (np.zeros((2, 4, 8), np.float32), np.zeros((2, 3), np.float32))),
+        value_error("lse: expected memory of its own, got an array that overlaps out",
+                    return_lse=True, out=Of(lambda a: (MEMORY[:64].reshape(2, 4, 8), MEMORY[56:64].reshape(2, 4)))),
     ],
     "paged.paged_select_attention": [
         *TABLES,
