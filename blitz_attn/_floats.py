@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
-from ._sentences import number_shown
+from ._sentences import number_shown, refusal
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 
@@ -38,7 +38,7 @@ def refuse_overlap(name: str, array: np.ndarray, **others: np.ndarray | None) ->
     """Refuses an array that may share memory with one of `others`."""
     for other_name, other in others.items():
         if other is not None and np.may_share_memory(array, other):
-            raise ValueError(f"{name}: expected memory of its own, got an array that overlaps {other_name}")
+            raise refusal(ValueError, name, ": expected memory of its own, got an array that overlaps ", other_name)
 
 
 def memory_of(x: Any, name: str) -> np.ndarray | None:

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-_OTHERS = re.compile(r"(?:(?<=\blike )|(?<=\bwith )|(?<=\bof )|(?<=\bas )|(?<=\boverlaps ))[\w\[\]]+|\b\w+(?='s )")
 LONGEST = 200  # characters of a value that a sentence quotes
+Error = TypeVar("Error", TypeError, ValueError)
 
 
-def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
-    """The same error with the caller's names of arguments: at the start of the sentence, after "like", "with", "of", "as" and
-    "overlaps", and before "'s".
+def refusal(kind: type[Error], *parts: str) -> Error:
+    """The exception for a sentence in parts: names of arguments at even places, and at odd ones what stands between them. It is for
+    sentences that name other arguments than the one at their beginning, where a caller may have other names for them.
 
-    Sentences have the form ``name: expected ..., got ...``; `names` maps the core's names to the caller's.
+    The exception has the parts as its attribute `sentence`, as those of the core have.
+    """
+    error = kind("".join(parts))
+    error.sentence = parts  # type: ignore[attr-defined]
+    return error
+
+
+def rename(error: Exception, names: Mapping[str, str]) -> None:
+    """Puts the caller's names of arguments into an exception. `names` maps the names that it has to those of the caller.
+
+    An exception without the attribute `sentence` has one name, which its text begins with, as in ``name: expected ..., got ...``.
     """
     name, colon, rest = str(error).partition(":")
-    kind = TypeError if isinstance(error, TypeError) else ValueError  # subclasses may take other arguments than a sentence
-    rest = _OTHERS.sub(lambda match: names.get(match[0], match[0]), rest)
-    return kind(names.get(name, name) + colon + rest)
+    parts = getattr(error, "sentence", (name, colon + rest))
+    own = tuple(part if place % 2 else names.get(part, part) for place, part in enumerate(parts))
+    if own != parts:
+        error.args = ("".join(own),)
+        error.sentence = own  # type: ignore[attr-defined]
 
 
 def number_shown(value: float) -> str:

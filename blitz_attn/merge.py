@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from . import _arrays, _core
-from ._sentences import renamed
+from ._sentences import rename
 
 __all__ = ["merge_states", "merge_states_n", "merge_states_tree"]
 
@@ -75,7 +75,8 @@ def merge_states(
     try:
         return merge_states_n((out_a, out_b), (lse_a, lse_b), out=out, lse_out=lse_out, dtype=dtype)
     except (TypeError, ValueError) as error:
-        raise renamed(error, _PAIR_NAMES) from error
+        rename(error, _PAIR_NAMES)
+        raise
 
 
 def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None, lse_out: Any = None, dtype: Any = None) -> tuple[Any, Any]:
@@ -131,7 +132,8 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
     try:
         result = _core.merge_states(family.empty, outs, lses, out=given_out, lse_out=given_lse, dtype=kind)
     except (TypeError, ValueError) as error:
-        raise renamed(error, {"lse": "lse_out"}) from error
+        rename(error, {"lse": "lse_out"})
+        raise
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
 
 

@@ -10,7 +10,7 @@ from ._names import KVLayout, Method
 from ._paged.call import attend_requests, open_requests, scales_for_core
 from ._paged.selection import Opened, integer_empty, select_pages, select_to_attend, with_lists
 from ._paged.tables import cache_sizes, tables_for_core
-from ._sentences import renamed
+from ._sentences import rename
 
 __all__ = [
     "quest_block_select_paged",
@@ -138,9 +138,9 @@ def _quest(
             return_counts=False, return_scores=False, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        if selected_indices is None or not str(error).startswith("k:"):
-            raise
-        raise renamed(error, {"k": "selected_indices"}) from error  # k is its last axis
+        if selected_indices is not None:
+            rename(error, {"k": "selected_indices"})  # k is its last axis
+        raise
     _arrays.count_writes(selected_indices)
     return selected
 
@@ -634,7 +634,8 @@ def _opened(q: Any, k_cache: Any, kv_layout: Any, block_tables: Any, seq_lens: A
     try:
         opened, batch, num_queries = open_requests(*tables_for_core(block_tables, seq_lens), q_lens, None, page_size)
     except ValueError as error:
-        raise renamed(error, {"page_size": "k_cache"}) from error
+        rename(error, {"page_size": "k_cache"})
+        raise
     if len(shape) == 3 and shape[0] != num_queries:
         if q_lens is None:
             raise ValueError(f"q: expected shape ({batch}, H, D), got {shape}")

@@ -95,10 +95,10 @@ typedef struct ba_block_sparse_args {
                                    * it from token j * key_stride + key_last on. q_begin must then be given, and no window */
     ba_tensor kv_ranges; /* not given, or int32 or int64, (B or 1, Sq, 2) or (Sq, 2), for BA_TND (T, 2): the first key that each query may see, and
                           * the place after the last one, counted in its own sequence. Any numbers: those beyond the keys mean the nearest key */
-    ba_tensor attn_mask; /* not given, or (B or 1, H or 1, Sq or 1, Skv or 1), for BA_TND with the lengths of the longest sequences: float32,
-                          * float16, bfloat16 or float64 numbers that are added to the scores after the softcap, or BA_BOOL. 0 (false) and -inf
-                          * hide the key from the query, and so does, unless q is float64, any number below about -2.3e38. Any strides. None where
-                          * the lists are routed, or key_stride is given */
+    ba_tensor attn_mask; /* not given, or (B or 1, H or 1, Sq or 1, Skv or 1) or the last of these axes, for BA_TND with the lengths of the longest
+                          * sequences: float32, float16, bfloat16 or float64 numbers that are added to the scores after the softcap, or BA_BOOL.
+                          * 0 (false) and -inf hide the key from the query, and so does, unless q is float64, any number below about -2.3e38. Any
+                          * strides. None where the lists are routed, or key_stride is given */
     const float *alibi_slopes;       /* NULL, or [H]: -slope * |d - j| is added to the scores, likewise */
     int unrounded;                   /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
     const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */

@@ -10,7 +10,7 @@ import numpy as np
 from .. import _arrays, _core
 from .._floats import FLOATS, Result, floats, real_of
 from .._formats import converted
-from .._sentences import shown
+from .._sentences import refusal, shown
 
 
 def dtype_of(dtype: Any) -> str | None:
@@ -25,7 +25,7 @@ def leading(x: Any, name: str, dtype: str | None) -> tuple[np.ndarray, str]:
     """View of the floating-point array whose dtype a call has, and the name of that dtype. `dtype` is what the caller says that it is."""
     array, kind = floats(x, name, dtype)
     if dtype is not None and kind != dtype:
-        raise TypeError(f"{name}: expected {dtype} as dtype says, got {kind}")
+        raise refusal(TypeError, name, f": expected {dtype} as ", "dtype", f" says, got {kind}")
     return array, kind
 
 
@@ -33,7 +33,7 @@ def same_kind(x: Any, name: str, dtype: Any, kind: str, like: str, written: bool
     """View of a floating-point array that has dtype `kind`, as the array that is called `like` has."""
     array, own = floats(x, name, dtype, written)
     if own != kind:
-        raise TypeError(f"{name}: expected dtype {kind} like {like}, got {own}")
+        raise refusal(TypeError, name, f": expected dtype {kind} like ", like, f", got {own}")
     return array
 
 
@@ -53,13 +53,15 @@ def reals(x: Any, name: str, dtype: Any, kind: str) -> tuple[np.ndarray, str]:
     """Contiguous copy (or view) of an array in the dtype of sums for `kind`, and the name of its own dtype."""
     array, own = floats(x, name, dtype, strided=True)
     if (own == "float64") != (kind == "float64"):
-        raise TypeError(f"{name}: expected {'float64' if kind == 'float64' else 'float32, float16 or bfloat16'} like q, got {own}")
+        expected = "float64" if kind == "float64" else "float32, float16 or bfloat16"
+        raise refusal(TypeError, name, f": expected {expected} like ", "q", f", got {own}")
     return np.ascontiguousarray(converted(array, own, real_of(kind))), own
 
 
-def expect_shape(x: np.ndarray, name: str, shape: tuple[int, ...], text: str) -> None:
+def expect_shape(x: np.ndarray, name: str, shape: tuple[int, ...], text: str, other: str = "", rest: str = "") -> None:
+    """`text` says what has this shape; it may go on with the name of another argument, `other`, and the `rest`."""
     if x.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape}, {text}, got {x.shape}")
+        raise refusal(ValueError, name, f": expected shape {shape}, {text}", other, f"{rest}, got {x.shape}")
 
 
 def check_rank(x: np.ndarray, name: str, packed: bool) -> None:

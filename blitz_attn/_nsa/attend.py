@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._sentences import renamed
+from .._sentences import rename
 from .rules import CMP_GROUP, Rules
 from .sequences import Sequences, block_count
 
@@ -98,7 +98,8 @@ def attend(
             q_begin=branch.sequences.begin, q_total=branch.sequences.lengths,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, branch.names) from error
+        rename(error, branch.names)
+        raise
 
 
 def attend_backward(
@@ -114,4 +115,5 @@ def attend_backward(
             accumulate=accumulate,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, branch.names) from error
+        rename(error, branch.names)
+        raise

@@ -8,6 +8,7 @@ import numpy as np
 
 from .._arrays import flag
 from .._floats import Result, real_of
+from .._sentences import refusal
 from .arrays import check_rank, dtype_of, expect_shape, leading, reals, same_kind
 from .attend import Branch, Common, attend, attend_backward, compressed_branch, selected_branch, window_branch
 from .compression import check_compressed
@@ -58,13 +59,15 @@ def _tokens_of(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, cu_seqlens_q: Any,
     if whole or len(k) != len(q):
         _same_tokens(k, q)
     if k.shape[1] < q.shape[1]:
-        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q (layout (B, tokens, heads, D)), got {k.shape}")
+        raise refusal(
+            ValueError, "k", f": expected at least the {q.shape[1]} tokens of ", "q", f" (layout (B, tokens, heads, D)), got {k.shape}"
+        )
     return Sequences.batch(q.shape[1], k.shape[1])
 
 
 def _same_tokens(k: np.ndarray, q: np.ndarray) -> None:
     if k.shape[:-2] != q.shape[:-2]:
-        raise ValueError(f"k: expected the tokens of q {q.shape}, got {k.shape}")
+        raise refusal(ValueError, "k", ": expected the tokens of ", "q", f" {q.shape}, got {k.shape}")
 
 
 def _compressed(
@@ -122,7 +125,7 @@ def _backward(given: Checked, dout: Any, out: Any, lse: Any, dtype: Any, like: t
     for x, name in zip(results, ("dout", "out"), strict=True):
         expect_shape(x, name, shape, "of the result")
     known, _ = reals(lse, "lse", None, common.kind)
-    expect_shape(known, "lse", q.shape[:-1], "of q without D")
+    expect_shape(known, "lse", q.shape[:-1], "of ", "q", " without D")
     grads = [Result(x.shape, common.kind, y) for x, y in zip((q, k, v), like, strict=True)]
     attend_backward(results[0], q, k, v, results[1], known, tuple(x.array for x in grads), common, branch)
     return grads[0].value, grads[1].value, grads[2].value

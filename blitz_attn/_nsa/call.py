@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import _core
 from .._floats import real_of
+from .._sentences import refusal
 from .arrays import Reals, check_heads, dtype_of, leading, same_kind, storage
 from .attend import Branch, Common, attend, compressed_branch, selected_branch, window_branch
 from .compression import check_compressed, check_weight, compress_into, compressed_shape
@@ -158,7 +159,7 @@ def _sequences(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, o: Options, rules:
         if o.kv_lens is not None:
             raise ValueError("kv_lens: expected None beside cu_seqlens, got some")
         if o.cu_seqlens_q is None and len(k) != len(q):
-            raise ValueError(f"k: expected the {len(q)} tokens of q without cu_seqlens_q, got {k.shape}")
+            raise refusal(ValueError, "k", f": expected the {len(q)} tokens of ", "q", " without ", "cu_seqlens_q", f", got {k.shape}")
         cu, own = packed_cuts(cu_seqlens, o.cu_seqlens_q, len(q), len(k))
         return Sequences.packed(cu, rules.size, rules.stride, rules.tile, own)
     refuse_cuts_of_queries(o.cu_seqlens_q)
@@ -189,7 +190,7 @@ def _given_compressed(
         array = same_kind(x, name, dtype, kind, "q")
         own = array.ndim == like.ndim and array.shape[-2:] == like.shape[-2:]
         if not own or (sequences.queries is None and len(array) != len(like)):
-            raise ValueError(f"{name}: expected blocks of tokens, else like {name[0]} {like.shape}, got {array.shape}")
+            raise refusal(ValueError, name, ": expected blocks of tokens, else like ", name[0], f" {like.shape}, got {array.shape}")
         check_compressed(array, rules.size, rules.stride, sequences, name)
         arrays.append(array)
     return arrays[0], arrays[1]
@@ -200,11 +201,13 @@ def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, packed: bool, pad
     if q.ndim != rank:
         raise ValueError(f"q: expected shape {shape}, got {q.shape}")
     if k.ndim != rank or (not packed and len(k) != len(q)) or k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k: expected shape {shape} with Hkv heads, else like q {q.shape}, got {k.shape}")
+        raise refusal(ValueError, "k", f": expected shape {shape} with Hkv heads, else like ", "q", f" {q.shape}, got {k.shape}")
     if not packed and not padded and k.shape[1] < q.shape[1]:
-        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q (layout (B, tokens, heads, D)), got {k.shape}")
+        raise refusal(
+            ValueError, "k", f": expected at least the {q.shape[1]} tokens of ", "q", f" (layout (B, tokens, heads, D)), got {k.shape}"
+        )
     if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")
+        raise refusal(ValueError, "v", ": expected the tokens and heads of ", "k", f" {k.shape}, got {v.shape}")
     for x, name in ((q, "q"), (v, "v")):
         check_heads(x, name)
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:

@@ -10,7 +10,7 @@ from .. import _core
 from .._float_mode import in_usual_mode
 from .._floats import Result, real_of
 from .._formats import widened
-from .._sentences import renamed
+from .._sentences import refusal, rename
 from .arrays import Reals, check_rank, dtype_of, expect_shape, leading, reals, round_into, rounded, same_kind, sums_for
 from .rules import number, threads_of
 from .sequences import Sequences, block_count, cuts, sums_of
@@ -55,7 +55,8 @@ def compress_into(
             num_threads=threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, {"x": names[0], "weight": names[1]}) from error
+        rename(error, {"x": names[0], "weight": names[1]})
+        raise
 
 
 def check_weight(w: Any, name: str, shape: tuple[int, ...], dtype: Any, kind: str) -> Reals:
@@ -138,7 +139,7 @@ def compress_kv(
     check_rank(keys, "k", packed)
     check_rank(values, "v", packed)
     if values.shape[:-1] != keys.shape[:-1]:
-        raise ValueError(f"v: expected the tokens and heads of k {keys.shape}, got {values.shape}")
+        raise refusal(ValueError, "v", ": expected the tokens and heads of ", "k", f" {keys.shape}, got {values.shape}")
     sequences = _sequences(keys, cu_seqlens, size, step)
     pairs = [(x, check_weight(w, name, x.shape, dtype, kind).array) for x, w, name in ((keys, w_k, "w_k"), (values, w_v, "w_v"))]
     results = [Result(compressed_shape(x, size, step, sequences), kind, k) for x, _ in pairs]
@@ -188,7 +189,8 @@ def compress_gradients(
             num_threads=threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, {"dout": names[0], "dx": names[1]}) from error
+        rename(error, {"dout": names[0], "dx": names[1]})
+        raise
     return dweight
 
 

@@ -10,6 +10,7 @@ from .. import _core
 from .._float_mode import in_usual_mode
 from .._floats import Result, floats, real_of
 from .._formats import converted
+from .._sentences import refusal
 from .arrays import Reals, dtype_of, expect_shape, leading, reals, rounded, same_kind
 from .rules import threads_of
 
@@ -98,7 +99,7 @@ def _branches(o_cmp: Any, o_slc: Any, o_win: Any, dtype: Any) -> tuple[list[np.n
     _leading(first, "o_cmp", "Dv")
     others = [same_kind(x, name, dtype, kind, "o_cmp") for x, name in ((o_slc, "o_slc"), (o_win, "o_win"))]
     for x, name in zip(others, ("o_slc", "o_win"), strict=True):
-        expect_shape(x, name, first.shape, "of o_cmp")
+        expect_shape(x, name, first.shape, "of ", "o_cmp")
     return [first, *others], kind
 
 
@@ -189,10 +190,10 @@ def gating_backward(
     dtype = dtype_of(dtype)
     branches, kind = _branches(o_cmp, o_slc, o_win, dtype)
     gradient = same_kind(dout, "dout", dtype, kind, "o_cmp")
-    expect_shape(gradient, "dout", branches[0].shape, "of o_cmp")
+    expect_shape(gradient, "dout", branches[0].shape, "of ", "o_cmp")
     queries = same_kind(q, "q", dtype, kind, "o_cmp")
     if queries.shape[:-1] != gradient.shape[:-1]:
-        raise ValueError(f"q: expected the tokens and heads of o_cmp {gradient.shape}, got {queries.shape}")
+        raise refusal(ValueError, "q", ": expected the tokens and heads of ", "o_cmp", f" {gradient.shape}, got {queries.shape}")
     wide, _ = gates_as_reals(gates, gradient.shape, dtype, kind)
     weight, own = weight_of(gate_proj_weight, queries, dtype, kind)
     results = [Result(gradient.shape, kind, o_cmp) for _ in range(3)]

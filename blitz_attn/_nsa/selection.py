@@ -137,7 +137,7 @@ def score_and_select_blocks(
     known = None
     if rules.by_query and lse is not None:
         known = reals(lse, "lse", None, kind)[0]
-        expect_shape(known, "lse", queries.shape[:-1], "of q without D")
+        expect_shape(known, "lse", queries.shape[:-1], "of ", "q", " without D")
     elif rules.by_query:
         known = lse_of(queries, keys, common, rules, sequences)
     rows = list_shape(queries, list_heads(queries, keys.shape[-2], rules), rules, sequences)

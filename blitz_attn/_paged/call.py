@@ -9,7 +9,7 @@ from numpy import empty, float32, floating, integer, ndarray, zeros
 from .. import _arrays, _core
 from .._arrays import bias_for_core, is_registered
 from .._floats import FLOATS
-from .._sentences import renamed
+from .._sentences import rename
 
 _CORE_NAMES = {"selected_counts": "counts"}
 _OTHER_FLOATS = ("float64", "float16", "bfloat16")
@@ -89,8 +89,7 @@ def attend_requests(
             alibi_slopes, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), *rules._replace(**named),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        if str(error).startswith("selected_counts"):
-            raise renamed(error, _CORE_NAMES) from error
+        rename(error, _CORE_NAMES)
         raise
     if not return_lse:
         return _arrays.finished(result, out, family)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy import empty
 
 from .. import _arrays, _core
-from .._sentences import renamed, shown
+from .._sentences import rename, shown
 from .call import scales_for_core
 
 _MOST = 2**31 - 1  # blocks in a row of the result
@@ -104,7 +104,8 @@ def select_pages(
             k_scale=k_scale, kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, _NAMES) from error
+        rename(error, _NAMES)
+        raise
 
 
 def select_to_attend(
@@ -133,7 +134,8 @@ def select_to_attend(
             dtype=bits, **of_keys, **choice,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, names) from error
+        rename(error, names)
+        raise
 
 
 def with_lists(result: Any, has_lse: bool, lists: tuple[Any, ...]) -> Any:

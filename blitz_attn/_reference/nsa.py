@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import dtype_name
+from .._sentences import refusal
 from . import nsa_core as core
 from .dense import to_float64, written
 
@@ -77,11 +78,13 @@ def _check_arrays(q: Array, k: Array, v: Array, packed: bool) -> None:
     if q.ndim != rank:
         raise ValueError(f"q: expected shape {shape}, got {q.shape}")
     if k.ndim != rank or (not packed and len(k) != len(q)) or k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k: expected shape {shape} with Hkv heads, else like q {q.shape}, got {k.shape}")
+        raise refusal(ValueError, "k", f": expected shape {shape} with Hkv heads, else like ", "q", f" {q.shape}, got {k.shape}")
     if not packed and k.shape[1] < q.shape[1]:
-        raise ValueError(f"k: expected at least the {q.shape[1]} tokens of q (layout (B, tokens, heads, D)), got {k.shape}")
+        raise refusal(
+            ValueError, "k", f": expected at least the {q.shape[1]} tokens of ", "q", f" (layout (B, tokens, heads, D)), got {k.shape}"
+        )
     if v.ndim != rank or v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v: expected the tokens and heads of k {k.shape}, got {v.shape}")
+        raise refusal(ValueError, "v", ": expected the tokens and heads of ", "k", f" {k.shape}, got {v.shape}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"k: expected a number of heads that divides {q.shape[-2]}, got {k.shape[-2]}")
 
@@ -94,7 +97,7 @@ def _places(q: Array, k: Array, o: dict[str, Any], how: core.Selector) -> tuple[
             raise ValueError("kv_lens: expected None beside cu_seqlens, got some")
         own = o["cu_seqlens_q"]
         if own is None and len(k) != len(q):
-            raise ValueError(f"k: expected the {len(q)} tokens of q without cu_seqlens_q, got {k.shape}")
+            raise refusal(ValueError, "k", f": expected the {len(q)} tokens of ", "q", " without ", "cu_seqlens_q", f", got {k.shape}")
         where, cu_q, cu = core.places(q, len(k), o["cu_seqlens"], own)
     else:
         where, cu_q, cu = core.places(q, k.shape[1], None, o["cu_seqlens_q"])
@@ -119,7 +122,7 @@ def _check_compressed(pair: Any, x: list[Array], where: list[core.Place], how: c
     for name, given, like in zip(("k_cmp", "v_cmp"), pair, x, strict=True):
         shape = np.shape(given)
         if len(shape) != like.ndim or shape[-2:] != like.shape[-2:] or (not packed and len(given) != len(like)):
-            raise ValueError(f"{name}: expected the heads and the last axis of {name[0]} {like.shape}, got {shape}")
+            raise refusal(ValueError, name, ": expected the heads and the last axis of ", name[0], f" {like.shape}, got {shape}")
         if o["kv_lens"] is None:
             core.check_compressed(given, longest or ([] if packed else [like.shape[1]]), packed, how.block_size, how.stride, name)
         elif shape[1] < core.block_count(max(longest, default=0), how.block_size, how.stride):

@@ -33,7 +33,7 @@ from .. import nsa as _library
 from .._floats import floats
 from .._nsa.call import Options, checked
 from .._nsa.rules import number
-from .._sentences import renamed, shown
+from .._sentences import rename, shown
 
 __all__ = [
     "compress_kv",
@@ -82,7 +82,8 @@ def _named(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
         return call(*args, **options)
     except (TypeError, ValueError) as error:
-        raise renamed(error, _NAMES) from error
+        rename(error, _NAMES)
+        raise
 
 
 def _is_torch(x: Any) -> bool:

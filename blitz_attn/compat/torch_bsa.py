@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from .. import _arrays
-from .._sentences import renamed, shown
+from .._sentences import rename, shown
 from ..block_sparse import block_sparse_attention
 
 __all__ = ["blitz_sparse_attention"]
@@ -238,7 +238,8 @@ def blitz_sparse_attention(
     try:
         result = block_sparse_attention(query, key, value, sabi, return_lse=want_lse, **options)
     except (TypeError, ValueError) as error:
-        raise renamed(error, _UPSTREAM_NAMES) from error
+        rename(error, _UPSTREAM_NAMES)
+        raise
     attention_out, softmax_lse = result if want_lse else (result, None)
     if layout == "BNSD_BSND":
         turned = attention_out.swapaxes(1, 2)

@@ -213,7 +213,7 @@ ba_isa ba_isa_active(void) {
 }
 
 ba_status ba_isa_set_cap(ba_isa level) {
-    if ((unsigned)level >= BA_ISA_COUNT) return ba_fail(BA_ERROR_VALUE, "isa: expected one of " LEVELS ", got level %d", (int)level);
+    if ((unsigned)level >= BA_ISA_COUNT) return ba_fail(BA_ERROR_VALUE, BA_ARG("isa") ": expected one of " LEVELS ", got level %d", (int)level);
     ba_isa_detected(); /* reads BLITZ_ATTN_ISA first, which would otherwise replace this cap later */
     atomic_store(&cap_level, (int)level);
     return BA_OK;

@@ -390,8 +390,9 @@ const char *ba_num_threads_source(void) {
 }
 
 ba_status ba_set_num_threads(int num_threads) {
-    if (num_threads < 0) return ba_fail(BA_ERROR_VALUE, "num_threads: expected at least 0, which is the default, got %d", num_threads);
-    if (num_threads > BA_MAX_THREADS) return ba_fail(BA_ERROR_VALUE, "num_threads: expected at most %d, got %d", BA_MAX_THREADS, num_threads);
+    if (num_threads < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("num_threads") ": expected at least 0, which is the default, got %d", num_threads);
+    if (num_threads > BA_MAX_THREADS)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("num_threads") ": expected at most %d, got %d", BA_MAX_THREADS, num_threads);
     atomic_store(&threads_set, num_threads);
     return BA_OK;
 }

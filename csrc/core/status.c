@@ -8,10 +8,18 @@
 
 static _Atomic bool refused; /* whether any thread had no memory for a sentence */
 
+static const char *without_sentence(const ba_thread *thread) {
+    return !thread && atomic_load_explicit(&refused, memory_order_relaxed) ? BA_NO_THREAD : "no error";
+}
+
 const char *ba_last_error(void) {
     const ba_thread *const thread = ba_thread_find();
-    if (thread && thread->error[0]) return thread->error;
-    return !thread && atomic_load_explicit(&refused, memory_order_relaxed) ? BA_NO_THREAD : "no error";
+    return thread && thread->error[0] ? thread->error : without_sentence(thread);
+}
+
+const char *ba_last_marked_error(void) {
+    const ba_thread *const thread = ba_thread_find();
+    return thread && thread->error[0] ? thread->marked : without_sentence(thread);
 }
 
 ba_status ba_fail(ba_status code, const char *format, ...) {
@@ -22,8 +30,13 @@ ba_status ba_fail(ba_status code, const char *format, ...) {
     }
     va_list args;
     va_start(args, format);
-    vsnprintf(thread->error, sizeof thread->error, format, args);
+    vsnprintf(thread->marked, sizeof thread->marked, format, args);
     va_end(args);
+    size_t length = 0;
+    char *from = thread->marked;
+    for (; *from && length < sizeof thread->error - 1; from++)
+        if (*from != BA_ARG_BEGIN && *from != BA_ARG_END) thread->error[length++] = *from;
+    thread->error[length] = *from = '\0'; /* both are cut at the same place */
     return code;
 }
 

@@ -4,10 +4,18 @@
 
 #include "blitz_attn.h"
 
+/* Marks the name of an argument where a sentence is written: callers whose arguments have other names put these in its place. `name` is a string
+ * literal, which may be "%s". Two control characters stand around it, which sentences do not have otherwise. */
+#define BA_ARG(name) "\001" name "\002"
+enum { BA_ARG_BEGIN = 1, BA_ARG_END = 2 };
+
 /* Stores the sentence for this thread's ba_last_error() and returns `code`, as in
- * `return ba_fail(BA_ERROR_VALUE, "q: expected ..., got ...", ...)`. Sentences longer than 511 bytes are cut. Where the system has no memory for the
- * thread's sentence, it returns BA_ERROR_MEMORY, and ba_last_error() says so. */
+ * `return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected dtype %s like " BA_ARG("q") ", got %s", ...)`. Sentences longer than 511 bytes are cut.
+ * Where the system has no memory for the thread's sentence, it returns BA_ERROR_MEMORY, and ba_last_error() says so. */
 ba_status ba_fail(ba_status code, const char *format, ...) __attribute__((format(printf, 2, 3), cold));
+
+/* The sentence of ba_last_error() with the marks of BA_ARG(). */
+const char *ba_last_marked_error(void);
 
 /* Returns the status of `expression` from the function that this stands in, unless it is BA_OK. */
 #define BA_TRY(expression)                                                                                                                           \

@@ -13,8 +13,9 @@
 #include "core/float_mode.h"
 
 typedef struct ba_thread {
-    char error[512]; /* the text of ba_last_error(); "": there was no failure */
-    char note[384];  /* the text of ba_isa_note() */
+    char error[512];  /* the text of ba_last_error(); "": there was no failure */
+    char marked[544]; /* the same with the marks of BA_ARG(): room for 16 of them around 511 bytes */
+    char note[384];   /* the text of ba_isa_note() */
     ba_arena arena;
     struct {
         ba_poll_fn fn; /* NULL: nothing can stop this thread's jobs */

@@ -10,7 +10,7 @@
 #include "ops/problem.h"
 
 ba_status ba_check_pointer(const char *name, const void *pointer) {
-    return pointer ? BA_OK : ba_fail(BA_ERROR_VALUE, "%s: expected a pointer, got NULL", name);
+    return pointer ? BA_OK : ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a pointer, got NULL", name);
 }
 
 ba_text ba_shape_text(const ba_tensor *t) {
@@ -40,9 +40,10 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t) {
     const int64_t size = ba_dtype_size(t->dtype);
     int64_t extent = size, elements = size;
     bool overflow = false, empty = false;
-    if (t->ndim < 0 || t->ndim > BA_MAX_DIMS) return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d axes, got %d", name, BA_MAX_DIMS, t->ndim);
+    if (t->ndim < 0 || t->ndim > BA_MAX_DIMS)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected at most %d axes, got %d", name, BA_MAX_DIMS, t->ndim);
     for (int i = 0; i < t->ndim; i++) {
-        if (t->dims[i] < 0) return ba_fail(BA_ERROR_VALUE, "%s: expected no negative axis, got shape %s", name, ba_shape_text(t).chars);
+        if (t->dims[i] < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected no negative axis, got shape %s", name, ba_shape_text(t).chars);
         if (t->dims[i] == 0) empty = true;
         else
             overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements); /* also in an empty array, because drivers multiply its other axes */
@@ -53,25 +54,26 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t) {
         overflow |= __builtin_mul_overflow(t->strides[i], t->dims[i] - 1, &reach) || __builtin_mul_overflow(reach, size, &reach) ||
                     reach == INT64_MIN || __builtin_add_overflow(extent, reach < 0 ? -reach : reach, &extent);
     }
-    if (overflow) return ba_fail(BA_ERROR_VALUE, "%s: expected a size below 2^63 bytes, got shape %s", name, ba_shape_text(t).chars);
-    if (!empty && !t->data) return ba_fail(BA_ERROR_VALUE, "%s: expected an array, got none", name);
+    if (overflow) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a size below 2^63 bytes, got shape %s", name, ba_shape_text(t).chars);
+    if (!empty && !t->data) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected an array, got none", name);
     return BA_OK;
 }
 
 ba_status ba_check_float(const char *name, const ba_tensor *t) {
     if (ba_is_float(t->dtype)) return BA_OK;
-    return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
+    return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected float32, float16, bfloat16 or float64, got %s", name, ba_dtype_name(t->dtype));
 }
 
 ba_status ba_check_cache_dtype(const char *name, const ba_tensor *t) {
     if (ba_is_float(t->dtype) || ba_is_quantised(t->dtype)) return BA_OK;
-    return ba_fail(BA_ERROR_TYPE, "%s: expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got %s", name, ba_dtype_name(t->dtype));
+    return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got %s", name,
+                   ba_dtype_name(t->dtype));
 }
 
 ba_status ba_check_last_axis(const char *name, const ba_tensor *t) {
     const int last = t->ndim - 1;
     if (t->dims[last] <= 1 || t->strides[last] == 1) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, "%s: expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[last]);
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a contiguous last axis, got stride %" PRId64 " elements", name, t->strides[last]);
 }
 
 bool ba_same_shape(const ba_tensor *a, const ba_tensor *b) {
@@ -82,9 +84,9 @@ bool ba_same_shape(const ba_tensor *a, const ba_tensor *b) {
 
 ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
     if (t->dtype != expected->dtype)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(expected->dtype), ba_dtype_name(t->dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected dtype %s, got %s", name, ba_dtype_name(expected->dtype), ba_dtype_name(t->dtype));
     if (!ba_same_shape(t, expected))
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, ba_shape_text(expected).chars, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape %s, got %s", name, ba_shape_text(expected).chars, ba_shape_text(t).chars);
     if (contiguous_last_axis) BA_TRY(ba_check_last_axis(name, t));
     return ba_check_extent(name, t);
 }
@@ -122,23 +124,27 @@ static bool overlaps_itself(const ba_tensor *t) {
 
 ba_status ba_check_places(const char *name, const ba_tensor *t) {
     if (overlaps_itself(t))
-        return ba_fail(BA_ERROR_VALUE, "%s: expected an array whose elements each have their own memory, got one that overlaps itself", name);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected an array whose elements each have their own memory, got one that overlaps itself",
+                       name);
     return BA_OK;
 }
 
 ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest) {
-    if (!cu) return ba_fail(BA_ERROR_VALUE, "%s: expected cumulative lengths (B + 1,) from 0 to %" PRId64 " for layout TND, got none", name, tokens);
-    if (batch < 0) return ba_fail(BA_ERROR_VALUE, "%s: expected at least one number, got none", name);
-    if (cu[0] != 0) return ba_fail(BA_ERROR_VALUE, "%s: expected 0 at [0], got %" PRId64, name, cu[0]);
+    if (!cu)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected cumulative lengths (B + 1,) from 0 to %" PRId64 " for layout TND, got none", name,
+                       tokens);
+    if (batch < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected at least one number, got none", name);
+    if (cu[0] != 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected 0 at [0], got %" PRId64, name, cu[0]);
     *longest = 0;
     for (int64_t b = 0; b < batch; b++) {
         if (cu[b + 1] < cu[b])
-            return ba_fail(BA_ERROR_VALUE, "%s: expected rising numbers, got %" PRId64 " after %" PRId64 " at [%" PRId64 "]", name, cu[b + 1], cu[b],
-                           b + 1);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected rising numbers, got %" PRId64 " after %" PRId64 " at [%" PRId64 "]", name,
+                           cu[b + 1], cu[b], b + 1);
         *longest = ba_max(*longest, cu[b + 1] - cu[b]);
     }
     if (cu[batch] != tokens)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected the last number to be the token count %" PRId64 ", got %" PRId64, name, tokens, cu[batch]);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected the last number to be the token count %" PRId64 ", got %" PRId64, name, tokens,
+                       cu[batch]);
     return BA_OK;
 }
 
@@ -147,33 +153,33 @@ static double most_of(ba_dtype q_dtype) { return q_dtype == BA_FLOAT64 ? 1e300 :
 
 ba_status ba_take_scale(ba_dtype q_dtype, int64_t head_dim, double scale, double *taken) {
     *taken = isnan(scale) ? ba_default_scale(head_dim) : scale;
-    if (isinf(scale)) return ba_fail(BA_ERROR_VALUE, "scale: expected a finite number, got %s", ba_number_text(scale, BA_FLOAT64).chars);
+    if (isinf(scale)) return ba_fail(BA_ERROR_VALUE, BA_ARG("scale") ": expected a finite number, got %s", ba_number_text(scale, BA_FLOAT64).chars);
     const double most = most_of(q_dtype);
     if (fabs(*taken) <= most) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, "scale: expected a number from %g to %g with a %s q, got %s", -most, most, ba_dtype_name(q_dtype),
-                   ba_number_text(scale, BA_FLOAT64).chars);
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("scale") ": expected a number from %g to %g with a %s " BA_ARG("q") ", got %s", -most, most,
+                   ba_dtype_name(q_dtype), ba_number_text(scale, BA_FLOAT64).chars);
 }
 
 ba_status ba_check_softcap(ba_dtype q_dtype, double softcap) {
     if (!isfinite(softcap) || softcap < 0)
-        return ba_fail(BA_ERROR_VALUE, "softcap: expected a positive finite number, or 0 for none, got %s",
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("softcap") ": expected a positive finite number, or 0 for none, got %s",
                        ba_number_text(softcap, BA_FLOAT64).chars);
     const double most = most_of(q_dtype);
     if (softcap == 0 || (softcap >= 1 / most && softcap <= most)) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, "softcap: expected a number from %g to %g with a %s q, or 0 for none, got %s", 1 / most, most,
-                   ba_dtype_name(q_dtype), ba_number_text(softcap, BA_FLOAT64).chars);
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("softcap") ": expected a number from %g to %g with a %s " BA_ARG("q") ", or 0 for none, got %s", 1 / most,
+                   most, ba_dtype_name(q_dtype), ba_number_text(softcap, BA_FLOAT64).chars);
 }
 
 ba_status ba_check_threads(int num_threads) {
     if (num_threads >= 0 && num_threads <= BA_MAX_THREADS) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, "num_threads: expected 1 to %d, got %d", BA_MAX_THREADS, num_threads);
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("num_threads") ": expected 1 to %d, got %d", BA_MAX_THREADS, num_threads);
 }
 
 ba_status ba_check_begins(const int64_t *q_begin, int64_t batch) {
     for (int64_t b = 0; q_begin && b < batch; b++)
         if (q_begin[b] < -BA_MOST_TOKENS || q_begin[b] > BA_MOST_TOKENS)
-            return ba_fail(BA_ERROR_VALUE, "q_begin: expected token numbers from %d to %d, got %" PRId64 " at [%" PRId64 "]", -BA_MOST_TOKENS,
-                           BA_MOST_TOKENS, q_begin[b], b);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("q_begin") ": expected token numbers from %d to %d, got %" PRId64 " at [%" PRId64 "]",
+                           -BA_MOST_TOKENS, BA_MOST_TOKENS, q_begin[b], b);
     return BA_OK;
 }
 
@@ -181,11 +187,12 @@ ba_status ba_check_kv_ranges(const ba_tensor *t, int64_t batch, int64_t queries,
     const bool batched = t->ndim == 3 && batch >= 0 && (t->dims[0] == 1 || t->dims[0] == batch);
     if (!ba_given(t)) return BA_OK;
     if (t->dtype != BA_INT32 && t->dtype != BA_INT64)
-        return ba_fail(BA_ERROR_TYPE, "kv_ranges: expected int32 or int64, got %s", ba_dtype_name(t->dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("kv_ranges") ": expected int32 or int64, got %s", ba_dtype_name(t->dtype));
     if ((!batched && t->ndim != 2) || t->dims[t->ndim - 2] != queries || t->dims[t->ndim - 1] != 2) {
-        if (batch < 0) return ba_fail(BA_ERROR_VALUE, "kv_ranges: expected shape (%" PRId64 ", 2), got %s", queries, ba_shape_text(t).chars);
-        return ba_fail(BA_ERROR_VALUE, "kv_ranges: expected shape (%" PRId64 ", %" PRId64 ", 2) or (%" PRId64 ", 2), got %s", batch, queries, queries,
-                       ba_shape_text(t).chars);
+        if (batch < 0)
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("kv_ranges") ": expected shape (%" PRId64 ", 2), got %s", queries, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("kv_ranges") ": expected shape (%" PRId64 ", %" PRId64 ", 2) or (%" PRId64 ", 2), got %s", batch,
+                       queries, queries, ba_shape_text(t).chars);
     }
     BA_TRY(ba_check_extent("kv_ranges", t));
     *ranges = (ba_tensor){.data = t->data,
@@ -209,17 +216,15 @@ static ba_text mask_shape_text(const int64_t sizes[4]) {
 ba_status ba_check_attn_mask(const ba_tensor *t, const int64_t sizes[4], bool longer, ba_tensor *mask) {
     if (!ba_given(t)) return BA_OK;
     if (t->dtype != BA_BOOL && !ba_is_float(t->dtype))
-        return ba_fail(BA_ERROR_TYPE, "attn_mask: expected bool, float32, float16, bfloat16 or float64, got %s", ba_dtype_name(t->dtype));
-    bool fits = t->ndim == 4;
-    for (int i = 0; fits && i < 4; i++) fits = t->dims[i] == 1 || t->dims[i] == sizes[i] || (longer && i >= 2 && t->dims[i] > sizes[i]);
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("attn_mask") ": expected bool, float32, float16, bfloat16 or float64, got %s", ba_dtype_name(t->dtype));
+    bool fits = t->ndim >= 0 && t->ndim <= 4;
+    const ba_tensor four = fits ? ba_four_axes(t) : (ba_tensor){0};
+    for (int i = 0; fits && i < 4; i++) fits = four.dims[i] == 1 || four.dims[i] == sizes[i] || (longer && i >= 2 && four.dims[i] > sizes[i]);
     if (!fits)
-        return ba_fail(BA_ERROR_VALUE, "attn_mask: expected shape %s%s, got %s", mask_shape_text(sizes).chars,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("attn_mask") ": expected shape %s%s, got %s", mask_shape_text(sizes).chars,
                        longer ? ", or more queries and keys" : "", ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("attn_mask", t));
-    *mask = (ba_tensor){.data = t->data, .dtype = t->dtype, .ndim = 4};
-    for (int i = 0; i < 4; i++) {
-        mask->dims[i] = t->dims[i];
-        mask->strides[i] = ba_step(t, i);
-    }
+    *mask = four;
+    ba_drop_unused_strides(mask);
     return BA_OK;
 }

@@ -48,6 +48,16 @@ static inline void ba_drop_unused_strides(ba_tensor *t) {
     for (int i = 0; i < t->ndim; i++) t->strides[i] = ba_step(t, i);
 }
 
+/* The same array, of at most four axes, with four: missing ones are put first, with length 1. */
+static inline ba_tensor ba_four_axes(const ba_tensor *t) {
+    ba_tensor four = {.data = t->data, .dtype = t->dtype, .ndim = BA_MAX_DIMS, .dims = {1, 1, 1, 1}};
+    for (int i = 0; i < t->ndim; i++) {
+        four.dims[BA_MAX_DIMS - t->ndim + i] = t->dims[i];
+        four.strides[BA_MAX_DIMS - t->ndim + i] = t->strides[i];
+    }
+    return four;
+}
+
 bool ba_same_shape(const ba_tensor *a, const ba_tensor *b);
 
 /* Checks that an array has the dtype and the shape of `expected`, which follow from other arguments, and, where `contiguous_last_axis`, that
@@ -78,8 +88,8 @@ ba_status ba_check_begins(const int64_t *q_begin, int64_t batch);
  * of them; nothing where none are given. Their numbers may be any. */
 ba_status ba_check_kv_ranges(const ba_tensor *t, int64_t batch, int64_t queries, ba_tensor *ranges);
 
-/* Checks the attn_mask of a call, (batch or 1, heads or 1, queries or 1, keys or 1), and makes `mask` of it, whose strides are 0 where there is one
- * place for all; nothing where none is given. `longer`: the last two axes may be longer. */
+/* Checks the attn_mask of a call, (batch or 1, heads or 1, queries or 1, keys or 1) or the last of these axes, and makes `mask` of it, which has all
+ * four, and whose strides are 0 where there is one place for all; nothing where none is given. `longer`: the last two axes may be longer. */
 ba_status ba_check_attn_mask(const ba_tensor *t, const int64_t sizes[4], bool longer, ba_tensor *mask);
 
 #endif

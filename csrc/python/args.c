@@ -9,17 +9,55 @@
 
 /* ---- Sentences --------------------------------------------------------------------------------------------- */
 
+/* Splits a sentence that begins with a name at the marks of BA_ARG(). Returns a list of str, or NULL with an exception set. */
+static PyObject *split_sentence(PyObject *marked) {
+    const Py_ssize_t length = PyUnicode_GetLength(marked);
+    PyObject *parts = PyList_New(0);
+    bool in_name = true;
+    for (Py_ssize_t at = 1; parts != NULL; in_name = !in_name) {
+        Py_ssize_t end = PyUnicode_FindChar(marked, in_name ? BA_ARG_END : BA_ARG_BEGIN, at, length, 1);
+        if (end < 0) end = length; /* there is no other name, or the sentence was cut within one */
+        PyObject *part = PyUnicode_Substring(marked, at, end);
+        if (part == NULL || PyList_Append(parts, part) < 0) Py_CLEAR(parts);
+        Py_XDECREF(part);
+        if (end + 1 >= length) break;
+        at = end + 1;
+    }
+    return parts;
+}
+
+/* Raises an exception as arg_fail() does. Takes the reference to `marked`, which may be NULL with an exception set. */
+static void raise_sentence(PyObject *exception, PyObject *marked) {
+    if (marked == NULL) return;
+    if (PyUnicode_FindChar(marked, BA_ARG_BEGIN, 0, 1, 1) != 0) { /* no name at its beginning */
+        PyErr_SetObject(exception, marked);
+        Py_DECREF(marked);
+        return;
+    }
+    PyObject *parts = split_sentence(marked), *nothing = PyUnicode_FromString("");
+    PyObject *text = parts != NULL && nothing != NULL ? PyUnicode_Join(nothing, parts) : NULL;
+    PyObject *error = text != NULL ? PyObject_CallFunctionObjArgs(exception, text, NULL) : NULL;
+    PyObject *sentence = error != NULL ? PyList_AsTuple(parts) : NULL;
+    if (sentence != NULL && PyObject_SetAttrString(error, "sentence", sentence) == 0) PyErr_SetObject(exception, error);
+    Py_XDECREF(sentence);
+    Py_XDECREF(error);
+    Py_XDECREF(text);
+    Py_XDECREF(nothing);
+    Py_XDECREF(parts);
+    Py_DECREF(marked);
+}
+
 int arg_fail(PyObject *exception, const char *format, ...) {
     va_list args;
     va_start(args, format);
-    PyErr_FormatV(exception, format, args);
+    raise_sentence(exception, PyUnicode_FromFormatV(format, args));
     va_end(args);
     return -1;
 }
 
 int arg_fail_kind(const char *name, const char *expected, PyObject *object) {
     PyObject *type = PyType_GetName(Py_TYPE(object));
-    if (type != NULL) PyErr_Format(PyExc_TypeError, "%s: expected %s, got %U", name, expected, type);
+    if (type != NULL) arg_fail(PyExc_TypeError, BA_ARG("%s") ": expected %s, got %U", name, expected, type);
     Py_XDECREF(type);
     return -1;
 }
@@ -44,7 +82,7 @@ int arg_fail_raising(const char *name, const char *expected, PyObject *object) {
     if (traceback != NULL) PyException_SetTraceback(cause, traceback);
     PyObject *object_type = PyType_GetName(Py_TYPE(object));
     PyObject *why = object_type != NULL ? first_line(cause) : NULL;
-    if (why != NULL) PyErr_Format(PyExc_ValueError, "%s: expected %s, got %U that raises: %U", name, expected, object_type, why);
+    if (why != NULL) arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected %s, got %U that raises: %U", name, expected, object_type, why);
     Py_XDECREF(why);
     Py_XDECREF(object_type);
     Py_XDECREF(type);
@@ -61,27 +99,11 @@ int arg_fail_raising(const char *name, const char *expected, PyObject *object) {
 int arg_fail_unreadable(const char *name, PyObject *object) { return arg_fail_raising(name, "an array whose memory can be read", object); }
 
 int arg_check(ba_status status) {
-    switch (status) {
-    case BA_OK: return 0;
-    case BA_ERROR_TYPE: PyErr_SetString(PyExc_TypeError, ba_last_error()); return -1;
-    case BA_ERROR_VALUE: PyErr_SetString(PyExc_ValueError, ba_last_error()); return -1;
-    case BA_ERROR_MEMORY: PyErr_SetString(PyExc_MemoryError, ba_last_error()); return -1;
-    case BA_INTERRUPTED: return -1; /* the signal handler's exception is set */
-    default: PyErr_SetString(PyExc_RuntimeError, ba_last_error()); return -1;
-    }
-}
-
-/* arg_mask() adds leading axes to a mask until it has four, and the sentence of ba_check_attn_mask() ends with the shape of that mask. This function
- * puts the caller's own shape behind the last ", got ". It reports every other sentence as it is. */
-int arg_check_masked(ba_status status, const arg_array *mask) {
-    static const char begin[] = "attn_mask: expected shape ", rest[] = ", got (";
-    const char *const sentence = ba_last_error(), *got = NULL;
-    if (status != BA_ERROR_VALUE || mask->tensor.ndim == BA_MAX_DIMS || strncmp(sentence, begin, sizeof begin - 1) != 0) return arg_check(status);
-    for (const char *at = sentence; (at = strstr(at, rest)) != NULL; at++) got = at;
-    if (got == NULL) return arg_check(status);
-    char text[1024]; /* PyErr_Format() knows no %.*s */
-    PyOS_snprintf(text, sizeof text, "%.*s, got %s", (int)(got - sentence), sentence, ba_shape_text(&mask->tensor).chars);
-    PyErr_SetString(PyExc_ValueError, text);
+    PyObject *const exceptions[] = {[BA_ERROR_TYPE] = PyExc_TypeError, [BA_ERROR_VALUE] = PyExc_ValueError, [BA_ERROR_MEMORY] = PyExc_MemoryError};
+    if (status == BA_OK) return 0;
+    if (status == BA_INTERRUPTED) return -1; /* the signal handler's exception is set */
+    const bool known = (size_t)status < sizeof exceptions / sizeof *exceptions && exceptions[status] != NULL;
+    raise_sentence(known ? exceptions[status] : PyExc_RuntimeError, PyUnicode_FromString(ba_last_marked_error()));
     return -1;
 }
 
@@ -157,8 +179,8 @@ static int read_int64(PyObject *object, const char *name, const char *expected, 
     if (overflow != 0) {
         PyObject *digits = PyObject_Str(index);
         PyErr_Clear(); /* str() refuses integers of more than some thousand digits */
-        if (digits != NULL) arg_fail(PyExc_ValueError, "%s: expected an integer of 64 bits, got %U", name, digits);
-        else arg_fail(PyExc_ValueError, "%s: expected an integer of 64 bits, got a larger one", name);
+        if (digits != NULL) arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected an integer of 64 bits, got %U", name, digits);
+        else arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected an integer of 64 bits, got a larger one", name);
         Py_XDECREF(digits);
     }
     Py_DECREF(index);
@@ -185,7 +207,7 @@ int arg_pair(PyObject *object, const char *name, int64_t value[2]) {
     if (!is_sequence(object)) return arg_fail_kind(name, "a pair of integers", object);
     const Py_ssize_t count = PySequence_Size(object);
     if (count < 0) return arg_fail_unreadable(name, object);
-    if (count != 2) return arg_fail(PyExc_ValueError, "%s: expected a pair of integers, got %zd of them", name, count);
+    if (count != 2) return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected a pair of integers, got %zd of them", name, count);
     return read_item(object, 0, name, &value[0]) < 0 ? -1 : read_item(object, 1, name, &value[1]);
 }
 
@@ -210,7 +232,7 @@ int arg_double(PyObject *object, const char *name, double *value) {
     if (*value != -1.0 || !PyErr_Occurred()) return 0;
     if (PyLong_Check(object) && PyErr_ExceptionMatches(PyExc_OverflowError)) {
         PyErr_Clear();
-        return arg_fail(PyExc_ValueError, "%s: expected a finite number, got an integer beyond a double's range", name);
+        return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected a finite number, got an integer beyond a double's range", name);
     }
     if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError)) return arg_fail_raising(name, "a number", object);
     PyErr_Clear();
@@ -220,7 +242,7 @@ int arg_double(PyObject *object, const char *name, double *value) {
 int arg_scale(PyObject *object, const char *name, double *value) {
     if (object == Py_None) return 0;
     if (arg_double(object, name, value) < 0) return -1;
-    return isnan(*value) ? arg_fail(PyExc_ValueError, "%s: expected a finite number, got nan", name) : 0;
+    return isnan(*value) ? arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected a finite number, got nan", name) : 0;
 }
 
 int arg_flag(PyObject *object, const char *name, int *value) {
@@ -234,7 +256,9 @@ int arg_text(PyObject *object, const char *name, const char **value) {
     Py_ssize_t size;
     *value = PyUnicode_AsUTF8AndSize(object, &size);
     if (*value == NULL) return arg_fail_raising(name, "a string", object);
-    return strlen(*value) == (size_t)size ? 0 : arg_fail(PyExc_ValueError, "%s: expected a string without null characters, got %R", name, object);
+    return strlen(*value) == (size_t)size
+               ? 0
+               : arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected a string without null characters, got %R", name, object);
 }
 
 int arg_threads(PyObject *object, const char *name, int *value) {
@@ -243,7 +267,7 @@ int arg_threads(PyObject *object, const char *name, int *value) {
     int64_t number;
     if (arg_int64(object, name, &number) < 0) return -1;
     if (number < 1 || number > INT_MAX)
-        return arg_fail(PyExc_ValueError, "%s: expected a positive number of threads or None, got %lld", name, (long long)number);
+        return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected a positive number of threads or None, got %lld", name, (long long)number);
     *value = (int)number;
     return 0;
 }
@@ -256,14 +280,15 @@ int arg_layout(PyObject *object, const char *name, ba_layout *value) {
         *value = (ba_layout)layout;
         return 0;
     }
-    return arg_fail(PyExc_ValueError, "%s: expected 'BNSD', 'BSND', 'BSH' or 'TND', got %R", name, object);
+    return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected 'BNSD', 'BSND', 'BSH' or 'TND', got %R", name, object);
 }
 
 int arg_kv_layout(PyObject *object, const char *name, ba_kv_layout *value) {
     const char *text;
     if (arg_text(object, name, &text) < 0) return -1;
     *value = strcmp(text, "HND") == 0 ? BA_HND : BA_NHD;
-    return *value == BA_HND || strcmp(text, "NHD") == 0 ? 0 : arg_fail(PyExc_ValueError, "%s: expected 'NHD' or 'HND', got %R", name, object);
+    return *value == BA_HND || strcmp(text, "NHD") == 0 ? 0
+                                                        : arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected 'NHD' or 'HND', got %R", name, object);
 }
 
 int arg_isa(PyObject *object, const char *name, ba_isa *value) {
@@ -279,7 +304,7 @@ int arg_isa(PyObject *object, const char *name, ba_isa *value) {
         const size_t used = strlen(names);
         PyOS_snprintf(names + used, sizeof names - used, "%s'%s'", i == 0 ? "" : i == BA_ISA_COUNT - 1 ? " or " : ", ", ba_isa_name((ba_isa)i));
     }
-    return arg_fail(PyExc_ValueError, "%s: expected %s, got %R", name, names, object);
+    return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected %s, got %R", name, names, object);
 }
 
 int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value) {
@@ -293,7 +318,7 @@ int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value
         return 0;
     }
     const char *rest = role == ARG_CACHE ? ", 'float64', 'int8' or 'float8_e4m3'" : " or 'float64'";
-    return arg_fail(PyExc_ValueError, "%s: expected 'float32', 'float16', 'bfloat16'%s, got %R", name, rest, object);
+    return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected 'float32', 'float16', 'bfloat16'%s, got %R", name, rest, object);
 }
 
 int arg_out_dtype(PyObject *object, ba_dtype q_dtype, int *unrounded) {
@@ -302,8 +327,8 @@ int arg_out_dtype(PyObject *object, ba_dtype q_dtype, int *unrounded) {
     const bool narrow = q_dtype == BA_FLOAT16 || q_dtype == BA_BFLOAT16;
     *unrounded = narrow && dtype == BA_FLOAT32;
     if (*unrounded || dtype == BA_DTYPE_COUNT || dtype == q_dtype) return 0;
-    return arg_fail(PyExc_ValueError, "out_dtype: expected '%s'%s like q, got '%s'", ba_dtype_name(q_dtype), narrow ? " or 'float32'" : "",
-                    ba_dtype_name(dtype));
+    return arg_fail(PyExc_ValueError, BA_ARG("out_dtype") ": expected '%s'%s like " BA_ARG("q") ", got '%s'", ba_dtype_name(q_dtype),
+                    narrow ? " or 'float32'" : "", ba_dtype_name(dtype));
 }
 
 /* ---- Lists of lengths -------------------------------------------------------------------------------------- */
@@ -360,11 +385,11 @@ static int read_array_list(module_state *state, PyObject *object, const char *na
     if (status == 0 && !is_integer) status = arg_fail_elements(object, &array, "integers", "");
     if (status == 0) status = arg_check_dims(name, &raw);
     if (status == 0 && raw.ndim != ndim)
-        status = arg_fail(PyExc_ValueError, "%s: expected %d dimension%s, got %d", name, ndim, ndim == 1 ? "" : "s", raw.ndim);
+        status = arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected %d dimension%s, got %d", name, ndim, ndim == 1 ? "" : "s", raw.ndim);
     const int64_t rows = status == 0 && ndim == 2 ? raw.dims[0] : 1, columns = status == 0 ? raw.dims[ndim - 1] : 0;
     int64_t count = 0;
     if (status == 0 && __builtin_mul_overflow(rows, columns, &count))
-        status = arg_fail(PyExc_ValueError, "%s: expected fewer than 2^63 entries", name);
+        status = arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected fewer than 2^63 entries", name);
     if (status == 0) status = allocate_list(list, (Py_ssize_t)count);
     for (Py_ssize_t i = 0; status == 0 && i < list->count; i++) {
         const char *row = ndim == 2 ? raw.data + i / columns * raw.strides[0] : raw.data;
@@ -399,7 +424,7 @@ int64_t *arg_cumulative(const arg_list *lengths) {
 
 int arg_expect_count(const arg_list *list, const char *name, int64_t count, const char *meaning) {
     if (list->values == NULL || list->count == count) return 0;
-    return arg_fail(PyExc_ValueError, "%s: expected %lld entries, %s, got %zd", name, (long long)count, meaning, list->count);
+    return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected %lld entries, %s, got %zd", name, (long long)count, meaning, list->count);
 }
 
 static int read_lengths(module_state *state, PyObject *object, const char *name, const char *expected, arg_list *list) {

@@ -17,7 +17,19 @@
 #include <stdint.h>
 
 #include "blitz_attn.h"
+#include "core/status.h"
 #include "python/dlpack.h"
+
+/* ---- Sentences --------------------------------------------------------------------------------------------- */
+
+/* Raises an exception whose text has the form of PyUnicode_FromFormat(), and returns -1. Names of arguments are marked in it as for ba_fail(), by
+ * BA_ARG(). Where a text begins with a name, the exception has the attribute `sentence`, a tuple of str that joined are the text: names at even
+ * places, and what stands between them at odd ones. Wrappers in Python put their own names in the place of these. */
+int arg_fail(PyObject *exception, const char *format, ...);
+
+/* Returns 0 for BA_OK. For any other status, raises the exception that belongs to it with the text of ba_last_error(), as arg_fail() does, and
+ * returns -1. For BA_INTERRUPTED the exception of the signal handler is already set. */
+int arg_check(ba_status status);
 
 /* ---- Module state ------------------------------------------------------------------------------------------ */
 
@@ -169,18 +181,8 @@ int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_
 /* Holds one float32 per head, [heads], or nothing where `object` is None: *numbers is then unchanged. */
 int arg_head_numbers(module_state *state, PyObject *object, const char *name, int64_t heads, arg_array *array, const float **numbers);
 
-/* Holds a mask of at most four axes, or nothing where `object` is None. *mask always has four axes. */
+/* Holds a mask of at most four axes, or nothing where `object` is None. */
 int arg_mask(module_state *state, PyObject *object, const char *name, arg_array *array, ba_tensor *mask);
-
-/* The same array with four axes: missing ones are put first, with length 1. */
-static inline ba_tensor arg_four_axes(const ba_tensor *t) {
-    ba_tensor four = {.data = t->data, .dtype = t->dtype, .ndim = BA_MAX_DIMS, .dims = {1, 1, 1, 1}};
-    for (int i = 0; i < t->ndim; i++) {
-        four.dims[BA_MAX_DIMS - t->ndim + i] = t->dims[i];
-        four.strides[BA_MAX_DIMS - t->ndim + i] = t->strides[i];
-    }
-    return four;
-}
 
 /* As arg_lengths, for a 2-d integer array, row by row. Writes its shape to `dims`, unless the argument is None. */
 int arg_matrix(module_state *state, PyObject *object, const char *name, int64_t dims[2], arg_list *list);
@@ -191,12 +193,5 @@ int arg_expect_count(const arg_list *list, const char *name, int64_t count, cons
 /* The numbers 0, values[0], values[0] + values[1] ... of a list of `count` lengths. A sum that exceeds 64 bits is the largest number, which the
  * library refuses. Returns NULL with an exception set where there is no memory. */
 int64_t *arg_cumulative(const arg_list *lengths);
-
-/* Returns 0 for BA_OK. For any other status, sets the exception that belongs to it, with the text of ba_last_error(), and returns -1. For
- * BA_INTERRUPTED the exception of the signal handler is already set. */
-int arg_check(ba_status status);
-
-/* arg_check() for a call with a mask of arg_mask(), whose shape it reports as the caller gave it: with fewer axes than the library was given. */
-int arg_check_masked(ba_status status, const arg_array *mask);
 
 #endif

@@ -31,7 +31,7 @@ static void read_format(const char *format, raw_array *raw) {
 
 static int check_rank(const char *name, int64_t ndim) {
     if (ndim >= 0 && ndim <= BA_MAX_DIMS) return 0;
-    return arg_fail(PyExc_ValueError, "%s: expected at most %d dimensions, got %lld", name, BA_MAX_DIMS, (long long)ndim);
+    return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected at most %d dimensions, got %lld", name, BA_MAX_DIMS, (long long)ndim);
 }
 
 int arg_check_dims(const char *name, const raw_array *raw) {
@@ -39,7 +39,8 @@ int arg_check_dims(const char *name, const raw_array *raw) {
     for (int i = 0; i < raw->ndim; i++) {
         const int64_t dim = raw->dims[i];
         if (dim < 0 || __builtin_mul_overflow(bytes, dim > 1 ? dim : 1, &bytes))
-            return arg_fail(PyExc_ValueError, "%s: expected dimensions of fewer than 2^63 bytes, got %lld on axis %d", name, (long long)dim, i);
+            return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected dimensions of fewer than 2^63 bytes, got %lld on axis %d", name,
+                            (long long)dim, i);
     }
     return 0;
 }
@@ -63,7 +64,8 @@ static int read_view(arg_array *array, raw_array *raw) {
 
 static int read_dl_tensor(const dl_tensor *tensor, const char *name, raw_array *raw) {
     if (tensor->device.type != DL_DEVICE_CPU)
-        return arg_fail(PyExc_TypeError, "%s: expected an array in CPU memory, got one on DLPack device type %d", name, (int)tensor->device.type);
+        return arg_fail(PyExc_TypeError, BA_ARG("%s") ": expected an array in CPU memory, got one on DLPack device type %d", name,
+                        (int)tensor->device.type);
     if (check_rank(name, tensor->ndim) < 0) return -1;
     raw->data = tensor->data != NULL ? (char *)tensor->data + tensor->byte_offset : NULL;
     raw->size = tensor->dtype.bits / 8;
@@ -85,8 +87,9 @@ static int read_dl_tensor(const dl_tensor *tensor, const char *name, raw_array *
         bool overflow = __builtin_mul_overflow(compact, tensor->shape[i], &compact);
         if (tensor->strides != NULL) overflow = __builtin_mul_overflow(tensor->strides[i], raw->size, &raw->strides[i]);
         if (overflow)
-            return arg_fail(PyExc_ValueError, "%s: expected an array of fewer than 2^63 bytes, got %lld elements %lld apart on axis %d", name,
-                            (long long)raw->dims[i], (long long)(tensor->strides != NULL ? tensor->strides[i] : raw->strides[i] / raw->size), i);
+            return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected an array of fewer than 2^63 bytes, got %lld elements %lld apart on axis %d",
+                            name, (long long)raw->dims[i], (long long)(tensor->strides != NULL ? tensor->strides[i] : raw->strides[i] / raw->size),
+                            i);
     }
     return 0;
 }
@@ -98,7 +101,8 @@ static int take_capsule(PyObject *capsule, arg_array *array, raw_array *raw) {
         if (versioned == NULL || PyCapsule_SetName(capsule, "used_dltensor_versioned") < 0) return -1;
         array->versioned = versioned;
         if (versioned->version.major != DL_MAJOR_VERSION)
-            return arg_fail(PyExc_ValueError, "%s: expected DLPack version 1, got version %u", array->name, (unsigned)versioned->version.major);
+            return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected DLPack version 1, got version %u", array->name,
+                            (unsigned)versioned->version.major);
         /* what is written into a copy does not reach the caller's array, so a copy counts as read-only */
         array->read_only = versioned->flags & (DL_FLAG_READ_ONLY | DL_FLAG_IS_COPIED);
         return read_dl_tensor(&versioned->tensor, array->name, raw);
@@ -135,7 +139,7 @@ int arg_hold_raw(module_state *state, PyObject *object, const char *name, arg_ar
     memset(array, 0, sizeof *array);
     array->name = name;
     if (state->masked != NULL && PyObject_TypeCheck(object, state->masked))
-        return arg_fail(PyExc_TypeError, "%s: expected an array without a mask, got MaskedArray", name);
+        return arg_fail(PyExc_TypeError, BA_ARG("%s") ": expected an array without a mask, got MaskedArray", name);
     if (!PyObject_CheckBuffer(object)) return hold_dlpack(state, object, array, raw);
     if (PyObject_GetBuffer(object, &array->view, PyBUF_RECORDS_RO) < 0) {
         array->view.obj = NULL; /* an exporter that fails may have left a dangling pointer here */
@@ -221,7 +225,7 @@ static PyObject *element_text(PyObject *object, const arg_array *array) {
 
 int arg_fail_elements(PyObject *object, const arg_array *array, const char *expected, const char *hint) {
     PyObject *got = element_text(object, array);
-    if (got != NULL) PyErr_Format(PyExc_TypeError, "%s: expected %s, got %U%s", array->name, expected, got, hint);
+    if (got != NULL) arg_fail(PyExc_TypeError, BA_ARG("%s") ": expected %s, got %U%s", array->name, expected, got, hint);
     Py_XDECREF(got);
     return -1;
 }
@@ -250,24 +254,24 @@ static int set_tensor(arg_array *array, const raw_array *raw, ba_dtype dtype, bo
         if (empty || dim == 1) continue;
         if (raw->strides[i] % raw->size != 0)
             return arg_fail(PyExc_ValueError,
-                            "%s: expected strides of whole elements (numpy.ascontiguousarray makes them), got %lld bytes on axis %d", array->name,
-                            (long long)raw->strides[i], i);
+                            BA_ARG("%s") ": expected strides of whole elements (numpy.ascontiguousarray makes them), got %lld bytes on axis %d",
+                            array->name, (long long)raw->strides[i], i);
         tensor->strides[i] = raw->strides[i] / raw->size;
         if (last && contiguous_last && tensor->strides[i] != 1)
             return arg_fail(PyExc_ValueError,
-                            "%s: expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of %lld elements", array->name,
-                            (long long)tensor->strides[i]);
+                            BA_ARG("%s") ": expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of %lld elements",
+                            array->name, (long long)tensor->strides[i]);
         int64_t reach;
         int64_t *const side = raw->strides[i] < 0 ? &below : &above;
         if (__builtin_mul_overflow(dim - 1, raw->strides[i], &reach) || __builtin_add_overflow(*side, reach, side))
-            return arg_fail(PyExc_ValueError, "%s: expected an array of fewer than 2^63 bytes, got a stride of %lld bytes on axis %d", array->name,
-                            (long long)raw->strides[i], i);
+            return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected an array of fewer than 2^63 bytes, got a stride of %lld bytes on axis %d",
+                            array->name, (long long)raw->strides[i], i);
     }
     const uintptr_t start = (uintptr_t)raw->data;
     if (!empty && start % (uintptr_t)raw->size != 0)
         return arg_fail(PyExc_ValueError,
-                        "%s: expected memory aligned to %lld bytes (numpy.ascontiguousarray makes a copy), got an address that is not", array->name,
-                        (long long)raw->size);
+                        BA_ARG("%s") ": expected memory aligned to %lld bytes (numpy.ascontiguousarray makes a copy), got an address that is not",
+                        array->name, (long long)raw->size);
     array->low = empty ? start : start + (uintptr_t)below;
     array->high = empty ? start : start + (uintptr_t)above;
     return 0;
@@ -309,7 +313,7 @@ error:
 int arg_hold_output(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array) {
     if (arg_hold(state, object, name, role, bits_as, array) < 0) return -1;
     if (!array->read_only) return 0;
-    arg_fail(PyExc_ValueError, "%s: expected a writable array, got a read-only one", name);
+    arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected a writable array, got a read-only one", name);
     arg_release(array);
     return -1;
 }
@@ -342,12 +346,14 @@ PyObject *arg_hold_or_make_output(module_state *state, PyObject *given, PyObject
 int arg_disjoint(const arg_array *output, const arg_array *other) {
     const bool both = output->low < output->high && other->low < other->high;
     if (!both || output->high <= other->low || other->high <= output->low) return 0;
-    return arg_fail(PyExc_ValueError, "%s: expected memory of its own, got an array that overlaps %s", output->name, other->name);
+    return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected memory of its own, got an array that overlaps " BA_ARG("%s"), output->name,
+                    other->name);
 }
 
 int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_dtype named) {
     if (named == BA_DTYPE_COUNT || named == dtype) return 0;
-    return arg_fail(PyExc_TypeError, "%s: expected %s as %s says, got %s", name, ba_dtype_name(named), argument, ba_dtype_name(dtype));
+    return arg_fail(PyExc_TypeError, BA_ARG("%s") ": expected %s as " BA_ARG("%s") " says, got %s", name, ba_dtype_name(named), argument,
+                    ba_dtype_name(dtype));
 }
 
 int arg_head_numbers(module_state *state, PyObject *object, const char *name, int64_t heads, arg_array *array, const float **numbers) {
@@ -355,9 +361,11 @@ int arg_head_numbers(module_state *state, PyObject *object, const char *name, in
     if (arg_hold(state, object, name, ARG_SCALES, BA_UINT16, array) < 0) return -1;
     const ba_tensor *t = &array->tensor;
     if (t->ndim != 1 || t->dims[0] != heads)
-        return arg_fail(PyExc_ValueError, "%s: expected shape (%lld,), one number per head, got %s", name, (long long)heads, ba_shape_text(t).chars);
+        return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected shape (%lld,), one number per head, got %s", name, (long long)heads,
+                        ba_shape_text(t).chars);
     if (t->strides[0] != 1)
-        return arg_fail(PyExc_ValueError, "%s: expected a contiguous array, got a stride of %lld elements", name, (long long)t->strides[0]);
+        return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected a contiguous array, got a stride of %lld elements", name,
+                        (long long)t->strides[0]);
     *numbers = t->data;
     return 0;
 }
@@ -365,6 +373,6 @@ int arg_head_numbers(module_state *state, PyObject *object, const char *name, in
 int arg_mask(module_state *state, PyObject *object, const char *name, arg_array *array, ba_tensor *mask) {
     if (object == Py_None) return 0;
     if (arg_hold(state, object, name, ARG_MASK, BA_UINT16, array) < 0) return -1;
-    *mask = arg_four_axes(&array->tensor);
+    *mask = array->tensor;
     return 0;
 }

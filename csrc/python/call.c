@@ -163,7 +163,6 @@ static int read_argument(py_call *call, int i) {
     default:
         call->place[i] = (signed char)call->arrays;
         if (call_hold(call, object, a->name, a->role, a->traits, member) < 0) return -1;
-        if (a->role == ARG_MASK) *(ba_tensor *)member = arg_four_axes(member);
         return 0;
     }
 }

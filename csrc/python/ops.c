@@ -45,7 +45,10 @@ PyObject *py_read_flag(PyObject *module, PyObject *const *args, Py_ssize_t nargs
 TAKES(refuse_masked, 1, {.name = "masked"});
 PyObject *py_refuse_masked(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(refuse_masked, 1);
-    if (!PyType_Check(values[0])) return PyErr_Format(PyExc_TypeError, "masked: expected a type, got %R", values[0]);
+    if (!PyType_Check(values[0])) {
+        arg_fail(PyExc_TypeError, BA_ARG("masked") ": expected a type, got %R", values[0]);
+        return NULL;
+    }
     module_state *state = PyModule_GetState(module);
     PyObject *const before = (PyObject *)state->masked;
     state->masked = (PyTypeObject *)Py_NewRef(values[0]);
@@ -59,8 +62,14 @@ TAKES(in_usual_mode, 3, {.name = "function"}, {.name = "args"}, {.name = "kwargs
 PyObject *py_in_usual_mode(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     PyObject *values[3];
     if (arg_sort(PyModule_GetState(module), CORE_in_usual_mode, &operation_in_usual_mode, args, nargs, kwnames, values) < 0) return NULL;
-    if (!PyTuple_Check(values[1])) return PyErr_Format(PyExc_TypeError, "args: expected a tuple, got %R", values[1]);
-    if (!PyDict_Check(values[2])) return PyErr_Format(PyExc_TypeError, "kwargs: expected a dict, got %R", values[2]);
+    if (!PyTuple_Check(values[1])) {
+        arg_fail(PyExc_TypeError, BA_ARG("args") ": expected a tuple, got %R", values[1]);
+        return NULL;
+    }
+    if (!PyDict_Check(values[2])) {
+        arg_fail(PyExc_TypeError, BA_ARG("kwargs") ": expected a dict, got %R", values[2]);
+        return NULL;
+    }
     const int rounding = fegetround(); /* of x86-64's other unit, too, which computes with numpy.longdouble */
     BA_IN_USUAL_MODE;
     fesetround(FE_TONEAREST);
@@ -161,7 +170,7 @@ static int read_probe(PyObject *level, PyObject *seconds, bool may_be_once, PyOb
     *duration = 0;
     if (arg_isa(level, "level", isa) < 0 || (!once && arg_double(seconds, "seconds", duration) < 0)) return -1;
     if (!once && !(*duration > 0.0 && isfinite(*duration))) {
-        PyErr_Format(PyExc_ValueError, "seconds: expected a positive number, got %S", seconds);
+        arg_fail(PyExc_ValueError, BA_ARG("seconds") ": expected a positive number, got %S", seconds);
         return -1;
     }
     return arg_threads(num_threads, "num_threads", threads);
@@ -205,7 +214,7 @@ PyObject *py_probe_read(PyObject *module, PyObject *const *args, Py_ssize_t narg
         if (PyObject_GetBuffer(values[1], &data, PyBUF_SIMPLE) < 0) return NULL;
         bytes = data.len;
     } else if (arg_int64(values[1], "memory", &bytes) < 0) return NULL;
-    if (bytes < 1) PyErr_Format(PyExc_ValueError, "memory: expected a positive number of bytes, got %lld", (long long)bytes);
+    if (bytes < 1) arg_fail(PyExc_ValueError, BA_ARG("memory") ": expected a positive number of bytes, got %lld", (long long)bytes);
     else WITHOUT_GIL(rate = ba_probe_read(level, data.buf, bytes, seconds, threads));
     PyBuffer_Release(&data);
     if (bytes < 1) return NULL;

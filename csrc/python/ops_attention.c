@@ -23,8 +23,9 @@ static int read_heads(const ba_block_sparse_args *a, PyObject *object, const ba_
     const int axis = a->layout == BA_BNSD ? 1 : a->layout == BA_BSND ? 2 : 1;
     const bool has_axis = a->layout != BA_BSH && axis < tensor->ndim;
     if (has_axis && tensor->dims[axis] != *heads)
-        PyErr_Format(PyExc_ValueError, "%s: expected %lld like %s, got %lld", name, (long long)tensor->dims[axis], tensor_name, (long long)*heads);
-    else if (*heads == 0 && !has_axis) PyErr_Format(PyExc_ValueError, "%s: expected at least 1, got 0", name);
+        arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected %lld like " BA_ARG("%s") ", got %lld", name, (long long)tensor->dims[axis], tensor_name,
+                 (long long)*heads);
+    else if (*heads == 0 && !has_axis) arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected at least 1, got 0", name);
     else return 0;
     return -1;
 }
@@ -43,11 +44,13 @@ static int read_packed(py_call *call, ba_block_sparse_args *a) {
     /* Any other q is refused by the library, before it reads lengths. */
     if (a->q.ndim == 3 && (a->cu_q == NULL || a->cu_kv == NULL)) {
         const char *const missing = a->cu_q == NULL ? "cu_seqlens_q" : "cu_seqlens_kv";
-        PyErr_Format(PyExc_ValueError, "%s: expected cu_seqlens_q= and cu_seqlens_kv= with layout TND, got no %s", missing, missing);
+        arg_fail(PyExc_ValueError,
+                 BA_ARG("%s") ": expected " BA_ARG("cu_seqlens_q") "= and " BA_ARG("cu_seqlens_kv") "= with layout TND, got no " BA_ARG("%s"),
+                 missing, missing);
         return -1;
     }
     if (a->cu_q == NULL) return 0;
-    if (arg_expect_count(cu_kv, "cu_seqlens_kv", cu_q->count, "as many as cu_seqlens_q has") < 0) return -1;
+    if (arg_expect_count(cu_kv, "cu_seqlens_kv", cu_q->count, "as many as " BA_ARG("cu_seqlens_q") " has") < 0) return -1;
     return call_read_each(call, query_heads(a), a->batch, "one per sequence");
 }
 
@@ -57,7 +60,8 @@ static int read_sequences(py_call *call, ba_block_sparse_args *a) {
     if (read_heads(a, call->values[FORWARD_num_heads], &a->q, "num_heads", "q", &a->num_heads) < 0) return -1;
     if (read_heads(a, call->values[FORWARD_num_kv_heads], &a->k, "num_kv_heads", "k", &a->num_kv_heads) < 0) return -1;
     if (a->layout == BA_BSH && call->values[FORWARD_num_heads] == Py_None) {
-        PyErr_SetString(PyExc_ValueError, "num_heads: expected num_heads= with layout BSH, whose last axis holds all heads, got no num_heads");
+        arg_fail(PyExc_ValueError, BA_ARG("num_heads") ": expected " BA_ARG(
+                                       "num_heads") "= with layout BSH, whose last axis holds all heads, got no " BA_ARG("num_heads"));
         return -1;
     }
     if (a->layout == BA_TND) return read_packed(call, a);
@@ -74,7 +78,7 @@ static int read_sequences(py_call *call, ba_block_sparse_args *a) {
 /* The rows of packed lists are those of the sequences one after the other. */
 static int expect_rows(py_call *call, const ba_block_sparse_args *a, int cu_rows) {
     if (a->layout != BA_TND || a->cu_q == NULL) return 0;
-    return arg_expect_count(call_list(call, cu_rows), "cu_rows", a->batch + 1, "as many as cu_seqlens_q has");
+    return arg_expect_count(call_list(call, cu_rows), "cu_rows", a->batch + 1, "as many as " BA_ARG("cu_seqlens_q") " has");
 }
 
 static int open_forward(py_call *call, ba_block_sparse_args *a, ba_attention *attention, int *return_lse) {
@@ -82,7 +86,7 @@ static int open_forward(py_call *call, ba_block_sparse_args *a, ba_attention *at
     if (read_sequences(call, a) < 0 || expect_rows(call, a, FORWARD_cu_rows) < 0) return -1;
     if (arg_flag(values[FORWARD_return_lse], "return_lse", return_lse) < 0) return -1;
     if (arg_out_dtype(values[FORWARD_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
-    if (arg_check_masked(ba_open_block_sparse(a, attention), call_array(call, FORWARD_attn_mask)) < 0) return -1;
+    if (arg_check(ba_open_block_sparse(a, attention)) < 0) return -1;
     if (call_result(call, values[FORWARD_out], &attention->out_shape, "out", ARG_FLOATS, &a->out) < 0) return -1;
     if (*return_lse && call_result(call, values[FORWARD_lse_out], &attention->lse_shape, "lse", ARG_LSE, &a->lse) < 0) return -1;
     return call_expect_disjoint(call) < 0 ? -1 : arg_check(ba_set_block_sparse_outputs(a, attention));
@@ -110,7 +114,7 @@ static int make_bias_gradients(py_call *call, ba_block_sparse_backward_args *a) 
     call->values[BACKWARD_empty] = call->values[BACKWARD_bias_grads]; /* makes arrays of the kind of the biases */
     if (!ba_given(mask) || mask->dtype == BA_BOOL) call_no_result(call);
     else if (call_result(call, Py_None, mask, "dattn_mask", ARG_FLOATS, &made) < 0) return -1;
-    else a->dattn_mask = arg_four_axes(&made);
+    else a->dattn_mask = made;
     if (!ba_given(slopes)) call_no_result(call);
     else if (call_result(call, Py_None, slopes, "dalibi_slopes", ARG_FLOATS, &made) < 0) return -1;
     else a->dalibi_slopes = made.data;
@@ -123,10 +127,10 @@ static int open_backward(py_call *call, ba_block_sparse_backward_args *a, ba_att
     if (read_sequences(call, &a->forward) < 0 || expect_rows(call, &a->forward, BACKWARD_cu_rows) < 0) return -1;
     for (size_t i = 1; i < COUNT_OF(names) && a->accumulate; i++)
         if (call->values[BACKWARD_dq + i] == Py_None) {
-            PyErr_Format(PyExc_ValueError, "%s: expected an array to add to with accumulate=True, got None", names[i]);
+            arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected an array to add to with " BA_ARG("accumulate") "=True, got None", names[i]);
             return -1;
         }
-    if (arg_check_masked(ba_open_block_sparse_backward(a, attention, gradients), call_array(call, BACKWARD_attn_mask)) < 0) return -1;
+    if (arg_check(ba_open_block_sparse_backward(a, attention, gradients)) < 0) return -1;
     ba_gradient_shapes(a, shapes);
     for (size_t i = 0; i < COUNT_OF(names); i++)
         if (call_result(call, call->values[BACKWARD_dq + i], &shapes[i], names[i], ARG_FLOATS, outputs[i]) < 0) return -1;
@@ -157,7 +161,7 @@ static int read_text(const py_call *call, int index, const char *const *texts, i
     if (arg_text(call->values[index], name, &text) < 0) return -1;
     for (*place = 0; *place < count; ++*place)
         if (strcmp(text, texts[*place]) == 0) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: expected %s or another of that kind, got '%s'", name, texts[0], text);
+    arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected %s or another of that kind, got '%s'", name, texts[0], text);
     return -1;
 }
 
@@ -205,8 +209,8 @@ static int choose(py_call *call, ba_select_prefill_args *a) {
     if (read_choice(call, a, &index_dtype, &return_scores) < 0 || arg_check(ba_open_prefill(a, &prefill)) < 0) return -1;
     prefill.lists_shape.dtype = (ba_dtype)(BA_UINT16 + index_dtype);
     if (prefill.p.block_columns > (index_dtype == 0 ? UINT16_MAX : index_dtype == 1 ? INT16_MAX + 1 : INT32_MAX)) {
-        PyErr_Format(PyExc_ValueError, "index_dtype: expected one that holds %lld columns, got %s", (long long)prefill.p.block_columns,
-                     ba_dtype_name(prefill.lists_shape.dtype));
+        arg_fail(PyExc_ValueError, BA_ARG("index_dtype") ": expected one that holds %lld columns, got %s", (long long)prefill.p.block_columns,
+                 ba_dtype_name(prefill.lists_shape.dtype));
         return -1;
     }
     if (make_tensor(&prefill.kept_shape, &a->kept) < 0 || make_tensor(&prefill.counts_shape, &a->counts) < 0) return -1;

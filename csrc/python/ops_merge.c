@@ -27,16 +27,17 @@ static void release_merge(merge_call *call) {
 
 static int read_parts(module_state *state, PyObject *outs, PyObject *lses, ba_dtype bits_as, merge_call *call) {
     if (!PyTuple_Check(outs) || !PyTuple_Check(lses)) {
-        PyErr_SetString(PyExc_TypeError, "outs, lses: expected tuples");
+        arg_fail(PyExc_TypeError, BA_ARG("outs") ", " BA_ARG("lses") ": expected tuples");
         return -1;
     }
     call->parts = PyTuple_Size(outs);
     if (PyTuple_Size(lses) != call->parts) {
-        PyErr_Format(PyExc_ValueError, "lses: expected %zd arrays, one for each of outs, got %zd", call->parts, PyTuple_Size(lses));
+        arg_fail(PyExc_ValueError, BA_ARG("lses") ": expected %zd arrays, one for each of " BA_ARG("outs") ", got %zd", call->parts,
+                 PyTuple_Size(lses));
         return -1;
     }
     if (call->parts == 0) {
-        PyErr_SetString(PyExc_ValueError, "outs: expected at least 1 array, got 0");
+        arg_fail(PyExc_ValueError, BA_ARG("outs") ": expected at least 1 array, got 0");
         return -1;
     }
     call->arrays = PyMem_Calloc(2 * (size_t)call->parts, sizeof *call->arrays);
@@ -62,8 +63,8 @@ static ba_status check_merge_shape(const char *name, const ba_tensor *t, const b
     ba_tensor expected = *first;
     expected.ndim -= is_lse;
     if (ba_same_shape(t, &expected)) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(&expected).chars,
-                   is_lse ? "the leading axes of outs[0]" : "outs[0]", ba_shape_text(t).chars);
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape %s like %s, got %s", name, ba_shape_text(&expected).chars,
+                   is_lse ? "the leading axes of " BA_ARG("outs[0]") : BA_ARG("outs[0]"), ba_shape_text(t).chars);
 }
 
 /* Axes of length 1 in front, up to `ndim` axes: the library merges tensors of four. */
@@ -79,7 +80,7 @@ static void add_axes(ba_tensor *t, int ndim) {
 /* Checks the shapes that the caller gave, and gives all arrays the numbers of axes that the library takes. */
 static ba_status fit_merge(merge_call *call) {
     const ba_tensor first = call->tensors[0];
-    if (first.ndim == 0) return ba_fail(BA_ERROR_VALUE, "outs[0]: expected shape (..., Dv), got ()");
+    if (first.ndim == 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("outs[0]") ": expected shape (..., Dv), got ()");
     for (Py_ssize_t i = 0; i < 2 * call->parts; i++) BA_TRY(check_merge_shape(call->names[i], &call->tensors[i], &first, i >= call->parts));
     BA_TRY(check_merge_shape("out", &call->out.tensor, &first, false));
     BA_TRY(check_merge_shape("lse", &call->lse.tensor, &first, true));

@@ -18,7 +18,7 @@ static int hold_each(py_call *call, int index, const char *const *names, Py_ssiz
     PyObject *const tuple = call->values[index];
     if (tuple == Py_None) return 0;
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) > most) {
-        PyErr_Format(PyExc_TypeError, "%s: expected a tuple of at most %zd arrays", names[0], most);
+        arg_fail(PyExc_TypeError, BA_ARG("%s") ": expected a tuple of at most %zd arrays", names[0], most);
         return -1;
     }
     for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++)
@@ -32,11 +32,11 @@ static int count_sequences(py_call *call, int cu_index, int blocks_index, int64_
     *batch = cu->values == NULL ? 0 : cu->count - 1;
     if (cu->values == NULL) return 0;
     if (cu->count < 1) {
-        PyErr_SetString(PyExc_ValueError, "cu_seqlens: expected at least one number, got none");
+        arg_fail(PyExc_ValueError, BA_ARG("cu_seqlens") ": expected at least one number, got none");
         return -1;
     }
     if (blocks->values == NULL || blocks->count == cu->count) return 0;
-    PyErr_Format(PyExc_ValueError, "cu_blocks: expected %zd entries like cu_seqlens, got %zd", cu->count, blocks->count);
+    arg_fail(PyExc_ValueError, BA_ARG("cu_blocks") ": expected %zd entries like " BA_ARG("cu_seqlens") ", got %zd", cu->count, blocks->count);
     return -1;
 }
 

@@ -44,8 +44,8 @@ static int lengths_from_pages(const arg_list *indptr, const arg_list *last_page_
         const int64_t first = indptr->values[b], end = indptr->values[b + 1], last = last_page_len->values[b];
         const bool empty = first < 0 || end <= first;
         if (last < !empty || last > page_size) {
-            PyErr_Format(PyExc_ValueError, "last_page_len: expected 1 to the %lld tokens of a page, got %lld at [%lld]", (long long)page_size,
-                         (long long)last, (long long)b);
+            arg_fail(PyExc_ValueError, BA_ARG("last_page_len") ": expected 1 to the %lld tokens of a page, got %lld at [%lld]", (long long)page_size,
+                     (long long)last, (long long)b);
             return -1;
         }
         int64_t *length = &seq_lens->values[b];
@@ -66,11 +66,11 @@ static int read_requests(py_call *call, int first, int64_t page_size, ba_paged_a
     if (indptr->values != NULL) {
         a->batch = indptr->count - 1;
         if (a->batch < 0) {
-            PyErr_SetString(PyExc_ValueError, "indptr: expected B + 1 entries, got 0");
+            arg_fail(PyExc_ValueError, BA_ARG("indptr") ": expected B + 1 entries, got 0");
             return -1;
         }
         if (last_page_len->values == NULL || seq_lens->values != NULL) {
-            PyErr_SetString(PyExc_TypeError, "indptr: expected last_page_len beside it, and no seq_lens");
+            arg_fail(PyExc_TypeError, BA_ARG("indptr") ": expected " BA_ARG("last_page_len") " beside it, and no " BA_ARG("seq_lens"));
             return -1;
         }
         arg_list *const lengths = call_add_list(call, first + REQUEST_seq_lens);
@@ -91,7 +91,7 @@ static int read_split(PyObject *object, ba_paged_args *a) {
     if (object == Py_None) return 0;
     if (arg_int64(object, "kv_split", &a->kv_split) < 0) return -1;
     if (a->kv_split != 0) return 0;
-    PyErr_SetString(PyExc_ValueError, "kv_split: expected a positive multiple of the tokens of a page, got 0");
+    arg_fail(PyExc_ValueError, BA_ARG("kv_split") ": expected a positive multiple of the tokens of a page, got 0");
     return -1;
 }
 
@@ -100,7 +100,7 @@ static int read_count(py_call *call, int index, int64_t least, const char *thing
     const char *const name = call->operation->arguments[index].name;
     if (arg_int64(call->values[index], name, count) < 0) return -1;
     if (*count >= least) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: expected at least %lld %s, got %lld", name, (long long)least, things, (long long)*count);
+    arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected at least %lld %s, got %lld", name, (long long)least, things, (long long)*count);
     return -1;
 }
 
@@ -138,7 +138,10 @@ TAKES(page_table_lengths, 1, {.name = "tables"});
 PyObject *py_page_table_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     SORT_ARGUMENTS(page_table_lengths, 1);
     const ba_page_tables *tables = page_tables_of(values[0]);
-    if (tables == NULL) return PyErr_Format(PyExc_TypeError, "tables: expected opened page tables, got something else");
+    if (tables == NULL) {
+        arg_fail(PyExc_TypeError, BA_ARG("tables") ": expected opened page tables, got something else");
+        return NULL;
+    }
     PyObject *const lists[] = {PyList_New((Py_ssize_t)tables->batch), PyList_New((Py_ssize_t)tables->batch)};
     bool made = lists[0] != NULL && lists[1] != NULL;
     for (int64_t b = 0; made && b < tables->batch; b++) {
@@ -167,8 +170,8 @@ static int read_counts(py_call *call, ba_paged_args *a) {
     if (arg_matrix(call->state, call->values[PAGED_counts], "counts", dims, &call->list[call->lists]) < 0) return -1;
     a->selected_counts = call->list[call->lists++].values;
     if (a->selected.ndim != 3 || (dims[0] == a->selected.dims[0] && dims[1] == a->selected.dims[1])) return 0;
-    PyErr_Format(PyExc_ValueError, "counts: expected shape (%lld, %lld) like the rows of selected, got (%lld, %lld)", (long long)a->selected.dims[0],
-                 (long long)a->selected.dims[1], (long long)dims[0], (long long)dims[1]);
+    arg_fail(PyExc_ValueError, BA_ARG("counts") ": expected shape (%lld, %lld) like the rows of " BA_ARG("selected") ", got (%lld, %lld)",
+             (long long)a->selected.dims[0], (long long)a->selected.dims[1], (long long)dims[0], (long long)dims[1]);
     return -1;
 }
 
@@ -176,10 +179,11 @@ static int read_counts(py_call *call, ba_paged_args *a) {
  * be the mask of all queries and tokens in one axis, as other libraries take it, of which only the first elements would be read. */
 static int check_flat_mask(const ba_tensor *mask, const ba_problem *p) {
     if (mask->ndim != 1 || mask->dims[0] <= ba_max(1, p->kv_len)) return 0;
-    PyErr_Format(PyExc_ValueError,
-                 "attn_mask: expected %lld tokens in a mask of one axis, or shape (%lld, 1, %lld, %lld), a matrix of queries and tokens for each "
-                 "request, got (%lld,)",
-                 (long long)p->kv_len, (long long)p->batch, (long long)p->q_len, (long long)p->kv_len, (long long)mask->dims[0]);
+    arg_fail(
+        PyExc_ValueError,
+        BA_ARG("attn_mask") ": expected %lld tokens in a mask of one axis, or shape (%lld, 1, %lld, %lld), a matrix of queries and tokens for each "
+                            "request, got (%lld,)",
+        (long long)p->kv_len, (long long)p->batch, (long long)p->q_len, (long long)p->kv_len, (long long)mask->dims[0]);
     return -1;
 }
 
@@ -196,7 +200,7 @@ static int open_paged(py_call *call, ba_paged_args *a, ba_attention *attention) 
     if (plan != NULL) status = ba_open_paged(a, plan, attention);
     else INTERRUPTIBLE(status, ba_open_paged(a, NULL, attention)); /* page tables may be long, so checking them may take time */
     const arg_array *const mask = call_array(call, PAGED_attn_mask);
-    if (arg_check_masked(status, mask) < 0 || check_flat_mask(&mask->tensor, &attention->problem) < 0) return -1;
+    if (arg_check(status) < 0 || check_flat_mask(&mask->tensor, &attention->problem) < 0) return -1;
     if (call_result(call, values[PAGED_out], &attention->out_shape, "out", ARG_FLOATS, &a->out) < 0) return -1;
     if (return_lse && call_result(call, values[PAGED_lse_out], &attention->lse_shape, "lse", ARG_LSE, &a->lse) < 0) return -1;
     return call_expect_disjoint(call) < 0 ? -1 : arg_check(ba_set_paged_outputs(a, attention));
@@ -247,7 +251,7 @@ OPERATION(append_paged_kv, append_args, APPEND_PAGED_KV, APPEND_block_tables, AP
 static int expect_writable_scale(const py_call *call, int index) {
     const arg_array *const scale = call_array(call, index);
     if (scale->tensor.ndim < 2 || !scale->read_only) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: expected a writable array, got a read-only one", scale->name);
+    arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected a writable array, got a read-only one", scale->name);
     return -1;
 }
 
@@ -267,7 +271,7 @@ static int read_append(py_call *call, append_args *a, const ba_page_tables *plan
     if (expect_writable_scale(call, APPEND_k_scale) < 0 || expect_writable_scale(call, APPEND_v_scale) < 0) return -1;
     if (a->slots != NULL) {
         const arg_list *const slots = call_list(call, APPEND_slot_mapping);
-        if (arg_expect_count(slots, "slot_mapping", a->k.ndim > 0 ? a->k.dims[0] : 0, "one for each of k's tokens") < 0) return -1;
+        if (arg_expect_count(slots, "slot_mapping", a->k.ndim > 0 ? a->k.dims[0] : 0, "one for each of " BA_ARG("k") "'s tokens") < 0) return -1;
     } else if (plan == NULL && read_requests(call, APPEND_block_tables, page_tokens(&a->cache), &a->cache) < 0) return -1;
     call->pages_by_token = a->cache.kv_layout == BA_NHD;
     if (call_expect_disjoint(call) < 0) return -1;

@@ -20,7 +20,7 @@ static int read_metadata(py_call *call, ba_quest_metadata_args *a, const ba_page
         if (call_hold(call, call->values[METADATA_block_tables], "block_tables", ARG_TABLES, 0, &a->block_tables) < 0) return -1;
         a->batch = call_list(call, METADATA_seq_lens)->count;
     }
-    if (arg_expect_count(call_list(call, METADATA_start_lens), "start_lens", a->batch, "as many as seq_lens has") < 0) return -1;
+    if (arg_expect_count(call_list(call, METADATA_start_lens), "start_lens", a->batch, "as many as " BA_ARG("seq_lens") " has") < 0) return -1;
     call->pages_by_token = a->kv_layout == BA_NHD;
     return call_expect_disjoint(call) < 0 ? -1 : call_expect_summary_pages(a, plan);
 }
@@ -50,7 +50,7 @@ static int arg_method(PyObject *object, ba_select_method *value) {
         *value = (ba_select_method)i;
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "method: expected 'quest', 'mean' or 'max', got %R", object);
+    arg_fail(PyExc_ValueError, BA_ARG("method") ": expected 'quest', 'mean' or 'max', got %R", object);
     return -1;
 }
 
@@ -71,13 +71,15 @@ static void add_queries(const ba_select_args *a, int64_t *recent) {
  * selected. With -1 tokens since then, the rule is off. */
 static int add_window(const ba_select_args *a, const int64_t *tokens_since, int64_t *recent) {
     if (tokens_since != NULL && recent == NULL) {
-        PyErr_SetString(PyExc_TypeError, "recent: expected an integer, or one per request, with tokens_since_metadata_update, got NoneType");
+        arg_fail(PyExc_TypeError,
+                 BA_ARG("recent") ": expected an integer, or one per request, with " BA_ARG("tokens_since_metadata_update") ", got NoneType");
         return -1;
     }
     for (int64_t b = 0; tokens_since != NULL && b < a->batch; b++) {
         const int64_t since = tokens_since[b], tokens = a->seq_lens[b];
         if (since < -1) {
-            PyErr_Format(PyExc_ValueError, "tokens_since_metadata_update: expected at least 0, or -1 for no window, got %lld", (long long)since);
+            arg_fail(PyExc_ValueError, BA_ARG("tokens_since_metadata_update") ": expected at least 0, or -1 for no window, got %lld",
+                     (long long)since);
             return -1;
         }
         if (since < 0 || tokens < 1 || a->page_size < 1) continue;
@@ -140,7 +142,7 @@ static int result_shape(const ba_select_args *a, PyObject *k, ba_tensor *shape) 
     int64_t width;
     if (arg_int64(k, "k", &width) < 0) return -1;
     if (width < 1 || width > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "k: expected 1 to 2147483647 blocks, got %lld", (long long)width);
+        arg_fail(PyExc_ValueError, BA_ARG("k") ": expected 1 to 2147483647 blocks, got %lld", (long long)width);
         return -1;
     }
     const int64_t heads = a->q.ndim == 3 ? a->q.dims[1] : 0, kv_axis = a->method == BA_SELECT_MAX && a->kv_layout == BA_HND ? 1 : 2;

@@ -6,14 +6,11 @@
 
 /* ---- Sentences --------------------------------------------------------------------------------------------- */
 
-/* Each raises an exception and returns -1. */
-int arg_fail(PyObject *exception, const char *format, ...);
-
-/* Raises a TypeError `name: expected <expected>, got <the type of object>`. */
+/* Raises a TypeError `name: expected <expected>, got <the type of object>`, and returns -1. */
 int arg_fail_kind(const char *name, const char *expected, PyObject *object);
 
 /* Called when one of the object's own methods has raised an exception: replaces it by a ValueError that names the argument and has the first
- * exception as its cause. Exceptions that are no fault of the argument (KeyboardInterrupt, MemoryError) stay as they are. */
+ * exception as its cause. Exceptions that are no fault of the argument (KeyboardInterrupt, MemoryError) stay as they are. Returns -1. */
 int arg_fail_raising(const char *name, const char *expected, PyObject *object);
 int arg_fail_unreadable(const char *name, PyObject *object);
 

@@ -46,8 +46,8 @@ int call_expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tab
     else if (pool) mark_pages(marks, count, &a->block_tables, a, size, 1, 0, &page);
     const int status = mark_pages(marks, count, &a->metadata_tables, a, size * rows, 2, 1 | 2, &page);
     if (status < 0)
-        PyErr_Format(PyExc_ValueError, "metadata_block_tables: expected pages that nothing else uses, got %lld, which %s", (long long)page,
-                     marks[page] & 1 ? "holds keys" : "is listed twice");
+        arg_fail(PyExc_ValueError, BA_ARG("metadata_block_tables") ": expected pages that nothing else uses, got %lld, which %s", (long long)page,
+                 marks[page] & 1 ? "holds keys" : "is listed twice");
     PyMem_Free(marks);
     return status;
 }

@@ -11,7 +11,7 @@ from ... import block_sparse as numpy_calls
 from ..._arrays import choice, flag, integer, result_shapes
 from ..._names import LAYOUTS, Layout
 from ..._select import prefill as numpy_choice
-from ..._sentences import renamed
+from ..._sentences import refusal, rename
 from .calls import arrays_of, call, frozen, is_traced, jax, no_second, plain, real_of, shape_like, without_gradient
 
 __all__ = ["block_sparse_attention", "dot_product_attention", "select_and_attend_prefill"]
@@ -47,7 +47,7 @@ def _attend_shapes(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any
         counts = [heads, heads if counts[1] is None else integer(counts[1], "num_kv_heads")]
         for name, count, of in zip(("num_heads", "num_kv_heads"), counts, "qk", strict=True):
             if count < 1 or arrays[of].shape[-1] % count:
-                raise ValueError(f"{name}: expected a divisor of the last axis of {of}, {arrays[of].shape[-1]}, got {count}")
+                raise refusal(ValueError, name, ": expected a divisor of the last axis of ", of, f", {arrays[of].shape[-1]}, got {count}")
     q = arrays["q"]
     out, lse = result_shapes(q, arrays["v"], layout, *counts)
     return shape_like(out, q.dtype), shape_like(lse, real_of(q))
@@ -325,7 +325,8 @@ def dot_product_attention(
             num_threads=num_threads,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, names) from error
+        rename(error, names)
+        raise
     lse = jax.numpy.moveaxis(lse, 1, 2)
     out, lse = (out[0], lse[0]) if one else (out, lse)
     return (out, lse) if flag(return_residual, "return_residual") else out

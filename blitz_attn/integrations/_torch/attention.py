@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._arrays import refuse_block_mask
 from ..._names import LAYOUTS, Layout
-from ..._sentences import renamed
+from ..._sentences import rename
 from . import operators
 from .tensors import (
     expect_tensors,
@@ -319,7 +319,8 @@ def scaled_dot_product_attention(
             return_lse=return_lse,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise renamed(error, _NAMES) from error
+        rename(error, _NAMES)
+        raise
     if query.dim() != 4:
         out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1]) if return_lse else None
     return (out, lse) if return_lse else out

@@ -28,28 +28,30 @@ typedef struct merge_call {
  * about the dtype. */
 static ba_status check_like(const char *name, const ba_tensor *t, const ba_tensor *expected, const char *like, const char *with) {
     if (!ba_same_shape(t, expected))
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, got %s", name, ba_shape_text(expected).chars, like, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape %s like %s, got %s", name, ba_shape_text(expected).chars, like,
+                       ba_shape_text(t).chars);
     if (t->dtype != expected->dtype)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s %s, got %s", name, ba_dtype_name(expected->dtype), with, ba_dtype_name(t->dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected dtype %s %s, got %s", name, ba_dtype_name(expected->dtype), with,
+                       ba_dtype_name(t->dtype));
     return ba_check_extent(name, t);
 }
 
 static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse) {
-    if (parts < 1) return ba_fail(BA_ERROR_VALUE, "outs: expected at least one part, got %" PRId64, parts);
+    if (parts < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("outs") ": expected at least one part, got %" PRId64, parts);
     const ba_tensor *first = &outs[0];
     BA_TRY(ba_check_float("outs[0]", first));
-    if (first->ndim != 4) return ba_fail(BA_ERROR_VALUE, "outs[0]: expected shape (B, H, S, Dv), got %s", ba_shape_text(first).chars);
+    if (first->ndim != 4) return ba_fail(BA_ERROR_VALUE, BA_ARG("outs[0]") ": expected shape (B, H, S, Dv), got %s", ba_shape_text(first).chars);
     ba_tensor lse_shape = {.dtype = ba_real_of(first->dtype), .ndim = 3, .dims = {first->dims[0], first->dims[1], first->dims[2]}};
     char name[32];
     for (int64_t i = 0; i <= parts; i++) {
         const bool is_output = i == parts;
         const ba_tensor *o = is_output ? out : &outs[i], *s = is_output ? lse : &lses[i];
         snprintf(name, sizeof name, is_output ? "out" : "outs[%" PRId64 "]", i);
-        BA_TRY(check_like(name, o, first, "outs[0]", "like outs[0]"));
+        BA_TRY(check_like(name, o, first, BA_ARG("outs[0]"), "like " BA_ARG("outs[0]")));
         BA_TRY(ba_check_last_axis(name, o));
         snprintf(name, sizeof name, is_output ? "lse" : "lses[%" PRId64 "]", i);
-        const char *with = first->dtype == BA_FLOAT64 ? "with outs[0] of float64" : "with outs[0] of 32 bits or fewer";
-        BA_TRY(check_like(name, s, &lse_shape, "the first three axes of outs[0]", with));
+        const char *with = first->dtype == BA_FLOAT64 ? "with " BA_ARG("outs[0]") " of float64" : "with " BA_ARG("outs[0]") " of 32 bits or fewer";
+        BA_TRY(check_like(name, s, &lse_shape, "the first three axes of " BA_ARG("outs[0]"), with));
     }
     BA_TRY(ba_check_places("out", out));
     BA_TRY(ba_check_places("lse", lse));

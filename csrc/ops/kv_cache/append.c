@@ -76,7 +76,8 @@ static ba_status check_apart(const ba_caches *c, const ba_store_call *call) {
         for (int j = 0; j < i; j++) {
             if (!given[i] || !given[j] || (fixed[i] && fixed[j])) continue;
             if (fixed[i] || fixed[j] ? bounds_meet(&all[i], &all[j], lengths) : may_share(&all[i], &all[j], lengths))
-                return ba_fail(BA_ERROR_VALUE, "%s: expected memory of its own, got an array that overlaps %s", all[i].name, all[j].name);
+                return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected memory of its own, got an array that overlaps " BA_ARG("%s"), all[i].name,
+                               all[j].name);
         }
     return BA_OK;
 }
@@ -90,21 +91,26 @@ static int64_t new_tokens(const ba_page_tables *t, int64_t request) { return t->
 static ba_status slots_by_tables(const ba_page_tables *t, bool planned, const ba_caches *c, int64_t tokens, int64_t *slots) {
     int64_t n = 0;
     if (planned && t->queries != tokens)
-        return ba_fail(BA_ERROR_VALUE, "k: expected %" PRId64 " tokens as the plan has them, got %" PRId64, t->queries, tokens);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected %" PRId64 " tokens as the plan has them, got %" PRId64, t->queries, tokens);
     if (t->page_size != c->page_size)
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64, t->page_size,
-                       c->page_size);
-    if (t->q_begin) return ba_fail(BA_ERROR_VALUE, "q_begin: expected none where tokens are written, which are the last of their requests, got some");
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64,
+                       t->page_size, c->page_size);
+    if (t->q_begin)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("q_begin") ": expected none where tokens are written, which are the last of their requests, got some");
     if (t->queries != tokens && t->cu_q)
-        return ba_fail(BA_ERROR_VALUE, "q_lens: expected lengths that add up to k's %" PRId64 " tokens, got %" PRId64, tokens, t->queries);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("q_lens") ": expected lengths that add up to " BA_ARG("k") "'s %" PRId64 " tokens, got %" PRId64,
+                       tokens, t->queries);
     if (t->queries != tokens)
         return ba_fail(BA_ERROR_VALUE,
-                       "q_lens: expected lengths that add up to k's %" PRId64 " tokens, got none, which means 1 for each of %" PRId64 " requests",
+                       BA_ARG("q_lens") ": expected lengths that add up to " BA_ARG("k") "'s %" PRId64
+                                                                                         " tokens, got none, which means 1 for each of %" PRId64
+                                                                                         " requests",
                        tokens, t->queries);
     for (int64_t b = 0; b < t->batch; b++) {
         const int64_t count = new_tokens(t, b), *pages = t->page + t->first[b];
         if (count > t->seq_lens[b])
-            return ba_fail(BA_ERROR_VALUE, "q_lens: expected 0 to seq_lens[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
+            return ba_fail(BA_ERROR_VALUE,
+                           BA_ARG("q_lens") ": expected 0 to " BA_ARG("seq_lens") "[%" PRId64 "] = %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", b,
                            t->seq_lens[b], count, b);
         BA_TRY(ba_look_at_turn(b));
         for (int64_t i = t->seq_lens[b] - count; i < t->seq_lens[b]; i++) {
@@ -121,7 +127,8 @@ static ba_status check_slots(const int64_t *slots, int64_t tokens, int64_t avail
     for (int64_t i = 0; i < tokens; i++) {
         BA_TRY(ba_look_at_turn(i));
         if (slots[i] < -1 || slots[i] >= available)
-            return ba_fail(BA_ERROR_VALUE, "slot_mapping: expected slots from 0 to %" PRId64 ", or -1 for none, got %" PRId64 " at [%" PRId64 "]",
+            return ba_fail(BA_ERROR_VALUE,
+                           BA_ARG("slot_mapping") ": expected slots from 0 to %" PRId64 ", or -1 for none, got %" PRId64 " at [%" PRId64 "]",
                            available - 1, slots[i], i);
     }
     return BA_OK;
@@ -138,7 +145,8 @@ static ba_status check_distinct(const char *name, const int64_t *slots, int64_t 
         if (slots[i] < 0) continue;
         int64_t at = (int64_t)((uint64_t)slots[i] * 0x9e3779b97f4a7c15u >> 32) & (size - 1);
         for (; table[at] >= 0; at = (at + 1) & (size - 1))
-            if (table[at] == slots[i]) return ba_fail(BA_ERROR_VALUE, "%s: expected each slot once, got slot %" PRId64 " twice", name, slots[i]);
+            if (table[at] == slots[i])
+                return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected each slot once, got slot %" PRId64 " twice", name, slots[i]);
         table[at] = slots[i];
     }
     return BA_OK;
@@ -160,8 +168,8 @@ static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_p
 static ba_status open_rows(const char *name, const ba_tensor *t, const ba_caches *c, int64_t dim, ba_stored_rows *rows) {
     BA_TRY(ba_check_float(name, t));
     if (t->ndim != 3 || t->dims[1] != c->heads || t->dims[2] != dim)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape (T, %" PRId64 ", %" PRId64 ") like %s_cache, got %s", name, c->heads, dim, name,
-                       ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape (T, %" PRId64 ", %" PRId64 ") like " BA_ARG("%s_cache") ", got %s", name,
+                       c->heads, dim, name, ba_shape_text(t).chars);
     BA_TRY(ba_check_last_axis(name, t));
     BA_TRY(ba_check_extent(name, t));
     *rows = (ba_stored_rows){.name = name,
@@ -189,9 +197,9 @@ static ba_status check_own_places(const char *cache_name, const ba_tensor *cache
 
 static ba_status open_call(const ba_tensor *k, const ba_tensor *v, const ba_paged_args *args, ba_caches *caches, ba_store_call *c) {
     ba_paged_args a = *args;
-    if (!v && ba_given(&a.v_cache)) return ba_fail(BA_ERROR_VALUE, "v: expected values for v_cache, got none");
-    if (!v && ba_given(&a.v_scale)) return ba_fail(BA_ERROR_VALUE, "v_scale: expected none without v, got some");
-    if (v && !ba_given(&a.v_cache)) return ba_fail(BA_ERROR_VALUE, "v_cache: expected a cache for v, got none");
+    if (!v && ba_given(&a.v_cache)) return ba_fail(BA_ERROR_VALUE, BA_ARG("v") ": expected values for " BA_ARG("v_cache") ", got none");
+    if (!v && ba_given(&a.v_scale)) return ba_fail(BA_ERROR_VALUE, BA_ARG("v_scale") ": expected none without " BA_ARG("v") ", got some");
+    if (v && !ba_given(&a.v_cache)) return ba_fail(BA_ERROR_VALUE, BA_ARG("v_cache") ": expected a cache for " BA_ARG("v") ", got none");
     if (!v) { /* ba_check_caches() takes two caches: that of K stands for that of V */
         a.v_cache = a.k_cache;
         a.v_scale = a.k_scale;
@@ -207,7 +215,8 @@ static ba_status open_call(const ba_tensor *k, const ba_tensor *v, const ba_page
         BA_TRY(check_own_places("v_cache", &a.v_cache, "v_scale", &a.v_scale));
         set_places(&c->rows[1], &caches->v, &caches->v_scale, ba_is_fixed_scale(&a.v_scale));
         c->arrays = 2;
-        if (v->dims[0] != k->dims[0]) return ba_fail(BA_ERROR_VALUE, "v: expected %" PRId64 " tokens like k, got %" PRId64, k->dims[0], v->dims[0]);
+        if (v->dims[0] != k->dims[0])
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("v") ": expected %" PRId64 " tokens like " BA_ARG("k") ", got %" PRId64, k->dims[0], v->dims[0]);
     }
     c->tokens = k->dims[0];
     c->heads = caches->heads;
@@ -256,8 +265,9 @@ ba_status ba_append(const ba_tensor *k, const ba_tensor *v, const int64_t *slots
     hashed *= 2; /* at most half full, so that a search is short */
     const size_t bytes = (size_t)(c.tokens + hashed + (summaries ? tables->batch : 0)) * sizeof *slots;
     int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
-    const ba_status status = memory ? run(&c, &caches, slots, tables, plan != NULL, args, summaries, memory, hashed)
-                                    : ba_fail(BA_ERROR_MEMORY, "slot_mapping: expected %lld bytes of memory for a copy, got none", (long long)bytes);
+    const ba_status status =
+        memory ? run(&c, &caches, slots, tables, plan != NULL, args, summaries, memory, hashed)
+               : ba_fail(BA_ERROR_MEMORY, BA_ARG("slot_mapping") ": expected %lld bytes of memory for a copy, got none", (long long)bytes);
     free(memory);
     ba_close_page_tables(&own);
     return status;

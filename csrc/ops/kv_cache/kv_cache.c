@@ -8,16 +8,17 @@
 #include "ops/check.h"
 
 ba_status ba_check_cache(const char *name, const ba_tensor *t, ba_kv_layout layout) {
-    if ((unsigned)layout > BA_HND) return ba_fail(BA_ERROR_VALUE, "kv_layout: expected NHD or HND, got %d", (int)layout);
+    if ((unsigned)layout > BA_HND) return ba_fail(BA_ERROR_VALUE, BA_ARG("kv_layout") ": expected NHD or HND, got %d", (int)layout);
     const int token_axis = ba_token_axis(layout), head_axis = ba_head_axis(layout);
     BA_TRY(ba_check_cache_dtype(name, t));
     if (t->ndim != 4)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape %s, got %s", name,
                        layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)", ba_shape_text(t).chars);
     if (t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a head dim from 1 to %d, got %s", name, BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
-    if (t->dims[token_axis] < 1) return ba_fail(BA_ERROR_VALUE, "%s: expected a page_size of at least 1, got %s", name, ba_shape_text(t).chars);
-    if (t->dims[head_axis] < 1) return ba_fail(BA_ERROR_VALUE, "%s: expected at least one head, got %s", name, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a head dim from 1 to %d, got %s", name, BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
+    if (t->dims[token_axis] < 1)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a page_size of at least 1, got %s", name, ba_shape_text(t).chars);
+    if (t->dims[head_axis] < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected at least one head, got %s", name, ba_shape_text(t).chars);
     BA_TRY(ba_check_last_axis(name, t));
     return ba_check_extent(name, t);
 }
@@ -31,20 +32,22 @@ ba_status ba_check_cache_scale(const char *name, const ba_tensor *t, const char 
     *view = (ba_view){0};
     if (!ba_is_quantised(cache->dtype)) {
         if (ba_given(t))
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with %s %s, got shape %s", name, ba_dtype_name(cache->dtype), cache_name,
-                           ba_shape_text(t).chars);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected none with %s " BA_ARG("%s") ", got shape %s", name, ba_dtype_name(cache->dtype),
+                           cache_name, ba_shape_text(t).chars);
         return BA_OK;
     }
     const ba_tensor per_token = {.ndim = 3, .dims = {cache->dims[0], cache->dims[1], cache->dims[2]}};
     if (!ba_given(t))
-        return ba_fail(BA_ERROR_VALUE, "%s: expected scales of shape %s, (%" PRId64 ",) or () for %s %s, got none", name,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected scales of shape %s, (%" PRId64 ",) or () for %s " BA_ARG("%s") ", got none", name,
                        ba_shape_text(&per_token).chars, heads, ba_dtype_name(cache->dtype), cache_name);
-    if (t->dtype != BA_FLOAT32) return ba_fail(BA_ERROR_TYPE, "%s: expected float32, got %s", name, ba_dtype_name(t->dtype));
+    if (t->dtype != BA_FLOAT32) return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected float32, got %s", name, ba_dtype_name(t->dtype));
     bool fits = t->ndim == 0 || (t->ndim == 1 && t->dims[0] == heads) || t->ndim == 3;
     for (int i = 0; t->ndim == 3 && i < 3; i++) fits &= t->dims[i] == cache->dims[i];
     if (!fits)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s like %s, (%" PRId64 ",) for one number per KV head, or () for one number, got %s", name,
-                       ba_shape_text(&per_token).chars, cache_name, heads, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("%s") ": expected shape %s like " BA_ARG("%s") ", (%" PRId64
+                                                                             ",) for one number per KV head, or () for one number, got %s",
+                       name, ba_shape_text(&per_token).chars, cache_name, heads, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent(name, t));
     if (!ba_is_fixed_scale(t)) {
         *view = cache_view(t, layout);
@@ -54,7 +57,7 @@ ba_status ba_check_cache_scale(const char *name, const ba_tensor *t, const char 
     for (int64_t i = 0; i < (t->ndim ? heads : 1); i++) {
         const float scale = ((const float *)t->data)[i * view->head_stride];
         if (!(scale > 0) || !isfinite(scale))
-            return ba_fail(BA_ERROR_VALUE, "%s: expected positive numbers within the range of float32, got %s", name,
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected positive numbers within the range of float32, got %s", name,
                            ba_number_text((double)scale, BA_FLOAT32).chars);
     }
     return BA_OK;
@@ -66,11 +69,12 @@ ba_status ba_check_caches(const ba_paged_args *args, ba_caches *c) {
     BA_TRY(ba_check_cache("k_cache", k, layout));
     BA_TRY(ba_check_cache("v_cache", v, layout));
     if (v->dtype != k->dtype)
-        return ba_fail(BA_ERROR_TYPE, "v_cache: expected dtype %s like k_cache, got %s", ba_dtype_name(k->dtype), ba_dtype_name(v->dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("v_cache") ": expected dtype %s like " BA_ARG("k_cache") ", got %s", ba_dtype_name(k->dtype),
+                       ba_dtype_name(v->dtype));
     for (int i = 0; i < 3; i++)
         if (v->dims[i] != k->dims[i])
-            return ba_fail(BA_ERROR_VALUE, "v_cache: expected the first three axes of k_cache %s, got %s", ba_shape_text(k).chars,
-                           ba_shape_text(v).chars);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("v_cache") ": expected the first three axes of " BA_ARG("k_cache") " %s, got %s",
+                           ba_shape_text(k).chars, ba_shape_text(v).chars);
     *c = (ba_caches){.dtype = k->dtype,
                      .pages = k->dims[0],
                      .page_size = k->dims[ba_token_axis(layout)],

@@ -176,10 +176,10 @@ static ba_status refuse_number(const ba_store_call *c, const ba_stored_rows *r) 
             char place[80];
             if (c->slots) snprintf(place, sizeof place, "at [%" PRId64 ", %" PRId64 ", %" PRId64 "]", token, head, d);
             else snprintf(place, sizeof place, "at place %" PRId64 " of row %" PRId64, d, token); /* ba_quantize_kv() */
-            return ba_fail(BA_ERROR_VALUE, "%s: expected finite numbers to quantise, within float32's range, got %s %s", r->name,
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected finite numbers to quantise, within float32's range, got %s %s", r->name,
                            ba_number_text(numbers[d], r->from_dtype).chars, place);
         }
-    return ba_fail(BA_ERROR_VALUE, "%s: expected numbers that nothing else writes during the call, got some that changed", r->name);
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected numbers that nothing else writes during the call, got some that changed", r->name);
 }
 
 static void choose_kernels(ba_stored_rows *r, const ba_kernels *kernels) {
@@ -214,11 +214,12 @@ ba_status ba_store_rows(ba_store_call *c, int num_threads) {
 
 static ba_status check_quantise(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads) {
     BA_TRY(ba_check_float("x", x));
-    if (x->ndim != 2) return ba_fail(BA_ERROR_VALUE, "x: expected shape (N, D), got %s", ba_shape_text(x).chars);
+    if (x->ndim != 2) return ba_fail(BA_ERROR_VALUE, BA_ARG("x") ": expected shape (N, D), got %s", ba_shape_text(x).chars);
     BA_TRY(ba_check_same("x", x, x, true));
     if (x->dims[1] > MOST_NUMBERS)
-        return ba_fail(BA_ERROR_VALUE, "x: expected rows of at most %d numbers, got shape %s", MOST_NUMBERS, ba_shape_text(x).chars);
-    if (!ba_is_quantised(values->dtype)) return ba_fail(BA_ERROR_TYPE, "values: expected int8 or float8_e4m3, got %s", ba_dtype_name(values->dtype));
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("x") ": expected rows of at most %d numbers, got shape %s", MOST_NUMBERS, ba_shape_text(x).chars);
+    if (!ba_is_quantised(values->dtype))
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("values") ": expected int8 or float8_e4m3, got %s", ba_dtype_name(values->dtype));
     const ba_tensor like_x = {.dtype = values->dtype, .ndim = 2, .dims = {x->dims[0], x->dims[1]}};
     const ba_tensor rows_of_x = {.dtype = BA_FLOAT32, .ndim = 1, .dims = {x->dims[0]}};
     BA_TRY(ba_check_output("values", values, &like_x, true));

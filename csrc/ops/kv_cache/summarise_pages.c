@@ -24,11 +24,14 @@ static ba_status take_summary(const ba_summary_call *c, const char *name, const 
     BA_TRY(ba_take_pages(name, t, BA_NHD, out));
     BA_TRY(ba_check_places(name, t));
     if (t->dtype != c->dtype && ba_is_quantised(cache))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype float32 with k_cache of %s, got %s", name, ba_dtype_name(cache), ba_dtype_name(t->dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected dtype float32 with " BA_ARG("k_cache") " of %s, got %s", name, ba_dtype_name(cache),
+                       ba_dtype_name(t->dtype));
     if (t->dtype != c->dtype)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like k_cache, got %s", name, ba_dtype_name(c->dtype), ba_dtype_name(t->dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected dtype %s like " BA_ARG("k_cache") ", got %s", name, ba_dtype_name(c->dtype),
+                       ba_dtype_name(t->dtype));
     if (out->heads != k->heads || out->dim != k->dim || (*rows && (out->rows != *rows || out->count != *count)))
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape (summary pages, rows, %" PRId64 ", %" PRId64 "), the same for each summary, got %s", name,
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("%s") ": expected shape (summary pages, rows, %" PRId64 ", %" PRId64 "), the same for each summary, got %s", name,
                        k->heads, k->dim, ba_shape_text(t).chars);
     *rows = out->rows;
     *count = out->count;
@@ -92,22 +95,23 @@ static void summarise_item(void *context, int64_t item, int worker) {
 ba_status ba_open_summaries(const ba_quest_metadata_args *a, const ba_page_tables *plan, ba_summary_call *c) {
     *c = (ba_summary_call){.args = a, .plan = plan};
     BA_TRY(ba_take_cache_pages("k_cache", &a->k_cache, a->kv_layout, &c->k));
-    if (c->k.rows > 1024) return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
+    if (c->k.rows > 1024)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
     BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, "k_cache", &a->k_cache, a->kv_layout, c->k.heads, &c->scale));
     c->dtype = ba_is_quantised(a->k_cache.dtype) ? BA_FLOAT32 : a->k_cache.dtype;
     int64_t rows = 0, count = 0;
     BA_TRY(take_summary(c, "maxblocks", &a->maxblocks, &c->largest, &rows, &count));
     BA_TRY(take_summary(c, "minblocks", &a->minblocks, &c->smallest, &rows, &count));
     BA_TRY(take_summary(c, "meanblocks", &a->meanblocks, &c->mean, &rows, &count));
-    if (!rows) return ba_fail(BA_ERROR_VALUE, "maxblocks: expected a summary to write, got none");
-    if (!a->end) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
+    if (!rows) return ba_fail(BA_ERROR_VALUE, BA_ARG("maxblocks") ": expected a summary to write, got none");
+    if (!a->end) return ba_fail(BA_ERROR_VALUE, BA_ARG("seq_lens") ": expected one length per request, got none");
     for (int64_t b = 0; a->begin && b < a->batch; b++)
         if (a->begin[b] < 0)
-            return ba_fail(BA_ERROR_VALUE, "start_lens: expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("start_lens") ": expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
     BA_TRY(ba_check_threads(a->num_threads));
     if (plan && plan->page_size != c->k.rows)
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64, plan->page_size,
-                       c->k.rows);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64,
+                       plan->page_size, c->k.rows);
     if (plan) BA_TRY(ba_check_page_numbers(plan, c->k.count));
     else BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c->k.count, a->end, c->k.rows, 1));
     BA_TRY(ba_check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c->k.rows, rows));

@@ -163,7 +163,8 @@ static void backward_item(void *context, int64_t item, int worker) {
 /* Checks an array (.., H, 3) of reals that has the tokens and heads of `like`. */
 static ba_status take_reals(const char *name, const ba_tensor *t, bool packed, const ba_token_rows *like, ba_dtype real, ba_token_rows *out) {
     BA_TRY(ba_take_rows(name, t, packed ? "(T, H, 3)" : "(B, N, H, 3)", packed, out));
-    if (t->dtype != real) return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s, got %s", name, ba_dtype_name(real), ba_dtype_name(t->dtype));
+    if (t->dtype != real)
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected dtype %s, got %s", name, ba_dtype_name(real), ba_dtype_name(t->dtype));
     return ba_rows_like(name, out, like, "the other arrays", GATES);
 }
 
@@ -171,7 +172,7 @@ static ba_status take_reals(const char *name, const ba_tensor *t, bool packed, c
 static ba_status take_like(const char *name, const ba_tensor *t, bool packed, const ba_token_rows *like, int64_t dim, ba_token_rows *out) {
     BA_TRY(ba_take_rows(name, t, packed ? "(T, H, D)" : "(B, N, H, D)", packed, out));
     if (t->dtype != like->dtype)
-        return ba_fail(BA_ERROR_TYPE, "%s: expected dtype %s like the other arrays, got %s", name, ba_dtype_name(like->dtype),
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected dtype %s like the other arrays, got %s", name, ba_dtype_name(like->dtype),
                        ba_dtype_name(t->dtype));
     return ba_rows_like(name, out, like, "the other arrays", dim);
 }

@@ -18,11 +18,11 @@
 ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, bool packed, ba_token_rows *out) {
     const int rank = packed ? 3 : 4;
     BA_TRY(ba_check_float(name, t));
-    if (t->ndim != rank) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
+    if (t->ndim != rank) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape %s, got %s", name, axes, ba_shape_text(t).chars);
     const int first = packed ? 0 : 1;
     const int64_t *dims = t->dims + first, size = ba_dtype_size(t->dtype);
     if (dims[2] < 1 || dims[2] > BA_MAX_HEAD_DIM || dims[1] < 1)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s with at least one head and a last axis from 1 to %d, got %s", name, axes,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape %s with at least one head and a last axis from 1 to %d, got %s", name, axes,
                        BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
     BA_TRY(ba_check_last_axis(name, t));
     BA_TRY(ba_check_extent(name, t));
@@ -41,8 +41,8 @@ ba_status ba_take_rows(const char *name, const ba_tensor *t, const char *axes, b
 ba_status ba_rows_like(const char *name, const ba_token_rows *r, const ba_token_rows *like, const char *like_name, int64_t dim) {
     if (r->batch == like->batch && r->tokens == like->tokens && r->heads == like->heads && (dim == 0 || r->dim == dim)) return BA_OK;
     return ba_fail(BA_ERROR_VALUE,
-                   "%s: expected %" PRId64 " x %" PRId64 " tokens and %" PRId64 " heads like %s, and a last axis of %" PRId64 ", got %" PRId64
-                   " x %" PRId64 " tokens, %" PRId64 " heads and a last axis of %" PRId64,
+                   BA_ARG("%s") ": expected %" PRId64 " x %" PRId64 " tokens and %" PRId64 " heads like %s, and a last axis of %" PRId64
+                                ", got %" PRId64 " x %" PRId64 " tokens, %" PRId64 " heads and a last axis of %" PRId64,
                    name, like->batch, like->tokens, like->heads, like_name, dim ? dim : r->dim, r->batch, r->tokens, r->heads, r->dim);
 }
 
@@ -77,21 +77,21 @@ typedef struct sequences {
 } sequences;
 
 static ba_status check_sequences(sequences *s, const ba_token_rows *tokens, const ba_tensor *blocks, const char *blocks_name) {
-    if (s->block < 1) return ba_fail(BA_ERROR_VALUE, "block_size: expected at least 1 token, got %" PRId64, s->block);
-    if (s->stride < 1) return ba_fail(BA_ERROR_VALUE, "stride: expected at least 1 token, got %" PRId64, s->stride);
+    if (s->block < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("block_size") ": expected at least 1 token, got %" PRId64, s->block);
+    if (s->stride < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("stride") ": expected at least 1 token, got %" PRId64, s->stride);
     s->tokens = tokens->tokens;
     s->blocks = ba_complete_blocks(s->tokens, s->block, s->stride);
     int64_t expected = s->blocks;
     if (s->cu) {
         int64_t longest;
         BA_TRY(ba_check_cumulative("cu_seqlens", s->cu, s->count, tokens->tokens, &longest));
-        if (!s->cu_blocks) return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none");
+        if (!s->cu_blocks) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_blocks") ": expected the cumulative numbers of the sequences' blocks, got none");
         expected = 0;
         for (int64_t b = 0; b <= s->count; b++) {
             if (s->cu_blocks[b] != expected)
                 return ba_fail(BA_ERROR_VALUE,
-                               "cu_blocks: expected %" PRId64 ", the number of blocks in the sequences before this one, got %" PRId64 " at [%" PRId64
-                               "]",
+                               BA_ARG("cu_blocks") ": expected %" PRId64 ", the number of blocks in the sequences before this one, got %" PRId64
+                                                   " at [%" PRId64 "]",
                                expected, s->cu_blocks[b], b);
             if (b < s->count) expected += ba_complete_blocks(s->cu[b + 1] - s->cu[b], s->block, s->stride);
         }
@@ -99,7 +99,7 @@ static ba_status check_sequences(sequences *s, const ba_token_rows *tokens, cons
         s->count = tokens->batch;
     }
     if (blocks->dims[s->cu ? 0 : 1] == expected) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, "%s: expected %" PRId64 " blocks, got %s", blocks_name, expected, ba_shape_text(blocks).chars);
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected %" PRId64 " blocks, got %s", blocks_name, expected, ba_shape_text(blocks).chars);
 }
 
 static int64_t tokens_of(const sequences *s, int64_t n) { return ba_sequence_length(s->cu, s->tokens, n); }
@@ -226,7 +226,7 @@ ba_status ba_block_means(const ba_block_means_args *a) {
     BA_TRY(ba_check_places("out", &a->out));
     BA_TRY(check_sequences(&c.s, &c.x, &a->out, "out"));
     if (a->out.dtype != a->x.dtype && a->out.dtype != ba_real_of(a->x.dtype))
-        return ba_fail(BA_ERROR_TYPE, "out: expected dtype %s like x, or %s, got %s", ba_dtype_name(a->x.dtype),
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("out") ": expected dtype %s like " BA_ARG("x") ", or %s, got %s", ba_dtype_name(a->x.dtype),
                        ba_dtype_name(ba_real_of(a->x.dtype)), ba_dtype_name(a->out.dtype));
     if (ba_given(&a->weight)) {
         const ba_tensor expected = {.dtype = ba_real_of(a->x.dtype), .ndim = 3, .dims = {c.x.heads, c.x.dim, c.out.dim}};
@@ -234,8 +234,8 @@ ba_status ba_block_means(const ba_block_means_args *a) {
         BA_TRY(ba_check_same("weight", c.weight, &expected, true));
     }
     if (c.out.batch != c.x.batch || c.out.heads != c.x.heads || (!c.weight && c.out.dim != c.x.dim))
-        return ba_fail(BA_ERROR_VALUE, "out: expected batch, heads and last axis of x %s, got %s", ba_shape_text(&a->x).chars,
-                       ba_shape_text(&a->out).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("out") ": expected batch, heads and last axis of " BA_ARG("x") " %s, got %s",
+                       ba_shape_text(&a->x).chars, ba_shape_text(&a->out).chars);
     BA_TRY(ba_check_threads(a->num_threads));
     if (c.out.batch == 0 || c.out.tokens == 0) return BA_OK;
     c.s.stretch = ba_max(1, ba_work.nsa.mean_tokens / c.s.block);
@@ -312,8 +312,8 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
         BA_TRY(ba_take_rows("dout", &a->dout, packed ? "(blocks, H, D)" : "(B, blocks, H, D)", packed, &c.dout));
         BA_TRY(check_sequences(&c.s, &c.dx, &a->dout, "dout"));
         if (a->dout.dtype != a->dx.dtype || c.dout.batch != c.dx.batch || c.dout.heads != c.dx.heads || c.dout.dim != c.dx.dim)
-            return ba_fail(BA_ERROR_VALUE, "dout: expected batch, heads, last axis and dtype of dx %s, got %s", ba_shape_text(&a->dx).chars,
-                           ba_shape_text(&a->dout).chars);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("dout") ": expected batch, heads, last axis and dtype of " BA_ARG("dx") " %s, got %s",
+                           ba_shape_text(&a->dx).chars, ba_shape_text(&a->dout).chars);
     } else {
         c.s = (sequences){.count = c.dx.batch, .tokens = c.dx.tokens, .block = 1, .stride = 1};
     }
@@ -324,9 +324,9 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     }
     for (; c.summands < BA_MOST_SUMMANDS && ba_given(&a->more[c.summands]); c.summands++) {
         BA_TRY(ba_take_rows("more", &a->more[c.summands], axes, packed, &c.more[c.summands]));
-        BA_TRY(ba_rows_like("more", &c.more[c.summands], &c.dx, "dx", c.dx.dim));
+        BA_TRY(ba_rows_like("more", &c.more[c.summands], &c.dx, BA_ARG("dx"), c.dx.dim));
         if (a->more[c.summands].dtype != a->dx.dtype)
-            return ba_fail(BA_ERROR_TYPE, "more: expected dtype %s like dx, got %s", ba_dtype_name(a->dx.dtype),
+            return ba_fail(BA_ERROR_TYPE, BA_ARG("more") ": expected dtype %s like " BA_ARG("dx") ", got %s", ba_dtype_name(a->dx.dtype),
                            ba_dtype_name(a->more[c.summands].dtype));
     }
     BA_TRY(ba_check_threads(a->num_threads));

@@ -424,16 +424,17 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
                  {"local_blocks", a->local_blocks, 0}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < sizes[i].least || sizes[i].value > BA_MOST_TOKENS)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected a number from %" PRId64 " to %d, got %" PRId64, sizes[i].name, sizes[i].least,
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a number from %" PRId64 " to %d, got %" PRId64, sizes[i].name, sizes[i].least,
                            BA_MOST_TOKENS, sizes[i].value);
     if (a->compress_block % a->compress_stride || a->select_block % a->compress_stride)
         return ba_fail(BA_ERROR_VALUE,
-                       "compress_stride: expected a divisor of compress_block_size = %" PRId64 " and of select_block_size = %" PRId64
-                       ", got %" PRId64,
+                       BA_ARG("compress_stride") ": expected a divisor of " BA_ARG("compress_block_size") " = %" PRId64 " and of " BA_ARG(
+                           "select_block_size") " = %" PRId64 ", got %" PRId64,
                        a->compress_block, a->select_block, a->compress_stride);
     if (!c->by_query && (a->compress_stride != a->compress_block || a->select_block != a->compress_block))
-        return ba_fail(BA_ERROR_VALUE, "compress_stride: expected compress_block_size = %" PRId64 " with tiles, got %" PRId64, a->compress_block,
-                       a->compress_stride);
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("compress_stride") ": expected " BA_ARG("compress_block_size") " = %" PRId64 " with tiles, got %" PRId64,
+                       a->compress_block, a->compress_stride);
     BA_TRY(ba_take_scale(a->q.dtype, c->dim, a->scale, &c->scale));
     c->narrow = a->compress_block / a->compress_stride;
     c->wide = a->select_block / a->compress_stride;
@@ -445,17 +446,18 @@ static ba_status check_places(const ba_nsa_select_args *a, const select_call *c)
     for (int64_t b = 0; b < c->sequences; b++) {
         const int64_t begin = begin_of(c, b), tokens = tokens_of(c, b), queries = queries_of(c, b);
         if (begin < 0 || begin > BA_MOST_TOKENS)
-            return ba_fail(BA_ERROR_VALUE, "q_begin: expected numbers from 0 to %d, got %" PRId64, BA_MOST_TOKENS, begin);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("q_begin") ": expected numbers from 0 to %d, got %" PRId64, BA_MOST_TOKENS, begin);
         if (tokens > BA_MOST_TOKENS)
-            return ba_fail(BA_ERROR_VALUE, "q: expected at most %d tokens per sequence, got %" PRId64, BA_MOST_TOKENS, tokens);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at most %d tokens per sequence, got %" PRId64, BA_MOST_TOKENS, tokens);
         if (tokens < begin || tokens - begin < queries)
-            return ba_fail(BA_ERROR_VALUE, "q: expected at most %" PRId64 " tokens from token %" PRId64 " on, got %" PRId64, tokens, begin, queries);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at most %" PRId64 " tokens from token %" PRId64 " on, got %" PRId64, tokens, begin,
+                           queries);
         if (a->cu_q && ba_sequence_length(c->cu_k, 0, b) != keys_of(c, b))
-            return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected %" PRId64 " blocks of sequence %" PRId64 ", got %" PRId64, keys_of(c, b), b,
-                           ba_sequence_length(c->cu_k, 0, b));
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_blocks") ": expected %" PRId64 " blocks of sequence %" PRId64 ", got %" PRId64, keys_of(c, b),
+                           b, ba_sequence_length(c->cu_k, 0, b));
         if (!a->cu_q && c->k.tokens < keys_of(c, b))
-            return ba_fail(BA_ERROR_VALUE, "k_cmp: expected (%" PRId64 ", at least %" PRId64 ", Hkv, D), got %s", c->q.batch, keys_of(c, b),
-                           ba_shape_text(&a->k_cmp).chars);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cmp") ": expected (%" PRId64 ", at least %" PRId64 ", Hkv, D), got %s", c->q.batch,
+                           keys_of(c, b), ba_shape_text(&a->k_cmp).chars);
     }
     return BA_OK;
 }
@@ -465,10 +467,11 @@ static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
     c->sequences = a->cu_q ? a->batch : c->q.batch;
     if (!a->cu_q) {
         if (c->k.batch != c->q.batch)
-            return ba_fail(BA_ERROR_VALUE, "k_cmp: expected (%" PRId64 ", blocks, Hkv, D), got %s", c->q.batch, ba_shape_text(&a->k_cmp).chars);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cmp") ": expected (%" PRId64 ", blocks, Hkv, D), got %s", c->q.batch,
+                           ba_shape_text(&a->k_cmp).chars);
         return check_places(a, c);
     }
-    if (!a->cu_cmp) return ba_fail(BA_ERROR_VALUE, "cu_blocks: expected the cumulative numbers of the sequences' blocks, got none");
+    if (!a->cu_cmp) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_blocks") ": expected the cumulative numbers of the sequences' blocks, got none");
     BA_TRY(ba_check_cumulative("cu_seqlens", a->cu_q, a->batch, c->q.tokens, &longest));
     BA_TRY(ba_check_cumulative("cu_blocks", a->cu_cmp, a->batch, c->k.tokens, &longest));
     return check_places(a, c);
@@ -479,10 +482,12 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
     BA_TRY(ba_take_rows("q", &a->q, packed ? "(T, H, D)" : "(B, N, H, D)", packed, &c->q));
     BA_TRY(ba_take_rows("k_cmp", &a->k_cmp, packed ? "(blocks, Hkv, D)" : "(B, blocks, Hkv, D)", packed, &c->k));
     if (a->k_cmp.dtype != a->q.dtype)
-        return ba_fail(BA_ERROR_TYPE, "k_cmp: expected dtype %s like q, got %s", ba_dtype_name(a->q.dtype), ba_dtype_name(a->k_cmp.dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("k_cmp") ": expected dtype %s like " BA_ARG("q") ", got %s", ba_dtype_name(a->q.dtype),
+                       ba_dtype_name(a->k_cmp.dtype));
     if (c->k.dim != c->q.dim || c->q.heads % c->k.heads)
-        return ba_fail(BA_ERROR_VALUE, "k_cmp: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like q, got %s", c->q.dim,
-                       c->q.heads, ba_shape_text(&a->k_cmp).chars);
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("k_cmp") ": expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like " BA_ARG("q") ", got %s",
+                       c->q.dim, c->q.heads, ba_shape_text(&a->k_cmp).chars);
     c->dim = c->q.dim;
     c->group = c->q.heads / c->k.heads;
     c->list_heads = c->by_query ? c->k.heads : c->q.heads;
@@ -498,20 +503,21 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
     BA_TRY(ba_check_output("block_indices", &a->selected, &expected, false));
     if (c->width < 1 || a->init_blocks + a->local_blocks > c->width)
         return ba_fail(BA_ERROR_VALUE,
-                       "num_selected_blocks: expected at least 1, and at least init_blocks + local_blocks = %" PRId64 ", got %" PRId64,
+                       BA_ARG("num_selected_blocks") ": expected at least 1, and at least " BA_ARG("init_blocks") " + " BA_ARG(
+                           "local_blocks") " = %" PRId64 ", got %" PRId64,
                        a->init_blocks + a->local_blocks, c->width);
     if (c->by_query) {
         const ba_dtype real = ba_real_of(a->q.dtype);
         const ba_tensor lse = {.dtype = real, .ndim = packed ? 2 : 3, .dims = {a->q.dims[0], a->q.dims[1], packed ? 0 : a->q.dims[2]}};
-        if (!ba_given(&a->lse)) return ba_fail(BA_ERROR_VALUE, "lse: expected the log-sum-exp of the compressed branch, got none");
+        if (!ba_given(&a->lse)) return ba_fail(BA_ERROR_VALUE, BA_ARG("lse") ": expected the log-sum-exp of the compressed branch, got none");
         BA_TRY(ba_check_same("lse", &a->lse, &lse, false));
     }
     if (!ba_given(&a->selected_cmp)) return BA_OK;
-    if (c->by_query) return ba_fail(BA_ERROR_VALUE, "num_cmp_selected_blocks: expected None without tiles, got some");
-    if (a->cmp_group < 1) return ba_fail(BA_ERROR_VALUE, "cmp_group: expected at least 1 compressed key, got %" PRId64, a->cmp_group);
+    if (c->by_query) return ba_fail(BA_ERROR_VALUE, BA_ARG("num_cmp_selected_blocks") ": expected None without tiles, got some");
+    if (a->cmp_group < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("cmp_group") ": expected at least 1 compressed key, got %" PRId64, a->cmp_group);
     c->cmp_width = expected.dims[last] = a->selected_cmp.ndim == expected.ndim ? a->selected_cmp.dims[last] : 1;
     BA_TRY(ba_check_output("cmp_block_indices", &a->selected_cmp, &expected, false));
-    if (c->cmp_width < 1) return ba_fail(BA_ERROR_VALUE, "num_cmp_selected_blocks: expected at least 1, got %" PRId64, c->cmp_width);
+    if (c->cmp_width < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("num_cmp_selected_blocks") ": expected at least 1, got %" PRId64, c->cmp_width);
     return BA_OK;
 }
 

@@ -31,7 +31,8 @@ static ba_status check_kind(const char *name, const ba_tensor *t, const char *ax
     const int rank = layout == BA_BNSD || layout == BA_BSND ? 4 : 3;
     BA_TRY(ba_check_float(name, t));
     if (t->ndim != rank)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s for layout %s, got %s", name, axes, ba_layout_name(layout), ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape %s for layout %s, got %s", name, axes, ba_layout_name(layout),
+                       ba_shape_text(t).chars);
     BA_TRY(ba_check_last_axis(name, t));
     return ba_check_extent(name, t);
 }
@@ -46,9 +47,11 @@ static ba_status take_view(const char *name, const ba_tensor *t, const char *axe
     case BA_BSND: *out = (sized_view){t->dims[0], t->dims[2], t->dims[1], t->dims[3], {t->data, step[0], step[2], step[1]}}; break;
     case BA_TND: *out = (sized_view){1, t->dims[1], t->dims[0], t->dims[2], {t->data, 0, step[1], step[0]}}; break;
     case BA_BSH:
-        if (heads < 1) return ba_fail(BA_ERROR_VALUE, "num_heads: expected the number of heads in the last axis for layout BSH, got %" PRId64, heads);
+        if (heads < 1)
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("num_heads") ": expected the number of heads in the last axis for layout BSH, got %" PRId64, heads);
         if (t->dims[2] % heads != 0)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected a last axis that %" PRId64 " heads divide, got %s", name, heads, ba_shape_text(t).chars);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a last axis that %" PRId64 " heads divide, got %s", name, heads,
+                           ba_shape_text(t).chars);
         *out = (sized_view){t->dims[0], heads, t->dims[1], t->dims[2] / heads, {t->data, step[0], t->dims[2] / heads, step[1]}};
         break;
     }
@@ -58,33 +61,35 @@ static ba_status take_view(const char *name, const ba_tensor *t, const char *axe
 /* Checks q, k and v. */
 static ba_status take_inputs(const ba_block_sparse_args *args, sized_view *q, sized_view *k, sized_view *v) {
     const ba_layout layout = args->layout;
-    if ((unsigned)layout > BA_TND) return ba_fail(BA_ERROR_VALUE, "layout: expected BNSD, BSND, BSH or TND, got %d", (int)layout);
+    if ((unsigned)layout > BA_TND) return ba_fail(BA_ERROR_VALUE, BA_ARG("layout") ": expected BNSD, BSND, BSH or TND, got %d", (int)layout);
     const int64_t kv_heads = args->num_kv_heads ? args->num_kv_heads : args->num_heads;
     BA_TRY(take_view("q", &args->q, q_axes(layout), layout, args->num_heads, q));
     if (q->dim < 1 || q->dim > BA_MAX_HEAD_DIM)
-        return ba_fail(BA_ERROR_VALUE, "q: expected a head dim D from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, q->dim,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected a head dim D from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, q->dim,
                        ba_shape_text(&args->q).chars);
-    if (q->heads < 1) return ba_fail(BA_ERROR_VALUE, "q: expected at least one head, got %s", ba_shape_text(&args->q).chars);
+    if (q->heads < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at least one head, got %s", ba_shape_text(&args->q).chars);
     BA_TRY(take_view("k", &args->k, kv_axes(layout, false), layout, kv_heads, k));
     if (args->k.dtype != args->q.dtype)
-        return ba_fail(BA_ERROR_TYPE, "k: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->k.dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("k") ": expected dtype %s like " BA_ARG("q") ", got %s", ba_dtype_name(args->q.dtype),
+                       ba_dtype_name(args->k.dtype));
     if (k->dim != q->dim)
-        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with D = %" PRId64 " like q, got %s", kv_axes(layout, false), q->dim,
-                       ba_shape_text(&args->k).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected shape %s with D = %" PRId64 " like " BA_ARG("q") ", got %s", kv_axes(layout, false),
+                       q->dim, ba_shape_text(&args->k).chars);
     if (k->batch != q->batch)
-        return ba_fail(BA_ERROR_VALUE, "k: expected shape %s with B = %" PRId64 " like q, got %s", kv_axes(layout, false), q->batch,
-                       ba_shape_text(&args->k).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected shape %s with B = %" PRId64 " like " BA_ARG("q") ", got %s", kv_axes(layout, false),
+                       q->batch, ba_shape_text(&args->k).chars);
     if (k->heads < 1 || q->heads % k->heads != 0)
-        return ba_fail(BA_ERROR_VALUE, "k: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->heads, k->heads,
-                       ba_shape_text(&args->k).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected a number of heads that divides " BA_ARG("q") "'s %" PRId64 ", got %" PRId64 " in %s",
+                       q->heads, k->heads, ba_shape_text(&args->k).chars);
     BA_TRY(take_view("v", &args->v, kv_axes(layout, true), layout, kv_heads, v));
     if (args->v.dtype != args->q.dtype)
-        return ba_fail(BA_ERROR_TYPE, "v: expected dtype %s like q, got %s", ba_dtype_name(args->q.dtype), ba_dtype_name(args->v.dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("v") ": expected dtype %s like " BA_ARG("q") ", got %s", ba_dtype_name(args->q.dtype),
+                       ba_dtype_name(args->v.dtype));
     if (v->batch != k->batch || v->heads != k->heads || v->tokens != k->tokens)
-        return ba_fail(BA_ERROR_VALUE, "v: expected shape %s with the batch, heads and tokens of k %s, got %s", kv_axes(layout, true),
-                       ba_shape_text(&args->k).chars, ba_shape_text(&args->v).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("v") ": expected shape %s with the batch, heads and tokens of " BA_ARG("k") " %s, got %s",
+                       kv_axes(layout, true), ba_shape_text(&args->k).chars, ba_shape_text(&args->v).chars);
     if (v->dim < 1 || v->dim > BA_MAX_HEAD_DIM)
-        return ba_fail(BA_ERROR_VALUE, "v: expected a head dim Dv from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, v->dim,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("v") ": expected a head dim Dv from 1 to %d, got %" PRId64 " in %s", BA_MAX_HEAD_DIM, v->dim,
                        ba_shape_text(&args->v).chars);
     return BA_OK;
 }
@@ -106,7 +111,7 @@ static ba_status set_output_shapes(const ba_block_sparse_args *args, const ba_pr
     int64_t elements = 16; /* the product is in bytes: twice the size of the largest element */
     for (int i = 0; i < out_shape->ndim; i++)
         if (__builtin_mul_overflow(elements, ba_max(1, out_shape->dims[i]), &elements))
-            return ba_fail(BA_ERROR_VALUE, "q: expected an output below 2^63 bytes, got shape %s", ba_shape_text(out_shape).chars);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected an output below 2^63 bytes, got shape %s", ba_shape_text(out_shape).chars);
     return BA_OK;
 }
 
@@ -115,16 +120,19 @@ static ba_status set_output_shapes(const ba_block_sparse_args *args, const ba_pr
 static ba_status check_lengths(const char *name, const int64_t *lens, int64_t batch, int64_t limit) {
     for (int64_t b = 0; lens && b < batch; b++)
         if (lens[b] < 0 || lens[b] > limit)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected lengths from 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", name, limit, lens[b], b);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected lengths from 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", name, limit,
+                           lens[b], b);
     return BA_OK;
 }
 
 /* Checks what divides the tokens of q and of k into sequences, and how many tokens of each are valid. */
 static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tokens, int64_t kv_tokens, ba_problem *p) {
     if (args->layout == BA_TND) {
-        if (args->batch < 0) return ba_fail(BA_ERROR_VALUE, "cu_seqlens_q: expected at least one number, got none");
+        if (args->batch < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_q") ": expected at least one number, got none");
         if (args->q_lens || args->kv_lens)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout TND, whose lengths are cu_seqlens_q and cu_seqlens_kv, got some",
+            return ba_fail(BA_ERROR_VALUE,
+                           BA_ARG("%s") ": expected none with layout TND, whose lengths are " BA_ARG("cu_seqlens_q") " and " BA_ARG(
+                               "cu_seqlens_kv") ", got some",
                            args->q_lens ? "q_lens" : "kv_lens");
         p->batch = args->batch;
         p->cu_q = args->cu_q;
@@ -134,7 +142,8 @@ static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tok
         BA_TRY(ba_check_cumulative("cu_seqlens_kv", args->cu_kv, p->batch, kv_tokens, &p->kv_len));
     } else {
         if (args->cu_q || args->cu_kv)
-            return ba_fail(BA_ERROR_VALUE, "%s: expected none with layout %s, whose lengths are q_lens and kv_lens, got some",
+            return ba_fail(BA_ERROR_VALUE,
+                           BA_ARG("%s") ": expected none with layout %s, whose lengths are " BA_ARG("q_lens") " and " BA_ARG("kv_lens") ", got some",
                            args->cu_q ? "cu_seqlens_q" : "cu_seqlens_kv", ba_layout_name(args->layout));
         p->q_lens = args->q_lens;
         p->kv_lens = args->kv_lens;
@@ -142,21 +151,23 @@ static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tok
         BA_TRY(check_lengths("kv_lens", args->kv_lens, p->batch, p->kv_len));
     }
     if (p->q_len > BA_MOST_TOKENS || p->kv_len > BA_MOST_TOKENS)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected at most %d tokens per sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k", BA_MOST_TOKENS,
-                       ba_max(p->q_len, p->kv_len));
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected at most %d tokens per sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k",
+                       BA_MOST_TOKENS, ba_max(p->q_len, p->kv_len));
     return BA_OK;
 }
 
 static ba_status check_options(const ba_block_sparse_args *args, int64_t head_dim, double *scale) {
     BA_TRY(ba_take_scale(args->q.dtype, head_dim, args->scale, scale));
     BA_TRY(ba_check_softcap(args->q.dtype, args->softcap));
-    if (args->sinks && args->routed) return ba_fail(BA_ERROR_VALUE, "sinks: expected none with routed lists, got some");
+    if (args->sinks && args->routed) return ba_fail(BA_ERROR_VALUE, BA_ARG("sinks") ": expected none with routed lists, got some");
     if (args->routed || args->key_stride != 0) {
-        if (ba_given(&args->attn_mask)) return ba_fail(BA_ERROR_VALUE, "attn_mask: expected none with routed lists or key_stride, got some");
-        if (args->alibi_slopes) return ba_fail(BA_ERROR_VALUE, "alibi_slopes: expected none with routed lists or key_stride, got some");
+        if (ba_given(&args->attn_mask))
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("attn_mask") ": expected none with routed lists or " BA_ARG("key_stride") ", got some");
+        if (args->alibi_slopes)
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("alibi_slopes") ": expected none with routed lists or " BA_ARG("key_stride") ", got some");
     }
     if (args->window[0] < -1 || args->window[1] < -1)
-        return ba_fail(BA_ERROR_VALUE, "window: expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")",
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("window") ": expected token counts of at least 0, or -1 for no bound, got (%" PRId64 ", %" PRId64 ")",
                        args->window[0], args->window[1]);
     return ba_check_threads(args->num_threads);
 }
@@ -176,19 +187,20 @@ static ba_text list_heads_text(const ba_problem *p) {
 static ba_status check_packed_rows(const ba_block_sparse_args *args, ba_problem *p) {
     const ba_tensor *t = &args->blocks;
     if (args->layout != BA_TND)
-        return ba_fail(BA_ERROR_VALUE, "cu_rows: expected none with layout %s, whose lists have a batch axis, got some",
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_rows") ": expected none with layout %s, whose lists have a batch axis, got some",
                        ba_layout_name(args->layout));
     int64_t rows = 0;
     for (int64_t b = 0; b <= p->batch; b++) {
         if (args->cu_rows[b] != rows)
             return ba_fail(BA_ERROR_VALUE,
-                           "cu_rows: expected %" PRId64 ", the number of block rows in the sequences before this one, got %" PRId64 " at [%" PRId64
-                           "]",
+                           BA_ARG("cu_rows") ": expected %" PRId64 ", the number of block rows in the sequences before this one, got %" PRId64
+                                             " at [%" PRId64 "]",
                            rows, args->cu_rows[b], b);
         if (b < p->batch) rows += ba_ceil_div(ba_q_span(p, b).rows, p->block_q);
     }
     if (t->ndim != 3 || !list_heads_fit(p, t->dims[0]) || t->dims[1] != rows)
-        return ba_fail(BA_ERROR_VALUE, "sabi: expected shape (%s, %" PRId64 ", W), got %s", list_heads_text(p).chars, rows, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("sabi") ": expected shape (%s, %" PRId64 ", W), got %s", list_heads_text(p).chars, rows,
+                       ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("sabi", t));
     p->blocks = (ba_tensor){.data = t->data,
                             .dtype = t->dtype,
@@ -203,7 +215,7 @@ static ba_status check_packed_rows(const ba_block_sparse_args *args, ba_problem 
 static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
     const ba_tensor *t = &args->blocks;
     if (args->block_q < 1 || args->block_kv < 1)
-        return ba_fail(BA_ERROR_VALUE, "block_shape: expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("block_shape") ": expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q,
                        args->block_kv);
     p->listed = ba_given(t);
     p->block_q = ba_min(args->block_q, BA_MOST_TOKENS); /* any size above the longest sequence means the same */
@@ -212,14 +224,14 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
     p->block_columns = ba_ceil_div(p->kv_len, p->block_kv);
     if (!p->listed) return BA_OK;
     if (t->dtype != BA_UINT16 && t->dtype != BA_INT16 && t->dtype != BA_INT32 && t->dtype != BA_INT64)
-        return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("sabi") ": expected uint16, int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
     p->list_name = "sabi";
     p->routed = args->routed != 0;
     if (args->cu_rows) return check_packed_rows(args, p);
     if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || !list_heads_fit(p, t->dims[1]) || t->dims[2] != p->block_rows)
         return ba_fail(BA_ERROR_VALUE,
-                       "sabi: expected shape (%" PRId64 "%s, %s, %" PRId64 ", W), with %" PRId64 " rows = ceil(%" PRId64
-                       " queries / block_shape[0] = %" PRId64 "), got %s",
+                       BA_ARG("sabi") ": expected shape (%" PRId64 "%s, %s, %" PRId64 ", W), with %" PRId64 " rows = ceil(%" PRId64
+                                      " queries / " BA_ARG("block_shape") "[0] = %" PRId64 "), got %s",
                        p->batch, p->batch > 1 ? " or 1" : "", list_heads_text(p).chars, p->block_rows, p->block_rows, p->q_len, p->block_q,
                        ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("sabi", t));
@@ -237,15 +249,19 @@ static ba_status check_positions(const ba_block_sparse_args *args, ba_problem *p
     for (int64_t b = 0; args->q_total && b < p->batch; b++)
         if (args->q_total[b] < ba_q_span(p, b).valid || args->q_total[b] > BA_MOST_TOKENS)
             return ba_fail(BA_ERROR_VALUE,
-                           "q_total: expected at least the %" PRId64 " queries of the call and at most %d, got %" PRId64 " at [%" PRId64 "]",
+                           BA_ARG("q_total") ": expected at least the %" PRId64 " queries of the call and at most %d, got %" PRId64 " at [%" PRId64
+                                             "]",
                            ba_q_span(p, b).valid, BA_MOST_TOKENS, args->q_total[b], b);
     if (args->key_stride < 0 || args->key_last < 0)
-        return ba_fail(BA_ERROR_VALUE, "key_stride, key_last: expected at least 0, got %" PRId64 " and %" PRId64, args->key_stride, args->key_last);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("key_stride") ", " BA_ARG("key_last") ": expected at least 0, got %" PRId64 " and %" PRId64,
+                       args->key_stride, args->key_last);
     if (args->key_stride == 0) return BA_OK;
-    if (!args->q_begin) return ba_fail(BA_ERROR_VALUE, "q_begin: expected the first query's token number where key_stride is given, got none");
+    if (!args->q_begin)
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("q_begin") ": expected the first query's token number where " BA_ARG("key_stride") " is given, got none");
     if (p->window_left >= 0 || p->window_right >= 0)
-        return ba_fail(BA_ERROR_VALUE, "window: expected no bound where key_stride is given, got (%" PRId64 ", %" PRId64 ")", args->window[0],
-                       args->window[1]);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("window") ": expected no bound where " BA_ARG("key_stride") " is given, got (%" PRId64 ", %" PRId64 ")",
+                       args->window[0], args->window[1]);
     return BA_OK;
 }
 
@@ -317,7 +333,7 @@ ba_status ba_set_block_sparse_outputs(const ba_block_sparse_args *args, ba_atten
 
 /* Checks an input that has the shape of an output of the forward call. Its strides may be 0, because it is only read. */
 static ba_status check_given(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis) {
-    if (!ba_given(t)) return ba_fail(BA_ERROR_VALUE, "%s: expected shape %s, got none", name, ba_shape_text(expected).chars);
+    if (!ba_given(t)) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape %s, got none", name, ba_shape_text(expected).chars);
     return ba_check_same(name, t, expected, contiguous_last_axis);
 }
 
@@ -329,7 +345,8 @@ ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *arg
     sized_view view;
     *g = (ba_gradients){0};
     BA_TRY(ba_open_block_sparse(forward, a));
-    if (forward->unrounded) return ba_fail(BA_ERROR_VALUE, "unrounded: expected 0 where out is an input, got %d", forward->unrounded);
+    if (forward->unrounded)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("unrounded") ": expected 0 where " BA_ARG("out") " is an input, got %d", forward->unrounded);
     BA_TRY(check_given("out", &forward->out, &a->out_shape, true));
     BA_TRY(take_view("out", &forward->out, q_axes(layout), layout, p->heads, &view));
     p->out = view.view;
@@ -355,14 +372,16 @@ void ba_gradient_shapes(const ba_block_sparse_backward_args *args, ba_tensor sha
 }
 
 static ba_status set_bias_gradients(const ba_block_sparse_backward_args *args, const ba_problem *p, ba_gradients *g) {
-    if (args->dalibi_slopes && !p->alibi_slopes) return ba_fail(BA_ERROR_VALUE, "dalibi_slopes: expected none without alibi_slopes, got some");
+    if (args->dalibi_slopes && !p->alibi_slopes)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("dalibi_slopes") ": expected none without " BA_ARG("alibi_slopes") ", got some");
     g->alibi_slopes = args->dalibi_slopes;
     if (!ba_given(&args->dattn_mask)) return BA_OK;
     const ba_tensor *mask = &args->forward.attn_mask;
-    if (!ba_given(mask)) return ba_fail(BA_ERROR_VALUE, "dattn_mask: expected none without attn_mask, got some");
-    if (mask->dtype == BA_BOOL) return ba_fail(BA_ERROR_TYPE, "dattn_mask: expected none where attn_mask is of bool, got some");
-    BA_TRY(ba_check_output("dattn_mask", &args->dattn_mask, mask, true));
-    g->attn_mask = args->dattn_mask;
+    if (!ba_given(mask)) return ba_fail(BA_ERROR_VALUE, BA_ARG("dattn_mask") ": expected none without " BA_ARG("attn_mask") ", got some");
+    if (mask->dtype == BA_BOOL)
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("dattn_mask") ": expected none where " BA_ARG("attn_mask") " is of bool, got some");
+    BA_TRY(ba_check_output("dattn_mask", &args->dattn_mask, mask, mask->ndim > 0));
+    g->attn_mask = ba_four_axes(&args->dattn_mask);
     return BA_OK;
 }
 

@@ -18,14 +18,16 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     p->block_rows = 1;
     p->block_columns = ba_ceil_div(p->kv_len, p->page_size);
     if (!ba_given(t)) {
-        if (args->selected_counts) return ba_fail(BA_ERROR_VALUE, "selected_counts: expected none without selected, got some");
+        if (args->selected_counts)
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("selected_counts") ": expected none without " BA_ARG("selected") ", got some");
         return BA_OK;
     }
     if (t->dtype != BA_INT32 && t->dtype != BA_INT64 && t->dtype != BA_INT16)
-        return ba_fail(BA_ERROR_TYPE, "selected: expected int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("selected") ": expected int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
     if (t->ndim != 3 || t->dims[0] != p->batch || (t->dims[1] != p->kv_heads && t->dims[1] != p->heads))
         return ba_fail(BA_ERROR_VALUE,
-                       "selected: expected shape (%" PRId64 ", %" PRId64 " or %" PRId64 ", K), one row per request and KV head or query head, got %s",
+                       BA_ARG("selected") ": expected shape (%" PRId64 ", %" PRId64 " or %" PRId64
+                                          ", K), one row per request and KV head or query head, got %s",
                        p->batch, p->kv_heads, p->heads, ba_shape_text(t).chars);
     BA_TRY(ba_check_extent("selected", t));
     p->listed = true;
@@ -38,24 +40,26 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     p->block_counts = args->selected_counts;
     for (int64_t i = 0; args->selected_counts && i < t->dims[0] * t->dims[1]; i++)
         if (args->selected_counts[i] < 0 || args->selected_counts[i] > t->dims[2])
-            return ba_fail(BA_ERROR_VALUE, "selected_counts: expected 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 ", %" PRId64 "]", t->dims[2],
-                           args->selected_counts[i], i / t->dims[1], i % t->dims[1]);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("selected_counts") ": expected 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 ", %" PRId64 "]",
+                           t->dims[2], args->selected_counts[i], i / t->dims[1], i % t->dims[1]);
     return BA_OK;
 }
 
 /* Checks q, which is (T, H, D) where `ragged`, else one query for each of `batch` requests. `planned`: the tables were opened before this call. */
 static ba_status check_q(const ba_tensor *q, bool planned, int64_t batch, bool ragged) {
     BA_TRY(ba_check_float("q", q));
-    if (q->ndim != 3) return ba_fail(BA_ERROR_VALUE, "q: expected shape %s, got %s", ragged ? "(T, H, D)" : "(B, H, D)", ba_shape_text(q).chars);
+    if (q->ndim != 3)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected shape %s, got %s", ragged ? "(T, H, D)" : "(B, H, D)", ba_shape_text(q).chars);
     BA_TRY(ba_check_extent("q", q));
     if (q->dims[2] < 1 || q->dims[2] > BA_MAX_HEAD_DIM || q->dims[1] < 1)
-        return ba_fail(BA_ERROR_VALUE, "q: expected at least one head and a head dim D from 1 to %d, got %s", BA_MAX_HEAD_DIM,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at least one head and a head dim D from 1 to %d, got %s", BA_MAX_HEAD_DIM,
                        ba_shape_text(q).chars);
     BA_TRY(ba_check_last_axis("q", q));
     if (planned && !ragged && q->dims[0] != batch)
-        return ba_fail(BA_ERROR_VALUE, "q: expected %" PRId64 " queries as the plan has them, got %s", batch, ba_shape_text(q).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected %" PRId64 " queries as the plan has them, got %s", batch, ba_shape_text(q).chars);
     if (batch < 0 || (!ragged && q->dims[0] != batch))
-        return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length for each of q's %" PRId64 " requests, got %" PRId64, q->dims[0], batch);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("seq_lens") ": expected one length for each of " BA_ARG("q") "'s %" PRId64 " requests, got %" PRId64,
+                       q->dims[0], batch);
     return BA_OK;
 }
 
@@ -64,13 +68,15 @@ static ba_status check_caches(const ba_paged_args *args, ba_caches *c) {
     const ba_tensor *q = &args->q, *k = &args->k_cache;
     BA_TRY(ba_check_caches(args, c));
     if ((q->dtype == BA_FLOAT64) != (c->dtype == BA_FLOAT64))
-        return ba_fail(BA_ERROR_TYPE, "k_cache: expected %s with a %s q, got %s",
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("k_cache") ": expected %s with a %s " BA_ARG("q") ", got %s",
                        q->dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8 or float8_e4m3", ba_dtype_name(q->dtype),
                        ba_dtype_name(c->dtype));
     if (c->k_dim != q->dims[2])
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a last axis D = %" PRId64 " like q, got %s", q->dims[2], ba_shape_text(k).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected a last axis D = %" PRId64 " like " BA_ARG("q") ", got %s", q->dims[2],
+                       ba_shape_text(k).chars);
     if (q->dims[1] % c->heads != 0)
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected a number of heads that divides q's %" PRId64 ", got %" PRId64 " in %s", q->dims[1],
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("k_cache") ": expected a number of heads that divides " BA_ARG("q") "'s %" PRId64 ", got %" PRId64 " in %s", q->dims[1],
                        c->heads, ba_shape_text(k).chars);
     return BA_OK;
 }
@@ -86,7 +92,7 @@ static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t b
     BA_TRY(ba_take_scale(q->dtype, q->dims[2], args->scale, &scale));
     BA_TRY(ba_check_softcap(q->dtype, args->softcap));
     if (args->window < -1)
-        return ba_fail(BA_ERROR_VALUE, "window: expected a token count of at least 0, or -1 for no bound, got %" PRId64, args->window);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("window") ": expected a token count of at least 0, or -1 for no bound, got %" PRId64, args->window);
     BA_TRY(ba_check_threads(args->num_threads));
 
     *p = (ba_problem){
@@ -123,10 +129,11 @@ static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t b
 /* Checks that page tables which were opened before this call, for all calls of a step, fit the call. Callers know such tables as their plan. */
 static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, const ba_page_tables *t) {
     if (t->page_size != p->page_size)
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,
                        ba_shape_text(&args->k_cache).chars);
     if (t->cu_q && t->queries != args->q.dims[0])
-        return ba_fail(BA_ERROR_VALUE, "q: expected %" PRId64 " queries as the plan has them, got %s", t->queries, ba_shape_text(&args->q).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected %" PRId64 " queries as the plan has them, got %s", t->queries,
+                       ba_shape_text(&args->q).chars);
     return ba_check_page_numbers(t, args->k_cache.dims[0]);
 }
 

@@ -478,14 +478,14 @@ ba_status ba_refuse_list_entry(const ba_problem *p, const int64_t bad[4]) {
     }
     const int64_t column = ba_list_entry(t, at), columns = ba_list_columns(p, bad[0]);
     if (columns == 0)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected no %s %" PRId64 " has no %s, got %" PRId64 " at [%s]", p->list_name,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected no %s %" PRId64 " has no %s, got %" PRId64 " at [%s]", p->list_name,
                        p->page_size ? "page, since request" : "block column, since sequence", bad[0], p->page_size ? "tokens" : "keys", column,
                        where);
     if (column < 0 || column >= columns)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected %s from 0 to %" PRId64 "%s, got %" PRId64 " at [%s]%s", p->list_name,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected %s from 0 to %" PRId64 "%s, got %" PRId64 " at [%s]%s", p->list_name,
                        p->page_size ? "pages" : "block columns", columns - 1, p->block_counts ? "" : ", or a pad", column, where,
                        column == UINT16_MAX && !p->page_size ? " (65535 is a pad in uint16 alone)" : "");
-    return ba_fail(BA_ERROR_VALUE, "%s: expected each %s once per row, got %" PRId64 " again at [%s]", p->list_name,
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected each %s once per row, got %" PRId64 " again at [%s]", p->list_name,
                    p->page_size ? "page" : "block column", column, where);
 }
 

@@ -433,12 +433,13 @@ static ba_status check_query(const ba_select_args *a, const ba_page_tables *plan
     const ba_tensor *q = &a->q;
     BA_TRY(ba_check_float("query", q));
     if (a->cu_q && (q->ndim != 3 || q->dims[1] < 1))
-        return ba_fail(BA_ERROR_VALUE, "query: expected shape (T, H, D), got %s", ba_shape_text(q).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("query") ": expected shape (T, H, D), got %s", ba_shape_text(q).chars);
     if (!a->cu_q && (q->ndim != 3 || (q->dims[0] != a->batch && !plan) || q->dims[1] < 1))
-        return ba_fail(BA_ERROR_VALUE, "query: expected shape (%" PRId64 ", H, D), got %s", a->batch, ba_shape_text(q).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("query") ": expected shape (%" PRId64 ", H, D), got %s", a->batch, ba_shape_text(q).chars);
     BA_TRY(ba_check_last_axis("query", q));
     if (plan && q->dims[0] != plan->queries)
-        return ba_fail(BA_ERROR_VALUE, "query: expected %" PRId64 " queries as the plan has them, got %s", plan->queries, ba_shape_text(q).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("query") ": expected %" PRId64 " queries as the plan has them, got %s", plan->queries,
+                       ba_shape_text(q).chars);
     return ba_check_extent("query", q);
 }
 
@@ -449,17 +450,18 @@ static ba_status check_summaries(const ba_select_args *a, select_call *c) {
     const char *name = summaries_name(a);
     BA_TRY(tokens ? ba_take_cache_pages(name, &a->a, a->kv_layout, &c->a) : ba_take_pages(name, &a->a, BA_NHD, &c->a));
     if ((a->a.dtype == BA_FLOAT64) != (q->dtype == BA_FLOAT64))
-        return ba_fail(BA_ERROR_TYPE, "%s: expected %s with query of %s, got %s", name,
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected %s with " BA_ARG("query") " of %s, got %s", name,
                        q->dtype == BA_FLOAT64 ? "float64" : "float32, float16 or bfloat16", ba_dtype_name(q->dtype), ba_dtype_name(a->a.dtype));
     if (c->a.dim != q->dims[2] || q->dims[1] % c->a.heads != 0)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like query, got %s", name,
-                       q->dims[2], q->dims[1], ba_shape_text(&a->a).chars);
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("%s") ": expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like " BA_ARG("query") ", got %s",
+                       name, q->dims[2], q->dims[1], ba_shape_text(&a->a).chars);
     BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, name, &a->a, tokens ? a->kv_layout : BA_NHD, c->a.heads, &c->k_scale));
     if (a->method != BA_SELECT_QUEST) return BA_OK;
     BA_TRY(ba_take_pages("minblocks", &a->b, BA_NHD, &c->b));
     if (a->b.dtype != a->a.dtype || !ba_same_shape(&a->b, &a->a))
-        return ba_fail(BA_ERROR_VALUE, "minblocks: expected shape %s and dtype %s like maxblocks, got %s of %s", ba_shape_text(&a->a).chars,
-                       ba_dtype_name(a->a.dtype), ba_shape_text(&a->b).chars, ba_dtype_name(a->b.dtype));
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("minblocks") ": expected shape %s and dtype %s like " BA_ARG("maxblocks") ", got %s of %s",
+                       ba_shape_text(&a->a).chars, ba_dtype_name(a->a.dtype), ba_shape_text(&a->b).chars, ba_dtype_name(a->b.dtype));
     return BA_OK;
 }
 
@@ -467,12 +469,13 @@ static ba_status check_summaries(const ba_select_args *a, select_call *c) {
 static ba_status check_requests(const ba_select_args *a, const select_call *c) {
     const bool tokens = a->method == BA_SELECT_MAX;
     if (c->plan && tokens && a->page_size != c->a.rows)
-        return ba_fail(BA_ERROR_VALUE, "k_cache: expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64, a->page_size,
-                       c->a.rows);
-    if (a->page_size < 1) return ba_fail(BA_ERROR_VALUE, "block_size: expected at least 1 token per page, got %" PRId64, a->page_size);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64,
+                       a->page_size, c->a.rows);
+    if (a->page_size < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("block_size") ": expected at least 1 token per page, got %" PRId64, a->page_size);
     if (tokens && a->page_size != c->a.rows)
-        return ba_fail(BA_ERROR_VALUE, "block_size: expected the %" PRId64 " tokens per page of k_cache, got %" PRId64, c->a.rows, a->page_size);
-    if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, "seq_lens: expected one length per request, got none");
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("block_size") ": expected the %" PRId64 " tokens per page of " BA_ARG("k_cache") ", got %" PRId64,
+                       c->a.rows, a->page_size);
+    if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, BA_ARG("seq_lens") ": expected one length per request, got none");
     if (c->plan && tokens) BA_TRY(ba_check_page_numbers(c->plan, c->a.count));
     else
         BA_TRY(ba_check_table(tokens ? "block_tables" : "metadata_block_tables", &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size,
@@ -482,12 +485,12 @@ static ba_status check_requests(const ba_select_args *a, const select_call *c) {
 
 /* Checks how many pages are forced, and how many may be chosen. */
 static ba_status check_budgets(const ba_select_args *a) {
-    if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, "sink: expected at least 0 pages, got %" PRId64, a->sink);
+    if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("sink") ": expected at least 0 pages, got %" PRId64, a->sink);
     for (int64_t b = 0; b < a->batch; b++) {
         if (a->recent && a->recent[b] < 0)
-            return ba_fail(BA_ERROR_VALUE, "recent: expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->recent[b], b);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("recent") ": expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->recent[b], b);
         if (a->budget && a->budget[b] < 0)
-            return ba_fail(BA_ERROR_VALUE, "budget: expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->budget[b], b);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("budget") ": expected at least 0 pages, got %" PRId64 " at [%" PRId64 "]", a->budget[b], b);
     }
     return BA_OK;
 }
@@ -497,7 +500,7 @@ static ba_status check_outputs(const ba_select_args *a, int64_t rows) {
     const ba_tensor *out = &a->selected;
     ba_tensor expected = {.dtype = BA_INT32, .ndim = 3, .dims = {a->batch, rows, out->ndim == 3 ? out->dims[2] : 0}};
     BA_TRY(ba_check_output("selected_indices", out, &expected, false));
-    if (out->dims[2] < 1) return ba_fail(BA_ERROR_VALUE, "k: expected at least 1 place per row, got %" PRId64, out->dims[2]);
+    if (out->dims[2] < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected at least 1 place per row, got %" PRId64, out->dims[2]);
     expected.dtype = BA_FLOAT32;
     if (ba_given(&a->scores)) BA_TRY(ba_check_output("scores", &a->scores, &expected, false));
     expected.dtype = BA_INT32;
@@ -507,7 +510,7 @@ static ba_status check_outputs(const ba_select_args *a, int64_t rows) {
 
 /* Checks a call, and fills `c` with its shape. */
 static ba_status check_select(const ba_select_args *a, select_call *c) {
-    if ((unsigned)a->method > BA_SELECT_MAX) return ba_fail(BA_ERROR_VALUE, "method: expected quest, mean or max, got %d", (int)a->method);
+    if ((unsigned)a->method > BA_SELECT_MAX) return ba_fail(BA_ERROR_VALUE, BA_ARG("method") ": expected quest, mean or max, got %d", (int)a->method);
     BA_TRY(check_query(a, c->plan));
     BA_TRY(check_summaries(a, c));
     BA_TRY(check_requests(a, c));
@@ -570,8 +573,9 @@ ba_status ba_select_blocks(const ba_select_args *args) {
 ba_status ba_select_by_plan(const ba_select_args *args, const ba_page_tables *plan) {
     ba_select_args planned = *args;
     if (plan->q_begin)
-        return ba_fail(BA_ERROR_VALUE,
-                       "q_begin: expected none where blocks are selected, for queries that are the last tokens of their requests, got some");
+        return ba_fail(
+            BA_ERROR_VALUE,
+            BA_ARG("q_begin") ": expected none where blocks are selected, for queries that are the last tokens of their requests, got some");
     planned.seq_lens = plan->seq_lens;
     planned.cu_q = plan->cu_q;
     planned.batch = plan->batch;

@@ -26,39 +26,44 @@ static ba_status check_sizes(const ba_select_prefill_args *a) {
     } counts[] = {
         {"sink", a->sink}, {"recent", a->recent}, {"last_columns", a->last_columns}, {"first_rows", a->first_rows}, {"last_rows", a->last_rows}};
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
-        if (counts[i].value < 0) return ba_fail(BA_ERROR_VALUE, "%s: expected at least 0 blocks, got %" PRId64, counts[i].name, counts[i].value);
+        if (counts[i].value < 0)
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected at least 0 blocks, got %" PRId64, counts[i].name, counts[i].value);
     if ((unsigned)a->chooser > BA_CHOOSER_VERTICAL_SLASH)
-        return ba_fail(BA_ERROR_VALUE, "chooser: expected pooled, antidiagonal, sampled_rows or vertical_slash, got %d", (int)a->chooser);
-    if ((unsigned)a->term > BA_TERM_BOTH) return ba_fail(BA_ERROR_VALUE, "term: expected mean, bound or both, got %d", (int)a->term);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("chooser") ": expected pooled, antidiagonal, sampled_rows or vertical_slash, got %d", (int)a->chooser);
+    if ((unsigned)a->term > BA_TERM_BOTH) return ba_fail(BA_ERROR_VALUE, BA_ARG("term") ": expected mean, bound or both, got %d", (int)a->term);
     const bool pooled = a->chooser == BA_CHOOSER_POOLED;
     const char *name = pooled ? "pool" : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? "stride" : "rows";
     if (a->chooser == BA_CHOOSER_VERTICAL_SLASH && ba_given(&a->call.kv_ranges))
-        return ba_fail(BA_ERROR_VALUE, "kv_ranges: expected None with the chooser vertical_slash, whose lines run through all keys, got ranges");
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("kv_ranges") ": expected None with the chooser vertical_slash, whose lines run through all keys, got ranges");
     if (a->chooser == BA_CHOOSER_VERTICAL_SLASH)
-        return a->pool_q < 1 ? ba_fail(BA_ERROR_VALUE, "rows: expected at least 1 query, got %" PRId64, a->pool_q) : BA_OK;
+        return a->pool_q < 1 ? ba_fail(BA_ERROR_VALUE, BA_ARG("rows") ": expected at least 1 query, got %" PRId64, a->pool_q) : BA_OK;
     if (a->pool_q < 1 || a->call.block_q % a->pool_q != 0)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a divisor of block_shape[0] = %" PRId64 ", got %" PRId64, name, a->call.block_q, a->pool_q);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a divisor of " BA_ARG("block_shape") "[0] = %" PRId64 ", got %" PRId64, name,
+                       a->call.block_q, a->pool_q);
     if (a->pool_k < 1 || a->call.block_kv % a->pool_k != 0)
-        return ba_fail(BA_ERROR_VALUE, "%s: expected a divisor of block_shape[1] = %" PRId64 ", got %" PRId64, name, a->call.block_kv, a->pool_k);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a divisor of " BA_ARG("block_shape") "[1] = %" PRId64 ", got %" PRId64, name,
+                       a->call.block_kv, a->pool_k);
     return BA_OK;
 }
 
 static ba_status check_budgets(const ba_select_prefill_args *a, int64_t lists) {
     static const char *const names[] = {"density", "top_p", "threshold", "top_k"};
     if ((unsigned)a->budget > BA_BUDGET_TOP_K)
-        return ba_fail(BA_ERROR_VALUE, "budget: expected density, top_p, threshold or top_k, got %d", (int)a->budget);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("budget") ": expected density, top_p, threshold or top_k, got %d", (int)a->budget);
     const char *name = names[a->budget];
     const ba_tensor *t = &a->budgets;
-    if (t->dtype != BA_FLOAT64) return ba_fail(BA_ERROR_TYPE, "%s: expected float64, got %s", name, ba_dtype_name(t->dtype));
+    if (t->dtype != BA_FLOAT64) return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected float64, got %s", name, ba_dtype_name(t->dtype));
     if (t->ndim != 1 || (t->dims[0] != 1 && t->dims[0] != lists))
-        return ba_fail(BA_ERROR_VALUE, "%s: expected one number, or one for each of %" PRId64 " lists, got %s", name, lists, ba_shape_text(t).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected one number, or one for each of %" PRId64 " lists, got %s", name, lists,
+                       ba_shape_text(t).chars);
     BA_TRY(ba_check_extent(name, t));
     for (int64_t i = 0; i < t->dims[0]; i++) {
         const double budget = ((const double *)t->data)[i * ba_step(t, 0)];
         if (a->budget == BA_BUDGET_TOP_K ? !(budget >= 1) : !(budget > 0 && budget <= 1))
             return ba_fail(BA_ERROR_VALUE,
-                           a->budget == BA_BUDGET_TOP_K ? "%s: expected at least 1 block, got %s"
-                                                        : "%s: expected a number above 0 and at most 1, got %s",
+                           a->budget == BA_BUDGET_TOP_K ? BA_ARG("%s") ": expected at least 1 block, got %s"
+                                                        : BA_ARG("%s") ": expected a number above 0 and at most 1, got %s",
                            name, ba_number_text(budget, BA_FLOAT64).chars);
     }
     return BA_OK;
@@ -90,7 +95,7 @@ ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
     int64_t bytes = (int64_t)sizeof(float);
     for (int i = 0; i < 4; i++)
         if (__builtin_mul_overflow(bytes, ba_max(1, c->scores_shape.dims[i]), &bytes))
-            return ba_fail(BA_ERROR_VALUE, "q: expected scores below 2^63 bytes, got shape %s", ba_shape_text(&c->scores_shape).chars);
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected scores below 2^63 bytes, got shape %s", ba_shape_text(&c->scores_shape).chars);
     const int64_t row_tokens = a->chooser == BA_CHOOSER_SAMPLED_ROWS ? a->call.block_q / a->pool_q : a->pool_q;
     c->row_tokens = a->chooser == BA_CHOOSER_VERTICAL_SLASH ? 1 : ba_min(row_tokens, c->p.block_q);
     c->group_tokens = ba_min(a->pool_k, c->p.block_kv);
@@ -99,8 +104,8 @@ ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
     const bool ranges = a->chooser == BA_CHOOSER_POOLED && a->term != BA_TERM_MEAN;
     c->depth = c->p.head_dim * (ranges ? 2 : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? c->row_tokens : 1);
     if (c->depth > MOST_DEPTH)
-        return ba_fail(BA_ERROR_VALUE, "stride: expected at most %" PRId64 " tokens with D = %" PRId64 ", got %" PRId64, MOST_DEPTH / c->p.head_dim,
-                       c->p.head_dim, c->row_tokens);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("stride") ": expected at most %" PRId64 " tokens with D = %" PRId64 ", got %" PRId64,
+                       MOST_DEPTH / c->p.head_dim, c->p.head_dim, c->row_tokens);
     return BA_OK;
 }
 
@@ -307,22 +312,22 @@ static ba_status check_room(const ba_tensor *kept, const ba_tensor *lists) {
                 fullest = ba_max(fullest, n);
             }
     if (fullest > lists->dims[3])
-        return ba_fail(BA_ERROR_VALUE, "sabi: expected at least %" PRId64 " places per row, got %" PRId64, fullest, lists->dims[3]);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("sabi") ": expected at least %" PRId64 " places per row, got %" PRId64, fullest, lists->dims[3]);
     if (last <= largest_entry(lists->dtype)) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, "sabi: expected a dtype that holds column %" PRId64 ", got %s", last, ba_dtype_name(lists->dtype));
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("sabi") ": expected a dtype that holds column %" PRId64 ", got %s", last, ba_dtype_name(lists->dtype));
 }
 
 ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists) {
     BA_TRY(ba_check_pointer("kept", kept));
     BA_TRY(ba_check_pointer("lists", lists));
     if (kept->dtype != BA_INT64 || kept->ndim != 4)
-        return ba_fail(BA_ERROR_VALUE, "kept: expected int64 (B, lists, rows, words), got %s", ba_shape_text(kept).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("kept") ": expected int64 (B, lists, rows, words), got %s", ba_shape_text(kept).chars);
     BA_TRY(ba_check_extent("kept", kept));
     if (lists->dtype != BA_UINT16 && lists->dtype != BA_INT16 && lists->dtype != BA_INT32 && lists->dtype != BA_INT64)
-        return ba_fail(BA_ERROR_TYPE, "sabi: expected uint16, int16, int32 or int64, got %s", ba_dtype_name(lists->dtype));
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("sabi") ": expected uint16, int16, int32 or int64, got %s", ba_dtype_name(lists->dtype));
     if (lists->ndim != 4 || lists->dims[0] != kept->dims[0] || lists->dims[2] != kept->dims[2] ||
         (kept->dims[1] ? lists->dims[1] % kept->dims[1] : lists->dims[1]))
-        return ba_fail(BA_ERROR_VALUE, "sabi: expected lists of %s, got %s", ba_shape_text(kept).chars, ba_shape_text(lists).chars);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("sabi") ": expected lists of %s, got %s", ba_shape_text(kept).chars, ba_shape_text(lists).chars);
     BA_TRY(ba_check_extent("sabi", lists));
     BA_TRY(ba_check_places("sabi", lists));
     ba_tensor from = *kept, to = *lists;

@@ -12,7 +12,7 @@ static double bias_of(const ba_tensor *mask, const float *slopes, int64_t batch,
     int64_t at[4];
     double bias = slopes ? -(double)slopes[head] * fabs((double)token - (double)key) : 0;
     if (!mask->data) return bias;
-    for (int i = 0; i < 4; i++) at[i] = mask->dims[i] == 1 ? 0 : whole[i];
+    for (int i = 0; i < mask->ndim; i++) at[i] = mask->dims[i] == 1 ? 0 : whole[4 - mask->ndim + i]; /* leading axes may be left out */
     const double number = fz_get(mask, at);
     if (mask->dtype == BA_BOOL) return number != 0 ? bias : -INFINITY;
     return number + bias;
