@@ -14,7 +14,7 @@ from .._sentences import rename
 _CORE_NAMES = {"selected_counts": "counts"}
 _OTHER_FLOATS = ("float64", "float16", "bfloat16")
 _STORED = {name: name for name in ("float32", "float16", "float64", "int8")} | {"bfloat16": "uint16", "float8_e4m3": "uint8"}
-_ONE_TOKEN = zeros((1, 1), "int32"), (1,), None, None, None, None, None  # the requests of a call over one token
+_NO_REQUESTS = zeros((0, 1), "int32"), (), None, None, None, None, None  # what `attend_requests` takes for none
 
 
 class Rules(NamedTuple):
@@ -97,13 +97,13 @@ def attend_requests(
 
 
 def check_rules(rules: Rules) -> None:
-    """Refuses options that no call can have, by the sentences of a call: one over a single token, whose arrays have the dtypes that the
+    """Refuses options that no call can have, by the sentences of a call: one without requests, whose arrays have the dtypes that the
     options name. float64, where they name none, has the widest range of softcaps."""
     dtype, kv_dtype = rules.dtype, rules.kv_dtype
     kind = dtype or (kv_dtype if kv_dtype in FLOATS else None) or rules.out_dtype or ("float64" if kv_dtype is None else "float32")
     kind = kind if kind in FLOATS else "float32"  # the call says what it does not know
-    q, cache = (zeros((1,) * axes, _STORED.get(name, "float32")) for axes, name in ((3, kind), (4, kv_dtype or kind)))
+    q, cache = (empty(shape, _STORED.get(name, "float32")) for shape, name in (((0, 1, 1), kind), ((0, 1, 1, 1), kv_dtype or kind)))
     factor = None if kv_dtype is None else 1
     if dtype is None and kind == "bfloat16":
         rules = rules._replace(dtype=kind)  # its bits are stored as uint16
-    attend_requests(q, cache, cache, _ONE_TOKEN, rules, k_scale=factor, v_scale=factor)
+    attend_requests(q, cache, cache, _NO_REQUESTS, rules, k_scale=factor, v_scale=factor)

@@ -121,16 +121,16 @@ class SparseConfig:
         return json.dumps(own, default=lambda x: x.tolist())  # numbers and arrays of NumPy
 
     def _check_by_use(self) -> None:
-        """Choose blocks of one token with these options, so that what the operation refuses is refused now."""
+        """Choose blocks of no tokens with these options, so that what the operation refuses is refused now."""
         if self.profile is None:
             heads = budget_of(**{name: getattr(self, name) for name in _BUDGETS})[1].size
             calls = [self._options(None, heads, heads, 1)]
         else:
             shape = (heads, _, _) = self.profile.heads, self.profile.kv_heads, self.profile.head_dim
             calls = [self._options(n, *shape) for n in range(len(self.profile.numbers))]
-        token = np.zeros((1, heads, 1, 1), np.float32)
+        nothing = np.empty((1, heads, 0, 1), np.float32)
         for options in calls:
-            select_blocks_prefill(token, token, num_threads=1, **options)
+            select_blocks_prefill(nothing, nothing, num_threads=1, **options)
 
     def _sparse_in(self, layer: int | None) -> bool:
         """Whether a layer leaves keys out."""
