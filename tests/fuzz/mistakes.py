@@ -187,9 +187,9 @@ MISTAKES = [
     Mistake(
         "refresh",
         "an append refreshes the summary of each request's newest token alone",
-        "blitz_attn/_paged/append.py",
-        "refresh(start_lens=ends - new)",
-        "refresh(start_lens=ends - (new > 0))",
+        "csrc/ops/kv_cache/append.c",
+        "begin[b] = tables->seq_lens[b] - new_tokens(tables, b);",
+        "begin[b] = tables->seq_lens[b] - (new_tokens(tables, b) > 0);",
     ),
 ]
 
