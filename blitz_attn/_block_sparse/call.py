@@ -211,8 +211,8 @@ def block_sparse_attention(
         # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
         return _core.block_sparse_attention(
             empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads,
-            num_kv_heads, None, num_threads, q_begin, kv_ranges, q_total, attn_mask, alibi_slopes, softcap, return_lse=return_lse,
-            sinks=sinks,
+            num_kv_heads, None, num_threads, q_begin, kv_ranges, q_total, attn_mask, alibi_slopes, softcap, sinks=sinks,
+            return_lse=return_lse,
         )  # fmt: skip
 
     family = _arrays.family_of(q)

@@ -133,6 +133,8 @@ int arg_intern(module_state *state, int index, const operation *function) {
 static int keyword_index(PyObject *const *interned, const operation *a, PyObject *keyword, int likely) {
     for (int i = likely; i < a->count; i++)
         if (interned[i] == keyword) return i;
+    for (int i = 0; i < likely; i++)
+        if (interned[i] == keyword) return i;
     for (int i = 0; i < a->count; i++)
         if (PyUnicode_CompareWithASCIIString(keyword, a->arguments[i].name) == 0) return i;
     return -1;

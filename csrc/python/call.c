@@ -11,7 +11,7 @@ int call_begin(py_call *call, PyObject *module, int index, const operation *oper
     call->args = args;
     call->arrays = call->lists = call->results = 0;
     call->cumulative = NULL;
-    call->pages_by_token = false;
+    call->pages_by_token = call->each = false;
     call->dtype = call->kv_dtype = BA_DTYPE_COUNT;
     call->bits = call->kv_bits = BA_UINT16;
     memset(call->place, -1, sizeof call->place);
@@ -114,7 +114,7 @@ arg_list *call_add_list(py_call *call, int index) {
 const int64_t *call_cumulative(py_call *call, const arg_list *lengths) { return call->cumulative = arg_cumulative(lengths); }
 
 int call_expect_lengths(const py_call *call, int64_t sequences, const char *meaning) {
-    for (int i = 0; i < call->operation->count; i++)
+    for (int i = 0; call->lists && i < call->operation->count; i++)
         if (call->operation->arguments[i].role == ARG_LENGTHS &&
             arg_expect_count(call_list(call, i), call->operation->arguments[i].name, sequences, meaning) < 0)
             return -1;
@@ -129,7 +129,7 @@ static int read_dtypes(py_call *call, bool either) {
     const argument *const arguments = call->operation->arguments;
     for (int i = 0; i < call->operation->count; i++) {
         const bool kv = arguments[i].role == ARG_KV_DTYPE;
-        if (!kv && (arguments[i].role != ARG_DTYPE)) continue;
+        if (call->values[i] == Py_None || (!kv && arguments[i].role != ARG_DTYPE)) continue;
         if (arg_dtype(call->values[i], arguments[i].name, kv ? ARG_CACHE : ARG_FLOATS, kv ? &call->kv_dtype : &call->dtype) < 0) return -1;
     }
     const bool named = call->dtype != BA_DTYPE_COUNT;
@@ -158,8 +158,6 @@ static int read_argument(py_call *call, int i) {
     case ARG_LAYOUT: return arg_layout(object, a->name, member);
     case ARG_KV_LAYOUT: return arg_kv_layout(object, a->name, member);
     case ARG_THREADS: return arg_threads(object, a->name, member);
-    case ARG_HEADS:
-    case ARG_PER_SEQUENCE: return 0; /* call_read_each() */
     default:
         call->place[i] = (signed char)call->arrays;
         if (call_hold(call, object, a->name, a->role, a->traits, member) < 0) return -1;
@@ -171,14 +169,15 @@ int call_read(py_call *call, bool either) {
     if (read_dtypes(call, either) < 0) return -1;
     const argument *const arguments = call->operation->arguments;
     for (int i = 0; i < call->operation->count; i++) {
-        const bool absent = call->values[i] == Py_None && arguments[i].traits & ARG_OPTIONAL;
-        if (!absent && arguments[i].member != ARG_NO_MEMBER && read_argument(call, i) < 0) return -1;
+        if (call->values[i] == Py_None && arguments[i].traits & ARG_OPTIONAL) continue;
+        if (arguments[i].role == ARG_HEADS || arguments[i].role == ARG_PER_SEQUENCE) call->each = true; /* for call_read_each() */
+        else if (arguments[i].member != ARG_NO_MEMBER && read_argument(call, i) < 0) return -1;
     }
     return 0;
 }
 
 int call_read_each(py_call *call, int64_t heads, int64_t sequences, const char *meaning) {
-    for (int i = 0; i < call->operation->count; i++) {
+    for (int i = 0; call->each && i < call->operation->count; i++) {
         const argument *const a = &call->operation->arguments[i];
         if (call->values[i] == Py_None) continue;
         if (a->role == ARG_HEADS && heads > 0) {

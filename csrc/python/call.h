@@ -23,6 +23,7 @@ typedef struct py_call {
     arg_list list[CALL_MOST_LISTS];
     PyObject *result[CALL_MOST_RESULTS];
     int64_t *cumulative; /* of call_cumulative() */
+    bool each;           /* some argument of ARG_HEADS or ARG_PER_SEQUENCE is given */
     bool pages_by_token; /* the caches are in layout NHD, see ARG_SUMMARISED; set by the operation, which compares the pages, too */
 } py_call;
 
