@@ -1,5 +1,6 @@
 """The float64 twins: against softmax written out an element at a time, and rules with results that are known."""
 
+import inspect
 import itertools
 import math
 
@@ -8,8 +9,8 @@ import pytest
 
 import blitz_attn
 from blitz_attn import reference, testing
-from blitz_attn._reference import dense
-from cases import DTYPES, bits_option, random_lists
+from blitz_attn._reference import attend
+from cases import DTYPES, LAYOUTS, bits_option, random_lists
 
 
 def by_element(q, k, v, scale, sees):
@@ -78,7 +79,7 @@ def test_strips_do_not_show(monkeypatch):
         {"sabi": lists, "block_shape": (32, 32), "causal": True, "window": (20, -1)},
     ]
     whole = [reference.block_sparse_attention(q, k, v, return_lse=True, **c) for c in calls]
-    monkeypatch.setattr(dense, "_STRIP_ELEMENTS", 500)
+    monkeypatch.setattr(attend, "_STRIP_ELEMENTS", 500)
     for (out, lse), call in zip(whole, calls, strict=True):
         narrow, narrow_lse = reference.block_sparse_attention(q, k, v, return_lse=True, **call)
         np.testing.assert_allclose(narrow, out, rtol=1e-13, atol=1e-14)
@@ -97,20 +98,9 @@ def test_memory_is_bounded():
         tracemalloc.stop()
 
 
-def test_nothing_to_attend():
-    q, k, v = testing.make_qkv(2, 2, 2, 5, 0, 4)
-    out, lse = reference.block_sparse_attention(q, k, v, return_lse=True)
-    assert (out == 0).all()
-    assert (lse == -np.inf).all()
-    q, k, v = testing.make_qkv(0, 2, 2, 5, 5, 4)
-    assert reference.block_sparse_attention(q, k, v).shape == (0, 2, 5, 4)
-    q, k, v = testing.make_qkv(1, 2, 2, 0, 5, 4)
-    assert reference.block_sparse_attention(q, k, v, return_lse=True)[1].shape == (1, 2, 0)
-
-
-@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 4, 5), (2, 0, 5), (2, 4, 0), (2, 0, 0), (0, 0, 0)])
-def test_shapes_of_empty_problems_are_the_librarys(layout, batch, queries, keys):
+def test_results_of_empty_problems_are_the_librarys(layout, batch, queries, keys):
     def array(tokens, heads, dim):
         shapes = {"BNSD": (batch, heads, tokens, dim), "BSND": (batch, tokens, heads, dim), "BSH": (batch, tokens, heads * dim)}
         return np.ones(shapes.get(layout, (batch * tokens, heads, dim)))
@@ -120,25 +110,21 @@ def test_shapes_of_empty_problems_are_the_librarys(layout, batch, queries, keys)
         options |= {"num_heads": 4, "num_kv_heads": 2}
     if layout == "TND":
         options |= {"cu_seqlens_q": np.arange(batch + 1) * queries, "cu_seqlens_kv": np.arange(batch + 1) * keys}
-    shapes = []
+    results = []
     for functions in (blitz_attn, reference):
         out, lse = functions.block_sparse_attention(q, k, v, return_lse=True, **options)
-        grads = functions.block_sparse_attention_backward(out, q, k, v, out, lse, **options)
-        shapes.append([x.shape for x in (out, lse, *grads)])
-    assert shapes[0] == shapes[1]
+        results.append((out, lse, *functions.block_sparse_attention_backward(out, q, k, v, out, lse, **options)))
+    for ours, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, expected, strict=True)
 
 
-def test_selection_for_no_queries():
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_selection_for_no_queries(per_query_head):
     k_cache, tables = np.ones((6, 16, 2, 8)), np.array([[0, 1, 2], [3, 4, 5]])
-    for per_query_head in (False, True):
-        found = [
-            functions.select_blocks(
-                np.ones((0, 4, 8)), k_cache, tables, [40, 48], 2, block_size=16, method="max", q_lens=[0, 0], per_query_head=per_query_head
-            )
-            for functions in (blitz_attn, reference)
-        ]
-        for ours, expected in zip(*found, strict=True):
-            assert np.array_equal(ours, expected)
+    call = (np.ones((0, 4, 8)), k_cache, tables, [40, 48], 2)
+    options = {"block_size": 16, "method": "max", "q_lens": [0, 0], "per_query_head": per_query_head}
+    for ours, expected in zip(*(f.select_blocks(*call, **options) for f in (blitz_attn, reference)), strict=True):
+        np.testing.assert_array_equal(ours, expected)
 
 
 def test_slopes_and_sinks_of_float64_calls_are_read_as_float32():
@@ -219,28 +205,53 @@ def test_merge_of_shards_is_the_whole():
     np.testing.assert_allclose(two_lse, lse, rtol=1e-13)
 
 
-def test_merge_of_nothing():
-    empty = np.full((1, 1, 2, 3), np.nan), np.full((1, 1, 2), -np.inf)
-    out, lse = reference.merge_states(*empty, *empty)
-    assert (out == 0).all()
-    assert (lse == -np.inf).all()
+# ---- Refusals ------------------------------------------------------------------------------------------------------
+
+
+def dense(*shape, **options):
+    x = np.zeros(shape)
+    return reference.block_sparse_attention(x, x, x, **options)
+
+
+def paged(**options):
+    cache, q = np.zeros((4, 8, 2, 4)), np.zeros((2, 2, 4))
+    return reference.paged_attention(q, cache, cache, np.array([[0, 1], [2, 3]]), options.pop("seq_lens", [9, 16]), **options)
+
+
+def nsa(**options):
+    x = np.zeros((1, 12, 2, 4))
+    return reference.nsa(x, x, x, compress_block_size=4, window_size=3, **options)
 
 
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    ("error", "sentence", "call"),
     [
-        (lambda x: reference.block_sparse_attention(x, x, x, layout="NSD"), "layout: expected BNSD, BSND, BSH or TND, got 'NSD'"),
-        (lambda x: reference.block_sparse_attention(x, x, x, block_shape=(0, 1)), "block_shape: expected two positive numbers"),
-        (lambda x: reference.block_sparse_attention(x, x, x, window=(-2, 0)), "window: expected two counts of tokens or -1"),
-        (lambda x: reference.block_sparse_attention(x, x, x, q_lens=[5]), "q_lens: expected 1 lengths within"),
-        (lambda x: reference.block_sparse_attention(x, x[:, :, :2], x), "v: expected heads and tokens of k"),
-        (lambda x: reference.block_sparse_attention(x, x[:, :0], x[:, :0]), "k: expected a number of heads that divides 2, got 0"),
-        (lambda x: reference.block_sparse_attention(x[0], x[0], x[0], layout="BSH"), "num_heads: expected a number of heads"),
-        (lambda x: reference.block_sparse_attention(x[0], x[0], x[0], layout="TND"), "cu_seqlens_q: expected cumulative lengths"),
-        (lambda x: reference.merge_states_n([], []), "lses: expected as many as outs and at least one, got 0 for 0"),
-        (lambda x: reference.merge_states(x, x, x, x), "lses: expected shape"),
+        (ValueError, "layout: expected one of BNSD, BSND, BSH, TND, got 'NSD'", lambda: dense(1, 2, 12, 4, layout="NSD")),
+        (ValueError, r"q_lens: expected 1 lengths within \[12\], got \[13\]", lambda: dense(1, 2, 12, 4, q_lens=[13])),
+        (
+            ValueError,
+            r"cu_seqlens_q: expected lengths rising from 0 to 12, got \[0, 9, 5\]",
+            lambda: dense(12, 2, 4, layout="TND", cu_seqlens_q=[0, 9, 5], cu_seqlens_kv=[0, 12]),
+        ),
+        (ValueError, "sabi: expected each block column once per row", lambda: dense(1, 2, 12, 4, sabi=np.zeros((1, 1, 1, 2), int))),
+        (TypeError, "got an unexpected keyword argument 'windows'", lambda: paged(windows=3)),
+        (ValueError, "kv_layout: expected 'NHD' or 'HND', got 'NDH'", lambda: paged(kv_layout="NDH")),
+        (ValueError, r"seq_lens: expected 2 lengths within \[16, 16\], got \[9, 17\]", lambda: paged(seq_lens=[9, 17])),
+        (ValueError, "num_selected_blocks: expected at least init_blocks", lambda: nsa(num_selected_blocks=2)),
+        (ValueError, "block_indices: expected blocks from 0 to 2", lambda: nsa(block_indices=np.full((1, 2, 12, 1), 3))),
+        (TypeError, "ctx: expected the context that nsa returned, got None", lambda: reference.nsa_backward(np.zeros((1, 12, 2, 4)), None)),
+        (TypeError, 'dtype: expected "bfloat16" to read uint16 bits', lambda: reference.to_float64(np.zeros(1, np.uint16))),
+        (ValueError, "dtype: expected float64, float32, float16 or bfloat16, got int8", lambda: reference.round_to([1.0], "int8")),
     ],
 )
-def test_refusals(call, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        call(np.zeros((1, 2, 4, 3)))
+def test_refusals(error, sentence, call):
+    """What would otherwise have a wrong result. Of other wrong arguments, NumPy's errors are enough."""
+    with pytest.raises(error, match=sentence):
+        call()
+
+
+def test_options_of_a_twin_are_those_of_its_operation():
+    for name, function in inspect.getmembers(blitz_attn, inspect.isfunction):
+        twin = getattr(reference, name, None)
+        if twin is not None:
+            assert set(inspect.signature(function).parameters) - set(inspect.signature(twin).parameters) <= {"num_threads"}, name

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import dtype_name
-from .dense import round_to, to_float64
+from .._arrays import choice, dtype_name
+from .common import round_to, to_float64, with_options_of
 from .paged import by_token, gather, is_e4m3, paged_select_attention, quantize_kv, quantized, scale_by_token, tables_of
 
 # ---- Summaries ----------------------------------------------------------------------------------------------------
@@ -18,83 +18,41 @@ from .paged import by_token, gather, is_e4m3, paged_select_attention, quantize_k
 _REDUCTIONS = {"max": np.fmax.reduce, "min": np.fmin.reduce, "mean": np.mean}  # the first two ignore NaN where there is a number
 
 
-def _put(array: np.ndarray, at: tuple, values: np.ndarray) -> None:
-    """Writes float64 values into an array of the library's dtypes, uint16 standing for bfloat16 bits."""
-    if array.dtype == np.uint16:
-        array[at] = round_to(values, "bfloat16").view(np.uint16)
-    else:
-        array[at] = round_to(values, dtype_name(array.dtype)).astype(array.dtype)
+def _stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """float64 values in a dtype of the library, uint16 standing for bfloat16 bits."""
+    return round_to(values, "bfloat16" if dtype == np.uint16 else dtype_name(dtype)).view(dtype)
 
 
-def _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries, start_lens, kv_layout, k_scale, dtype):
-    """Writes page summaries: `summaries` maps ``"max"``, ``"min"`` and ``"mean"`` to the arrays to write. A product of an 8-bit number and
-    its scale is exact in float64, so that the largest and the smallest, rounded, are those of the rounded products."""
-    cache = np.asarray(k_cache)
-    page_size = cache.shape[1 if kv_layout == "NHD" else 2]
+def quest_prefill_metadata(
+    k_cache, block_tables, seq_lens, metadata_block_tables, maxblocks, minblocks, *, start_lens=None, kv_layout="NHD", k_scale=None,
+    dtype=None, meanblocks=None, num_threads=None,
+):  # fmt: skip
+    """See `blitz_attn.quest_prefill_metadata`."""
+    # A product of an 8-bit number and its scale is exact in float64: the largest and the smallest, rounded, are those of rounded products.
+    summaries = {kind: x for kind, x in (("max", maxblocks), ("min", minblocks), ("mean", meanblocks)) if x is not None}
+    page_size = by_token(k_cache, kv_layout).shape[1]
     starts = np.zeros(len(seq_lens), int) if start_lens is None else np.asarray(start_lens)
-    summary_tables = np.asarray(metadata_block_tables)
     for b, (pages, tokens) in enumerate(tables_of(block_tables, seq_lens, page_size)):
         if starts[b] >= tokens:
             continue
         rows = next(iter(summaries.values())).shape[1]
         for page in range(starts[b] // page_size, -(-len(pages) // rows) * rows):
-            at = (summary_tables[b, page // rows], page % rows)
-            k = gather(cache, k_scale, kv_layout, dtype, pages[page : page + 1], min(page_size, tokens - page * page_size))
+            at = (np.asarray(metadata_block_tables)[b, page // rows], page % rows)
+            k = gather(k_cache, k_scale, kv_layout, dtype, pages[page : page + 1], min(page_size, tokens - page * page_size))
             for kind, array in summaries.items():
-                _put(array, at, _REDUCTIONS[kind](k, axis=1) if page < len(pages) else np.zeros(array.shape[2:]))
-
-
-def quest_prefill_metadata(
-    k_cache,
-    block_tables,
-    seq_lens,
-    metadata_block_tables,
-    maxblocks,
-    minblocks,
-    *,
-    start_lens=None,
-    kv_layout="NHD",
-    k_scale=None,
-    dtype=None,
-    meanblocks=None,
-    num_threads=None,
-):
-    """See `blitz_attn.quest_prefill_metadata`."""
-    wanted = {"max": maxblocks, "min": minblocks, "mean": meanblocks}
-    summaries = {kind: array for kind, array in wanted.items() if array is not None}
-    _summarise(k_cache, block_tables, seq_lens, metadata_block_tables, summaries, start_lens, kv_layout, k_scale, dtype)
+                array[at] = _stored(_REDUCTIONS[kind](k, axis=1) if page < len(pages) else np.zeros(array.shape[2:]), array.dtype)
 
 
 # ---- Filling the cache --------------------------------------------------------------------------------------------
 
 
 def append_paged_kv(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    *,
-    slot_mapping=None,
-    block_tables=None,
-    seq_lens=None,
-    q_lens=None,
-    kv_layout="NHD",
-    k_scale=None,
-    v_scale=None,
-    maxblocks=None,
-    minblocks=None,
-    meanblocks=None,
-    metadata_block_tables=None,
-    dtype=None,
-    kv_dtype=None,
-    num_threads=None,
-):
+    k, v, k_cache, v_cache, *, slot_mapping=None, block_tables=None, seq_lens=None, q_lens=None, kv_layout="NHD", k_scale=None,
+    v_scale=None, maxblocks=None, minblocks=None, meanblocks=None, metadata_block_tables=None, dtype=None, kv_dtype=None, num_threads=None,
+):  # fmt: skip
     """See `blitz_attn.append_paged_kv`. Writes one token at a time, in the dtypes of the caches."""
     page_size = by_token(k_cache, kv_layout).shape[1]
     slots = slot_mapping if slot_mapping is not None else _newest_slots(block_tables, seq_lens, q_lens, page_size)
-    used = [int(s) for s in slots if s >= 0]
-    if len(slots) != len(k) or len(set(used)) != len(used):
-        raise ValueError(f"slot_mapping: expected {len(k)} slots, each once, got {list(slots)}")
     for tokens, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if tokens is None:
             continue
@@ -104,7 +62,7 @@ def append_paged_kv(
                 continue
             at = divmod(int(slot), page_size)
             if scale is None:
-                pages[at] = round_to(token, "bfloat16" if pages.dtype == np.uint16 else dtype_name(pages.dtype)).view(pages.dtype)
+                pages[at] = _stored(token, pages.dtype)
                 continue
             name = "float8_e4m3" if is_e4m3(pages, kv_dtype) else "int8"
             if np.ndim(scale) == 3:
@@ -115,33 +73,24 @@ def append_paged_kv(
     if metadata_block_tables is not None:
         news = [1] * len(seq_lens) if q_lens is None else q_lens
         starts = [n if new == 0 else 0 for n, new in zip(seq_lens, news, strict=True)]
-        summaries = (metadata_block_tables, maxblocks, minblocks)
-        how = {"kv_layout": kv_layout, "k_scale": k_scale, "dtype": kv_dtype, "meanblocks": meanblocks}
-        quest_prefill_metadata(k_cache, block_tables, seq_lens, *summaries, start_lens=starts, **how)
+        quest_prefill_metadata(
+            k_cache, block_tables, seq_lens, metadata_block_tables, maxblocks, minblocks, start_lens=starts, kv_layout=kv_layout,
+            k_scale=k_scale, dtype=kv_dtype, meanblocks=meanblocks,
+        )  # fmt: skip
 
 
-def _newest_slots(block_tables, seq_lens, q_lens, page_size) -> list[int]:
+def _newest_slots(block_tables: Any, seq_lens: Any, q_lens: Any, page_size: int) -> list[int]:
     """Slot (page * page_size + place) of each request's newest tokens, one request after the other."""
     tables = tables_of(block_tables, seq_lens, page_size)
     news = [1] * len(tables) if q_lens is None else [int(n) for n in np.asarray(q_lens)]
-    slots = []
-    for (pages, tokens), new in zip(tables, news, strict=True):
-        slots += [int(pages[t // page_size]) * page_size + t % page_size for t in range(tokens - new, tokens)]
-    return slots
+    return [
+        int(pages[t // page_size]) * page_size + t % page_size
+        for (pages, tokens), new in zip(tables, news, strict=True)
+        for t in range(tokens - new, tokens)
+    ]
 
 
 # ---- Scores -------------------------------------------------------------------------------------------------------
-
-
-def _grouped_queries(query: Any, kv_heads: int, per_query_head: bool, dtype: Any = None) -> np.ndarray:
-    """(B, rows, D): each head's query, or the mean of each group's."""
-    q = to_float64(query, dtype)
-    return q if per_query_head else q.reshape(len(q), kv_heads, q.shape[1] // kv_heads, q.shape[2]).mean(axis=2)
-
-
-def _summary_rows(array: Any, table: np.ndarray, pages: int, dtype: Any) -> np.ndarray:
-    """(heads, pages, D) summaries of one request."""
-    return gather(array, None, "NHD", dtype, np.asarray(table, np.int64)[: -(-pages // np.shape(array)[1])], pages)
 
 
 def _page_scores(
@@ -153,37 +102,31 @@ def _page_scores(
     `sources` are the arrays that the method reads: (maxblocks, minblocks) for quest, (meanblocks,) for mean, (k_cache,)
     for max, where `tables` are block tables.
     """
-    axis = 1 if method == "max" and kv_layout == "HND" else 2
-    kv_heads = np.shape(sources[0])[axis]
-    queries = _grouped_queries(query, kv_heads, per_query_head, dtype)
-    shared = queries.shape[1] // kv_heads
-    scores = []
+    of_keys = choice(method, "method", ("quest", "mean", "max")) == "max"
+    layout = kv_layout if of_keys else "NHD"
+    per_page, kv_heads = by_token(sources[0], layout).shape[1:3]  # tokens, or summaries
+    queries = to_float64(query, dtype)
+    if not per_query_head:  # the mean of each group's
+        queries = queries.reshape(len(queries), kv_heads, queries.shape[1] // kv_heads, queries.shape[2]).mean(axis=2)
     numbers = np.ones(len(seq_lens), int) if q_lens is None else np.asarray(q_lens, int)
-    per_request = [queries[end - count : end] for end, count in zip(np.cumsum(numbers), numbers, strict=True)]
-    for own, table, tokens in zip(per_request, np.asarray(tables), np.asarray(seq_lens), strict=True):
-        n = -(-int(tokens) // page_size)
-        if method == "max":
-            named = dtype if kv_dtype is None else kv_dtype
-            k = gather(sources[0], k_scale, kv_layout, named, np.asarray(table, np.int64)[:n], int(tokens))
-            parts: list = [k]
-        else:
-            parts = [_summary_rows(x, table, n, dtype) for x in sources]
-        parts = [np.repeat(x, shared, axis=0) for x in parts]
-        by_query = [_scores_of_query(q, parts, method, page_size) for q in own]
+    scores = []
+    for end, count, table, tokens in zip(np.cumsum(numbers), numbers, np.asarray(tables, np.int64), np.asarray(seq_lens), strict=True):
+        n = int(tokens) if of_keys else -(-int(tokens) // page_size)
+        how = (k_scale, layout, dtype if kv_dtype is None or not of_keys else kv_dtype)
+        parts = [np.repeat(gather(x, *how, table[: -(-n // per_page)], n), queries.shape[1] // kv_heads, axis=0) for x in sources]
+        by_query = [_scores_of_query(q, parts, method, page_size) for q in queries[end - count : end]]
         scores.append(np.max(by_query, axis=0) if by_query else np.empty((queries.shape[1], 0)))
     return scores
 
 
 def _scores_of_query(q: np.ndarray, parts: list[np.ndarray], method: str, page_size: int) -> np.ndarray:
-    """(rows, pages) scores by one query."""
+    """(rows, pages) scores by one query. `parts`: (rows, pages, dim) of each summary, or (rows, tokens, dim) keys."""
     if method == "quest":
         return np.maximum(q[:, None] * parts[0], q[:, None] * parts[1]).sum(axis=-1)
     by_row = (q[:, None] * parts[0]).sum(axis=-1)
     if method == "mean" or not by_row.shape[1]:
         return by_row
-    if method == "max":
-        return np.maximum.reduceat(by_row, np.arange(0, by_row.shape[1], page_size), axis=1)
-    raise ValueError(f"method: expected quest, mean or max, got {method!r}")
+    return np.maximum.reduceat(by_row, np.arange(0, by_row.shape[1], page_size), axis=1)
 
 
 def _choose(scores: np.ndarray, slots: int, sink: int, recent: int, ascending: bool) -> np.ndarray:
@@ -213,18 +156,17 @@ def _select(
 
 def _unsummarised(seq_lens: Any, since: Any, size: int) -> np.ndarray:
     """Number of pages of each request that were not complete `since` tokens ago, when their summaries were made; 0 where that is -1."""
-    lengths = np.asarray(seq_lens, np.int64)
-    since = np.broadcast_to(np.asarray(since), lengths.shape)
-    return np.where(since < 0, 0, -(-lengths // size) - np.maximum(lengths - since, 0) // size)
+    tokens = np.asarray(seq_lens, np.int64)
+    since = np.broadcast_to(np.asarray(since), tokens.shape)
+    return np.where(since < 0, 0, -(-tokens // size) - np.maximum(tokens - since, 0) // size)
 
 
-def _newest(recent: Any, lengths: np.ndarray, q_lens: Any, size: int) -> np.ndarray:
+def _newest(recent: Any, tokens: np.ndarray, q_lens: Any, size: int) -> np.ndarray:
     """Number of newest pages of each request: `recent`, counted from the page of each query's own token."""
-    recent = np.broadcast_to(np.asarray(recent), lengths.shape)
+    recent = np.broadcast_to(np.asarray(recent), tokens.shape)
     if q_lens is None:
         return recent
-    queries = np.asarray(q_lens)
-    own = (lengths - 1) // size - (lengths - np.maximum(queries, 1)) // size
+    own = (tokens - 1) // size - (tokens - np.maximum(np.asarray(q_lens), 1)) // size
     return np.where(recent > 0, recent + own, 0)
 
 
@@ -232,23 +174,12 @@ def _newest(recent: Any, lengths: np.ndarray, q_lens: Any, size: int) -> np.ndar
 
 
 def quest_block_select_paged(
-    query,
-    maxblocks,
-    minblocks,
-    metadata_block_tables,
-    seq_lens,
-    k,
-    *,
-    per_query_head=False,
-    ascending=False,
-    block_size=None,
-    dtype=None,
+    query, maxblocks, minblocks, metadata_block_tables, seq_lens, k, *, per_query_head=False, ascending=False, block_size=None, dtype=None,
     num_threads=None,
-):
+):  # fmt: skip
     """See `blitz_attn.quest_block_select_paged`. The selection is int32."""
-    size = np.shape(maxblocks)[1] if block_size is None else int(block_size)
-    sources = (maxblocks, minblocks)
-    scores = _page_scores(query, sources, metadata_block_tables, seq_lens, size, method="quest", per_query_head=per_query_head, dtype=dtype)
+    size, how = np.shape(maxblocks)[1] if block_size is None else int(block_size), {"per_query_head": per_query_head, "dtype": dtype}
+    scores = _page_scores(query, (maxblocks, minblocks), metadata_block_tables, seq_lens, size, method="quest", **how)
     return _select(scores, int(k), 0, [0] * len(scores), ascending)[0]
 
 
@@ -262,9 +193,9 @@ def quest_block_select_paged_in_out_w(
 ):
     """See `blitz_attn.quest_block_select_paged_in_out_w`."""
     size, forced = np.shape(maxblocks)[1], np.ndim(tokens_since_metadata_update) > 0 or int(tokens_since_metadata_update) >= 0
-    per_query_head = selected_indices.shape[1] != np.shape(maxblocks)[2]
-    sources, recent = (maxblocks, minblocks), _unsummarised(seq_lens, tokens_since_metadata_update, size)
-    scores = _page_scores(query, sources, metadata_block_tables, seq_lens, size, method="quest", per_query_head=per_query_head, dtype=dtype)
+    how = {"per_query_head": selected_indices.shape[1] != np.shape(maxblocks)[2], "dtype": dtype}
+    scores = _page_scores(query, (maxblocks, minblocks), metadata_block_tables, seq_lens, size, method="quest", **how)
+    recent = _unsummarised(seq_lens, tokens_since_metadata_update, size)
     selected_indices[...] = _select(scores, selected_indices.shape[2], int(forced), recent)[0]
 
 
@@ -272,44 +203,21 @@ def quest_block_select_paged_in_out_w(
 
 
 def select_blocks(
-    q,
-    source,
-    tables,
-    seq_lens,
-    k=None,
-    *,
-    budget=None,
-    method="quest",
-    sink=1,
-    recent=1,
-    per_query_head=False,
-    dense_below=None,
-    tokens_since_metadata_update=-1,
-    q_lens=None,
-    ascending=True,
-    block_size=None,
-    kv_layout="NHD",
-    return_scores=False,
-    k_scale=None,
-    dtype=None,
-    kv_dtype=None,
-    num_threads=None,
-):
+    q, source, tables, seq_lens, k=None, *, budget=None, method="quest", sink=1, recent=1, per_query_head=False, dense_below=None,
+    tokens_since_metadata_update=-1, q_lens=None, ascending=True, block_size=None, kv_layout="NHD", return_scores=False, k_scale=None,
+    dtype=None, kv_dtype=None, num_threads=None,
+):  # fmt: skip
     """See `blitz_attn.select_blocks`. Scores are summed in float64: blocks whose scores differ by less than float32 rounding may be
     ranked differently."""
-    if (k is None) == (budget is None):
-        raise ValueError("budget: expected exactly one of budget and k")
     sources = source if method == "quest" else (source,)
-    lengths = np.asarray(seq_lens, np.int64)
-    shape = np.shape(sources[0])
-    size = shape[2 if method == "max" and kv_layout == "HND" else 1] if block_size is None else int(block_size)
-    slots = np.broadcast_to(np.asarray(k) if k is not None else np.maximum(1, np.asarray(budget) // size), lengths.shape)
+    tokens = np.asarray(seq_lens, np.int64)
+    size = by_token(sources[0], kv_layout if method == "max" else "NHD").shape[1] if block_size is None else int(block_size)
+    slots = np.broadcast_to(np.asarray(k) if budget is None else np.maximum(1, np.asarray(budget) // size), tokens.shape)
     if dense_below is not None:
-        slots = np.where(lengths < dense_below, -(-lengths // size), slots)
-    newest = np.maximum(_newest(recent, lengths, q_lens, size), _unsummarised(lengths, tokens_since_metadata_update, size))
+        slots = np.where(tokens < dense_below, -(-tokens // size), slots)
+    newest = np.maximum(_newest(recent, tokens, q_lens, size), _unsummarised(tokens, tokens_since_metadata_update, size))
     how = {"method": method, "per_query_head": per_query_head, "kv_layout": kv_layout, "dtype": dtype, "q_lens": q_lens}
-    how |= {"k_scale": k_scale, "kv_dtype": kv_dtype}
-    scores = _page_scores(q, sources, tables, lengths, size, **how)
+    scores = _page_scores(q, sources, tables, tokens, size, **how, k_scale=k_scale, kv_dtype=kv_dtype)
     selected, counts = _select(scores, max(1, int(slots.max(initial=1))), int(sink), newest, ascending, slots)
     if not return_scores:
         return selected, counts
@@ -320,96 +228,24 @@ def select_blocks(
     return selected, counts, kept
 
 
+@with_options_of(select_blocks, paged_select_attention, without="ascending block_size return_scores counts q_begin")
 def select_and_attend(
-    q,
-    k_cache,
-    v_cache,
-    block_tables,
-    seq_lens,
-    source=None,
-    metadata_block_tables=None,
-    *,
-    k=None,
-    budget=None,
-    method="quest",
-    sink=1,
-    recent=1,
-    per_query_head=False,
-    dense_below=None,
-    tokens_since_metadata_update=-1,
-    scale=None,
-    kv_layout="NHD",
-    q_lens=None,
-    window=None,
-    sinks=None,
-    softcap=None,
-    k_scale=None,
-    v_scale=None,
-    kv_ranges=None,
-    attn_mask=None,
-    alibi_slopes=None,
-    kv_split=None,
-    return_lse=False,
-    return_selected=False,
-    out_dtype=None,
-    out=None,
-    dtype=None,
-    kv_dtype=None,
-    num_threads=None,
+    q, k_cache, v_cache, block_tables, seq_lens, source=None, metadata_block_tables=None, *, k=None, return_selected=False, **options
 ):
     """See `blitz_attn.select_and_attend`."""
-    size = by_token(k_cache, kv_layout).shape[1]
-    if isinstance(block_tables, tuple):
-        runs = tables_of(block_tables, seq_lens, size)
-        seq_lens = [n for _, n in runs]
-        block_tables = np.zeros((len(runs), max((len(pages) for pages, _ in runs), default=0)), np.int64)
-        for row, (pages, _) in zip(block_tables, runs, strict=True):
-            row[: len(pages)] = pages
-    selected, counts = select_blocks(
-        q,
-        k_cache if method == "max" else source,
-        block_tables if method == "max" else metadata_block_tables,
-        seq_lens,
-        k,
-        budget=budget,
-        method=method,
-        sink=sink,
-        recent=recent,
-        per_query_head=per_query_head,
-        dense_below=dense_below,
-        tokens_since_metadata_update=tokens_since_metadata_update,
-        q_lens=q_lens,
-        block_size=size,
-        kv_layout=kv_layout,
-        k_scale=k_scale if method == "max" else None,
-        dtype=dtype if dtype is not None or method == "max" else kv_dtype,
-        kv_dtype=kv_dtype if method == "max" else None,
-    )
-    result = paged_select_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        seq_lens,
-        selected,
-        counts=counts,
-        scale=scale,
-        kv_layout=kv_layout,
-        q_lens=q_lens,
-        window=window,
-        sinks=sinks,
-        softcap=softcap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_ranges=kv_ranges,
-        attn_mask=attn_mask,
-        alibi_slopes=alibi_slopes,
-        kv_split=kv_split,
-        return_lse=return_lse,
-        out_dtype=out_dtype,
-        out=out,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-    )
-    parts = (*(result if return_lse else (result,)), *((selected, counts) if return_selected else ()))
+    size, of_keys = by_token(k_cache, options["kv_layout"]).shape[1], options["method"] == "max"
+    runs = tables_of(block_tables, seq_lens, size)
+    seq_lens = [tokens for _, tokens in runs]
+    block_tables = np.zeros((len(runs), max((len(pages) for pages, _ in runs), default=0)), np.int64)
+    for row, (pages, _) in zip(block_tables, runs, strict=True):
+        row[: len(pages)] = pages
+    choosing = {name: x for name, x in options.items() if name in select_blocks.__kwdefaults__} | {"k": k, "block_size": size}
+    if not of_keys:  # summaries have no scales
+        dtype = options["kv_dtype"] if options["dtype"] is None else options["dtype"]
+        choosing |= {"k_scale": None, "kv_dtype": None, "dtype": dtype}
+    found = (k_cache, block_tables) if of_keys else (source, metadata_block_tables)
+    selected, counts = select_blocks(q, *found, seq_lens, **choosing)
+    attending = {name: x for name, x in options.items() if name in paged_select_attention.__kwdefaults__}
+    result = paged_select_attention(q, k_cache, v_cache, block_tables, seq_lens, selected, counts=counts, **attending)
+    parts = (*(result if options["return_lse"] else (result,)), *((selected, counts) if return_selected else ()))
     return parts if len(parts) > 1 else parts[0]

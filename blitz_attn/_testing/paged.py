@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import integer, integers
-from .._reference.dense import round_to
+from .._reference.common import round_to
 from .._reference.paged import quantize_kv
 
 QUANTIZED = ("int8", "float8_e4m3")
