@@ -78,8 +78,8 @@ typedef struct ba_block_sparse_args {
                                    * holds the rows of the sequences one after the other */
     int64_t block_q, block_kv;    /* tokens per block of queries, and per block of keys */
     int routed;                   /* the lists route single queries, or small tiles of queries, as in native sparse attention. Rows of few queries are
-                                   * then attended by the row kernels, which sum in another order, so that a list of all blocks then equals no list only up
-                                   * to rounding */
+                                   * then attended by kernels that sum in another order, so that a list of all blocks then equals no list only up to
+                                   * rounding */
     double scale;                 /* multiplies q k^T; finite, or NAN for 1 / sqrt(D) */
     double softcap;               /* 0: none. Else scores become softcap * tanh(score / softcap) */
     const float *sinks;           /* NULL, or [H]: one score per head that takes part in the softmax without a value, and counts in lse. So gradients,

@@ -74,7 +74,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 /* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
 _Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 10 && FUNCTIONS(ba_panel_kernels, attend) == 14 &&
-                   FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_row_kernels, attend) == 5 &&
+                   FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_routed_kernels, attend) == 5 &&
                    FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 9 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
@@ -117,7 +117,7 @@ static bool subject_over(const listed *l, ba_dtype kv_dtype, subject *over) {
 /* Whether these are a family's own kernels over a cache of another dtype. */
 static bool is_over(const subject *s) { return s->kv_dtype != s->dtype && !s->cache; }
 
-static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few", "rows"};
+static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few", "routed"};
 
 record records[KERNELS];
 
@@ -402,7 +402,7 @@ static void check_pack_queries(test_case *c) {
             for (int64_t i = 0; i < c->queries; i++)
                 for (int64_t d = 0; d < c->keys; d++) scores[d][i] = real_at(c, panel.q, place_of_few(c, i, d));
             got = scores[0];
-        } else if (c->variant != ROWS && c->s.f->panel->scores[c->variant]) {
+        } else if (c->variant != ROUTED && c->s.f->panel->scores[c->variant]) {
             c->s.f->panel->scores[c->variant](&panel, &chunk, place(ROW_MAX, c->lanes * c->s.f->real_size));
             for (int64_t d = 0; d < c->keys; d++)
                 for (int64_t i = 0; i < c->lanes; i++) scores[d][i] = real_at(c, chunk.scratch, d * c->lanes + i);
@@ -674,14 +674,14 @@ static void check_choose(test_case *c) {
     const double odd[] = {0, -0.0, INFINITY, -INFINITY, NAN, 1, -1, largest_of(real_dtype(c)), -largest_of(real_dtype(c)), 1e-40};
     for (int n = 0; n < 600; n++) {
         if (!is_drawn()) continue;
-        static double score[BA_CHOOSE_ROWS][MOST_BLOCKS];
-        ba_choice choice = {.rows = 1 + pick(BA_CHOOSE_ROWS), .blocks = pick(MOST_BLOCKS + 1)};
-        choice.stride = choice.rows + pick(9);
+        static double score[BA_CHOOSE_LIST_ROWS][MOST_BLOCKS];
+        ba_choice choice = {.list_rows = 1 + pick(BA_CHOOSE_LIST_ROWS), .blocks = pick(MOST_BLOCKS + 1)};
+        choice.stride = choice.list_rows + pick(9);
         choice.width = 1 + pick(n % 5 ? 20 : MOST_BLOCKS);
         flip_side();
         forget_places();
         void *scores = place(WEIGHTS, ba_max(1, choice.blocks * choice.stride) * c->s.f->real_size);
-        for (int64_t i = 0; i < choice.rows; i++) {
+        for (int64_t i = 0; i < choice.list_rows; i++) {
             choice.hi[i] = (int32_t)(pick(3) ? choice.blocks : pick(choice.blocks + 1));
             choice.init[i] = (int32_t)ba_min(pick(3), ba_min(choice.width, choice.hi[i]));
             choice.local_hi[i] = (int32_t)(pick(2) ? choice.hi[i] : choice.init[i] + pick(choice.hi[i] - choice.init[i] + 1));
@@ -693,11 +693,11 @@ static void check_choose(test_case *c) {
             }
         }
         choice.scores = scores;
-        choice.keys = place(SCRATCH, ba_max(1, choice.blocks * BA_CHOOSE_ROWS) * c->s.f->real_size);
-        choice.lists = place(TILE_ROWS, BA_CHOOSE_ROWS * (choice.width + 1) * (int64_t)sizeof *choice.lists);
-        c->s.f->rows->choose(&choice);
+        choice.keys = place(SCRATCH, ba_max(1, choice.blocks * BA_CHOOSE_LIST_ROWS) * c->s.f->real_size);
+        choice.lists = place(TILE_ROWS, BA_CHOOSE_LIST_ROWS * (choice.width + 1) * (int64_t)sizeof *choice.lists);
+        c->s.f->routed->choose(&choice);
         require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
-        for (int64_t i = 0; i < choice.rows; i++) {
+        for (int64_t i = 0; i < choice.list_rows; i++) {
             bool taken[MOST_BLOCKS] = {false};
             int64_t length = 0, block;
             for (; length < choice.width && (block = next_choice(&choice, score[i], taken, i)) >= 0; length++) taken[block] = true;
@@ -798,11 +798,11 @@ static void check_variant(void *context) {
     check_promises(c);
     check_patterns_in(c);
     const bool over = is_over(&c->s);
-    if (!c->s.cache && c->variant != ROWS) check_finish(c);
+    if (!c->s.cache && c->variant != ROUTED) check_finish(c);
     if (c->variant <= 1 && c->s.f->panel->attend_many[c->variant]) check_together(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->add_probabilities) check_probabilities(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->sum_blocks) check_block_sums(c);
-    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->rows && c->s.f->rows->choose) check_choose(c);
+    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->routed && c->s.f->routed->choose) check_choose(c);
     if (c->variant == WIDE && !c->s.cache && c->s.f->panel->fill_bias) check_fill_bias(c);
     if (c->variant == FEW) check_empty_join(c);
     if (c->variant == FEW) check_heads(c);
@@ -827,7 +827,7 @@ static void check_subject(const subject *s) {
         const bool over = is_over(s);
         if (over && variant != FEW && !s->widen) continue;
         if (variant != FEW && s->few_into_l1 && !s->cache) continue; /* its other kernels are checked with the family that it copies */
-        if (variant == ROWS && (s->cache || over || !s->f->rows)) continue;
+        if (variant == ROUTED && (s->cache || over || !s->f->routed)) continue;
         clear_records();
         c = (test_case){.s = *s, .variant = variant};
         guarded_run(check_variant, &c, &records[ATTEND]);
@@ -919,7 +919,7 @@ static void bench(const subject *s) {
             if (variant != FEW && s->cache) continue; /* packed, these are rows of the family's own dtype */
             if (variant == FEW && !s->few) continue;
             if (variant != FEW && (s->few_into_l1 || (s->kv_dtype != s->dtype && !s->widen))) continue;
-            if (variant == ROWS && (s->widen || !s->f->rows)) continue;
+            if (variant == ROUTED && (s->widen || !s->f->routed)) continue;
             c = (test_case){.s = *s, .variant = variant};
             make_case(&c, RANDOM, NO_MASK, most_queries(&c), ba_tuning_at(s->f->isa)->chunk_keys, dim, dim);
             c.softcap = 0;

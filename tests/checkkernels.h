@@ -134,9 +134,9 @@ typedef struct subject {
     const ba_cache_kernels *cache_into_l1; /* the same of all kernels of a cache */
 } subject;
 
-/* The variants of attention: WIDE and NARROW are panels of the two widths in kernels.h, FEW is the kernel for few queries, ROWS the kernel for
- * queries that each have a state of their own. */
-enum { WIDE, NARROW, FEW, ROWS, VARIANTS };
+/* The variants of attention: WIDE and NARROW are panels of the two widths in kernels.h, FEW is the kernel for few queries, ROUTED the kernel
+ * for routed lists, whose queries each have a state of their own. */
+enum { WIDE, NARROW, FEW, ROUTED, VARIANTS };
 
 enum { MAX_CHUNKS = 3, MAX_KEYS = MAX_CHUNKS * BA_MAX_CHUNK, ROW_BYTES = BA_MAX_HEAD_DIM * sizeof(double) };
 
@@ -169,7 +169,7 @@ extern operand q, k, v;
 
 extern const double specials[3]; /* NaN and the infinities */
 
-bool in_rows(const test_case *c); /* FEW and ROWS, whose o is [query][dim] */
+bool in_rows(const test_case *c); /* FEW and ROUTED, whose o is [query][dim] */
 /* Draws everything of a case but the kernel, the variant and the sizes. Forgets what was placed before. */
 void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim);
 void set_variant(test_case *c, int variant, int64_t queries);

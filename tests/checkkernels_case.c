@@ -74,9 +74,9 @@ int64_t dim_at(int64_t i) {
     return i < SHORT_DIMS ? i + 1 : long_dims[i - SHORT_DIMS];
 }
 
-bool in_rows(const test_case *c) { return c->variant == FEW || c->variant == ROWS; }
+bool in_rows(const test_case *c) { return c->variant == FEW || c->variant == ROUTED; }
 int64_t most_queries(const test_case *c) {
-    return c->variant == FEW ? BA_FEW_QUERIES : c->variant == ROWS ? BA_MAX_LANES : c->s.f->lanes[c->variant];
+    return c->variant == FEW ? BA_FEW_QUERIES : c->variant == ROUTED ? BA_MAX_LANES : c->s.f->lanes[c->variant];
 }
 
 static void describe(const test_case *c) {
@@ -100,7 +100,7 @@ void drop_options(test_case *c) {
 
 /* Numbers of log2 units for all lanes, and -inf. Where sums are to be exact, only 0 and -inf. */
 static void draw_bias(test_case *c, bool exact) {
-    c->biased = c->variant != ROWS && pick(4) == 0;
+    c->biased = c->variant != ROUTED && pick(4) == 0;
     const bool hides = pick(3) > 0;
     for (int64_t j = 0; c->biased && j < c->keys; j++)
         for (int64_t i = 0; i < BA_MAX_LANES; i++)
@@ -121,7 +121,7 @@ void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys
     c->softcap = pick(4) ? 0 : pick(3) ? pick(2) ? 8 : 50 : 1e6;
     const bool packs_scaled = c->s.pack_k && c->s.pack_v && c->s.pack_bytes == c->s.f->real_size && c->s.f->key_pad == 1;
     c->scaled =
-        (c->variant == FEW || (c->variant != ROWS && (packs_scaled || c->s.f->takes_scales))) && pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
+        (c->variant == FEW || (c->variant != ROUTED && (packs_scaled || c->s.f->takes_scales))) && pick(4) >= (c->s.dtype == c->s.kv_dtype ? 3 : 1);
     int64_t index = pick(4) ? pick(1000) : INT32_MAX - 4 * MAX_KEYS;
     for (int64_t j = 0; j < keys; j++) {
         c->key_index[j] = (int32_t)(index += 1 + (pick(4) == 0 ? pick(3) : 0));
@@ -147,14 +147,16 @@ const void **place_rows(const test_case *c, row_pool pool, buffer pointers, cons
     return row;
 }
 
-/* Bytes per element of the packed rows of variant ROWS. */
-static int64_t row_element(const test_case *c) { return c->s.f->rows && c->s.f->rows->pack_queries ? c->s.f->real_size : ba_dtype_size(c->s.dtype); }
+/* Bytes per element of the packed rows of variant ROUTED. */
+static int64_t row_element(const test_case *c) {
+    return c->s.f->routed && c->s.f->routed->pack_queries ? c->s.f->real_size : ba_dtype_size(c->s.dtype);
+}
 
 static const void **place_packed(const test_case *c, ba_pack_rows_fn pack, buffer packed, buffer pointers, const void **rows, const float *scales,
                                  int64_t keys, int64_t dim) {
     const void **row = place_tight(pointers, keys * (int64_t)sizeof *row, sizeof *row);
-    const bool in_rows = c->variant == ROWS;
-    const int64_t room = ba_round_up(keys, in_rows ? BA_ROW_KEYS : c->s.f->key_pad) * ba_round_up(dim, c->s.f->dim_pad);
+    const bool in_rows = c->variant == ROUTED;
+    const int64_t room = ba_round_up(keys, in_rows ? BA_ROUTED_KEYS : c->s.f->key_pad) * ba_round_up(dim, c->s.f->dim_pad);
     char *to = place(packed, room * (in_rows ? row_element(c) : c->s.pack_bytes));
     if (c->s.widen && pack != c->s.widen) { /* some groups at a time, as drivers do */
         static const void *wide[BA_MAX_CHUNK];
@@ -210,12 +212,12 @@ ba_panel open_panel(const test_case *c) {
         const ba_order_few_fn order_few = c->s.cache ? c->s.cache->order_few : f->few->order_queries;
         f->few->pack_queries(panel.q, rows, c->queries, c->head_dim, c->scale);
         if (order_few) order_few(panel.q, c->queries, c->head_dim);
-    } else if (c->variant == ROWS) {
+    } else if (c->variant == ROUTED) {
         const int64_t bytes = ba_round_up(c->head_dim, f->dim_pad) * row_element(c);
         const void *unused[BA_MAX_LANES];
         panel.q = memset(place(PANEL_Q, c->queries * bytes), 0, (size_t)(c->queries * bytes));
-        if (f->rows->pack_queries) f->rows->pack_queries(panel.q, unused, rows, NULL, c->queries, c->head_dim);
-        for (int64_t i = 0; !f->rows->pack_queries && i < c->queries; i++)
+        if (f->routed->pack_queries) f->routed->pack_queries(panel.q, unused, rows, NULL, c->queries, c->head_dim);
+        for (int64_t i = 0; !f->routed->pack_queries && i < c->queries; i++)
             memcpy((char *)panel.q + i * bytes, rows[i], (size_t)(c->head_dim * row_element(c)));
     } else {
         panel.q = place(PANEL_Q, c->lanes * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
@@ -255,8 +257,8 @@ ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t 
     const float *k_scale = c->scaled ? place_copy(K_SCALES, c->k_scale + first, keys, sizeof *k_scale) : NULL;
     const float *v_scale = c->scaled ? place_copy(V_SCALES, c->v_scale + first, keys, sizeof *v_scale) : NULL;
     const bool packs = c->variant != FEW;
-    const ba_pack_rows_fn pack_k = c->variant == ROWS ? s->f->rows->pack_keys : s->pack_k,
-                          pack_v = c->variant == ROWS ? s->f->rows->pack_values : s->pack_v;
+    const ba_pack_rows_fn pack_k = c->variant == ROUTED ? s->f->routed->pack_keys : s->pack_k,
+                          pack_v = c->variant == ROUTED ? s->f->routed->pack_values : s->pack_v;
     chunk.k_rows = packs && pack_k ? place_packed(c, pack_k, PACKED_K, PACKED_K_POINTERS, k_rows, k_scale, keys, c->head_dim) : k_rows;
     chunk.v_rows = packs && pack_v ? place_packed(c, pack_v, PACKED_V, PACKED_V_POINTERS, v_rows, v_scale, keys, c->v_dim) : v_rows;
     if (!packs || s->f->takes_scales) {
@@ -273,10 +275,10 @@ ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t 
 void attend(const test_case *c, ba_panel *panel, const ba_chunk *chunk) {
     if (c->variant == FEW) {
         c->s.few(panel, c->queries, chunk, 1);
-    } else if (c->variant == ROWS) {
+    } else if (c->variant == ROUTED) {
         int32_t lanes[BA_MAX_LANES]; /* in another order */
         for (int64_t i = 0; i < c->queries; i++) lanes[i] = (int32_t)(c->queries - 1 - i);
-        c->s.f->rows->attend(panel, place_copy(ROW_LANES, lanes, c->queries, sizeof *lanes), c->queries, chunk);
+        c->s.f->routed->attend(panel, place_copy(ROW_LANES, lanes, c->queries, sizeof *lanes), c->queries, chunk);
     } else c->s.f->panel->attend[c->variant](panel, chunk);
     panel->fresh = false;
 }

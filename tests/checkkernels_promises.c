@@ -14,7 +14,7 @@ typedef struct key_range {
 
 /* A chunk may be cut at any multiple of so many keys. */
 static int64_t step_of(const test_case *c) {
-    return c->variant == ROWS ? BA_ROW_KEYS : c->variant == FEW ? ba_max(BA_FEW_KEY_ALIGN, c->s.f->key_align) : c->s.f->key_align;
+    return c->variant == ROUTED ? BA_ROUTED_KEYS : c->variant == FEW ? ba_max(BA_FEW_KEY_ALIGN, c->s.f->key_align) : c->s.f->key_align;
 }
 
 static void attend_ranges(const test_case *c, const key_range *ranges, int n, lane_state *state) {

@@ -37,7 +37,7 @@
  *                    all heads that share the list. It is made of panels. csrc/ops says "tile" for short (ba_tile)
  *     few            1 to BA_FEW_QUERIES queries of a KV head: tokens times query heads that share it (decode). A batch entry is attended by few
  *                    kernels where it has so few queries, or a few times as many over many keys (ba_plan_few_queries in ops/plan/plan.h). Routed list
- *                    rows of at most BA_FEW_QUERIES queries go to the row kernels (ba_plan_few_rows). Few kernels have dims as vector lanes and
+ *                    rows of at most BA_FEW_QUERIES queries go to the row kernels (ba_runs_by_block). Few kernels have dims as vector lanes and
  *                    read K and V in place
  *     set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for
  *     unit           the rows of K that a few kernel scores together, for one head and one set
@@ -94,19 +94,19 @@
 
 enum {
     BA_MAX_HEAD_DIM = 576,
-    BA_PANEL_WIDTHS = 2,    /* a wide panel, and a narrow one for the queries that do not fill a wide one */
-    BA_MAX_LANES = 64,      /* of a panel */
-    BA_FEW_QUERIES = 8,     /* the most queries of a few call */
-    BA_MOST_FEW_HEADS = 16, /* the most heads of a few call */
-    BA_FEW_KEY_ALIGN = 16,  /* a few kernel may be given the keys of a chunk from any multiple of this, and of key_align, on */
-    BA_CHOOSE_ROWS = 16,    /* rows whose best blocks are chosen together */
-    BA_ROW_KEYS = 64,       /* cutting the chunk of a row kernel at a multiple of this many keys changes no bit */
-    BA_MAX_CHUNK = 512,     /* the most keys of a chunk */
-    BA_CUT_KEYS = 256,      /* a chunk of a family with has_cuts may be cut at a multiple of this many keys; has_cuts says which bits change */
-    BA_PACK_PAD = 16,       /* packed rows have room up to a multiple of this many elements */
-    BA_ALIGN = 64,          /* bytes: panels, accumulators and scratch start at a multiple of this */
-    BA_PAGE = 4096,         /* bytes: places that lie a multiple of this apart compete for the same lines of the first-level cache */
-    BA_FLOAT_DTYPES = 4,    /* BA_FLOAT32 .. BA_FLOAT64 */
+    BA_PANEL_WIDTHS = 2,      /* a wide panel, and a narrow one for the queries that do not fill a wide one */
+    BA_MAX_LANES = 64,        /* of a panel */
+    BA_FEW_QUERIES = 8,       /* the most queries of a few call */
+    BA_MOST_FEW_HEADS = 16,   /* the most heads of a few call */
+    BA_FEW_KEY_ALIGN = 16,    /* a few kernel may be given the keys of a chunk from any multiple of this, and of key_align, on */
+    BA_CHOOSE_LIST_ROWS = 16, /* list rows whose best blocks are chosen together */
+    BA_ROUTED_KEYS = 64,      /* cutting the chunk of a routed kernel at a multiple of this many keys changes no bit */
+    BA_MAX_CHUNK = 512,       /* the most keys of a chunk */
+    BA_CUT_KEYS = 256,        /* a chunk of a family with has_cuts may be cut at a multiple of this many keys; has_cuts says which bits change */
+    BA_PACK_PAD = 16,         /* packed rows have room up to a multiple of this many elements */
+    BA_ALIGN = 64,            /* bytes: panels, accumulators and scratch start at a multiple of this */
+    BA_PAGE = 4096,           /* bytes: places that lie a multiple of this apart compete for the same lines of the first-level cache */
+    BA_FLOAT_DTYPES = 4,      /* BA_FLOAT32 .. BA_FLOAT64 */
 };
 
 /* Scores are in log2 units: natural ones times this. */
@@ -304,39 +304,40 @@ typedef struct ba_few_kernels {
     ba_join_few_fn join;
 } ba_few_kernels;
 
-/* ---- Rows --------------------------------------------------------------------------------------------------------------- */
+/* ---- Routed lists ------------------------------------------------------------------------------------------------------- */
 
-/* attend for any number of queries that have just this one chunk in common; each keeps its own state. `lanes` names the queries, all different.
+/* attend for any number of queries that have just this one chunk in common; each keeps a state of its own, and no panel is packed. `lanes` are the
+ * indices of the queries, all different, in the arrays of the panel.
  *
  * panel->q is [lane][round_up(head_dim, dim_pad)]: reals, as pack_queries makes them, or, where there is no pack_queries, rows in the input dtype
- * followed by zeros. o is [lane][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [lane]. Rows of K and V are as rows->pack_keys and rows->pack_values have
- * set them, with room for round_up(keys, BA_ROW_KEYS) * round_up(dim, dim_pad) elements of the size of q's. Of each BA_ROW_KEYS keys only the first
- * row's pointer is read: it is where the room of these keys begins. Scratch, offsets, scales and next rows are not read. */
-#define BA_ATTEND_ROWS(name) void name(const ba_panel *panel, const int32_t *lanes, int64_t queries, const ba_chunk *chunk)
-typedef BA_ATTEND_ROWS((*ba_attend_rows_fn));
+ * followed by zeros. o is [lane][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [lane]. Rows of K and V are as routed->pack_keys and routed->pack_values
+ * have set them, with room for round_up(keys, BA_ROUTED_KEYS) * round_up(dim, dim_pad) elements of the size of q's. Of each BA_ROUTED_KEYS keys only
+ * the first row's pointer is read: it is where the room of these keys begins. Scratch, offsets, scales and next rows are not read. */
+#define BA_ATTEND_ROUTED(name) void name(const ba_panel *panel, const int32_t *lanes, int64_t queries, const ba_chunk *chunk)
+typedef BA_ATTEND_ROUTED((*ba_attend_routed_fn));
 
-/* Chooses the best `width` blocks of each of up to BA_CHOOSE_ROWS rows. A block of score -infinity cannot be chosen; NaN counts as minus the largest
- * finite number; of equal scores the lower block comes first. */
+/* Chooses the best `width` blocks of each of up to BA_CHOOSE_LIST_ROWS list rows. A block of score -infinity cannot be chosen; NaN counts as minus
+ * the largest finite number; of equal scores the lower block comes first. */
 typedef struct ba_choice {
-    const void *scores; /* real: block b of row i at [b * stride + i] */
-    int64_t stride, rows, blocks, width;
+    const void *scores; /* real: block b of list row i at [b * stride + i] */
+    int64_t stride, list_rows, blocks, width;
     /* blocks that are always chosen, `width` at most: [0, init) and [local_lo, local_hi) */
-    int32_t init[BA_CHOOSE_ROWS], local_lo[BA_CHOOSE_ROWS], local_hi[BA_CHOOSE_ROWS];
-    int32_t hi[BA_CHOOSE_ROWS];      /* no block from this one on; 0 for rows that do not exist */
-    void *keys;                      /* scratch: real [blocks][BA_CHOOSE_ROWS] */
-    int32_t *lists;                  /* [BA_CHOOSE_ROWS][width + 1]: set to the chosen blocks in rising order, with one place to spare */
-    int32_t lengths[BA_CHOOSE_ROWS]; /* set to the number of chosen blocks */
+    int32_t init[BA_CHOOSE_LIST_ROWS], local_lo[BA_CHOOSE_LIST_ROWS], local_hi[BA_CHOOSE_LIST_ROWS];
+    int32_t hi[BA_CHOOSE_LIST_ROWS];      /* no block from this one on; 0 for list rows that do not exist */
+    void *keys;                           /* scratch: real [blocks][BA_CHOOSE_LIST_ROWS] */
+    int32_t *lists;                       /* [BA_CHOOSE_LIST_ROWS][width + 1]: set to the chosen blocks in rising order, with one place to spare */
+    int32_t lengths[BA_CHOOSE_LIST_ROWS]; /* set to the number of chosen blocks */
 } ba_choice;
 
 #define BA_CHOOSE(name) void name(ba_choice *c)
 typedef BA_CHOOSE((*ba_choose_fn));
 
-typedef struct ba_row_kernels {
-    ba_attend_rows_fn attend;
+typedef struct ba_routed_kernels {
+    ba_attend_routed_fn attend;
     ba_pack_rows_fn pack_queries; /* NULL: queries stay in the input dtype */
     ba_pack_rows_fn pack_keys, pack_values;
     ba_choose_fn choose; /* NULL in families whose packed rows are not reals */
-} ba_row_kernels;
+} ba_routed_kernels;
 
 /* ---- Gradients. P is recomputed from the log-sum-exp, for all panels of a query tile:
  *
@@ -443,7 +444,7 @@ typedef struct ba_attend_family {
     const ba_pack_kernels *pack;         /* never NULL */
     const ba_panel_kernels *panel;       /* never NULL */
     const ba_few_kernels *few;           /* never NULL, but entries of its attend may be */
-    const ba_row_kernels *rows;          /* NULL: by the vector family */
+    const ba_routed_kernels *routed;     /* NULL: by the vector family */
     const ba_gradient_kernels *gradient; /* NULL: by the vector family */
     int64_t lanes[BA_PANEL_WIDTHS];      /* [0] wide, [1] narrow */
     int64_t dim_pad, key_pad;            /* packed queries, rows and o have room up to a multiple of dim_pad dims, packed rows of key_pad keys */

@@ -3,8 +3,8 @@
  *
  *     BA_PREFETCH_LEVEL  where prefetches go, as __builtin_prefetch counts: 2 is L2, 3 is L1. 3 is right where cores ignore a prefetch into L2 of
  *                        a line that no cache holds; 2 elsewhere, since cores can wait for few misses into L1 at a time
- *     BA_ROW_SET         queries that a row kernel takes together
- *     BA_ROW_SLICE       vectors of keys, or of dims, that it takes together: the sums of a set, these and a query's fit the registers
+ *     BA_ROUTED_SET      queries that a routed kernel takes together
+ *     BA_ROUTED_AT_ONCE  vectors of keys, or of dims, that it takes together: the sums of a set, these and a query's fit the registers
  *     BA_FEW_MOST_SET    queries that a few kernel takes together at most
  *     BA_FEW_V_LOADS     vectors of V that it holds in registers at most, beside the sums
  *     BA_FEW_TRAITS      [element size][set size]: ba_few_traits of each combination
@@ -50,8 +50,8 @@ enum {
 /* A file is compiled with one level's constants; portable.c has a second set of them, for double. */
 #if !defined(BA_FEW_TRAITS) || defined(BA_REAL_DOUBLE)
 #undef BA_PREFETCH_LEVEL
-#undef BA_ROW_SET
-#undef BA_ROW_SLICE
+#undef BA_ROUTED_SET
+#undef BA_ROUTED_AT_ONCE
 #undef BA_FEW_MOST_SET
 #undef BA_FEW_V_LOADS
 #undef BA_FEW_TRAITS
@@ -61,8 +61,8 @@ enum {
 #if defined(BA_TRAITS_AVX2)
 /* 16 registers of 8 floats. */
 #define BA_PREFETCH_LEVEL 2
-#define BA_ROW_SET 6
-#define BA_ROW_SLICE 2
+#define BA_ROUTED_SET 6
+#define BA_ROUTED_AT_ONCE 2
 #define BA_FEW_MOST_SET 4
 #define BA_FEW_V_LOADS 4
 #define BA_FEW_TRAITS ba_few_traits_avx2
@@ -81,8 +81,8 @@ static const ba_few_traits ba_few_traits_avx2[BA_FEW_SIZES][BA_FEW_SETS] __attri
 #elif defined(BA_TRAITS_AVX512)
 /* 32 registers of 16 floats, where prefetches go into L1. */
 #define BA_PREFETCH_LEVEL 3
-#define BA_ROW_SET 6
-#define BA_ROW_SLICE 4
+#define BA_ROUTED_SET 6
+#define BA_ROUTED_AT_ONCE 4
 #define BA_FEW_MOST_SET 8
 #define BA_FEW_V_LOADS 8
 #define BA_FEW_TRAITS ba_few_traits_avx512
@@ -111,8 +111,8 @@ static const ba_few_traits ba_few_traits_avx512[BA_FEW_SIZES][BA_FEW_SETS] __att
 /* The same registers, where prefetches go into L2. Kernels return the same bits with these numbers as with those above, since no number changes the
  * order in which products are summed. */
 #define BA_PREFETCH_LEVEL 2
-#define BA_ROW_SET 6
-#define BA_ROW_SLICE 4
+#define BA_ROUTED_SET 6
+#define BA_ROUTED_AT_ONCE 4
 #define BA_FEW_MOST_SET 8
 #define BA_FEW_V_LOADS 8
 #define BA_FEW_TRAITS ba_few_traits_avx512_l2
@@ -140,8 +140,8 @@ static const ba_few_traits ba_few_traits_avx512_l2[BA_FEW_SIZES][BA_FEW_SETS] __
 #elif defined(BA_TRAITS_NEON)
 /* 32 registers of 4 floats. */
 #define BA_PREFETCH_LEVEL 2
-#define BA_ROW_SET 6
-#define BA_ROW_SLICE 4
+#define BA_ROUTED_SET 6
+#define BA_ROUTED_AT_ONCE 4
 #define BA_FEW_MOST_SET 4
 #define BA_FEW_V_LOADS 4
 #define BA_FEW_TRAITS ba_few_traits_neon
@@ -160,8 +160,8 @@ static const ba_few_traits ba_few_traits_neon[BA_FEW_SIZES][BA_FEW_SETS] __attri
 #elif defined(BA_TRAITS_PORTABLE) && defined(BA_REAL_DOUBLE)
 /* Vectors of 2 doubles, for any CPU. */
 #define BA_PREFETCH_LEVEL 2
-#define BA_ROW_SET 4
-#define BA_ROW_SLICE 2
+#define BA_ROUTED_SET 4
+#define BA_ROUTED_AT_ONCE 2
 #define BA_FEW_MOST_SET 2
 #define BA_FEW_V_LOADS 4
 #define BA_FEW_TRAITS ba_few_traits_portable_double
@@ -174,8 +174,8 @@ static const ba_few_traits ba_few_traits_portable_double[BA_FEW_SIZES][BA_FEW_SE
 #elif defined(BA_TRAITS_PORTABLE)
 /* Vectors of 4 floats, for any CPU. */
 #define BA_PREFETCH_LEVEL 2
-#define BA_ROW_SET 4
-#define BA_ROW_SLICE 2
+#define BA_ROUTED_SET 4
+#define BA_ROUTED_AT_ONCE 2
 #define BA_FEW_MOST_SET 4
 #define BA_FEW_V_LOADS 4
 #define BA_FEW_TRAITS ba_few_traits_portable

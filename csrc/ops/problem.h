@@ -56,7 +56,7 @@ typedef struct ba_problem {
     const float *alibi_slopes;         /* NULL: none. Else [heads] */
     int64_t key_stride, key_last;      /* 0: a key is a token. Else, where causal, a query sees key j from token j * key_stride + key_last on */
     bool listed;                       /* `blocks` holds lists. false: every block is attended */
-    bool routed;                       /* lists are of single queries or small tiles: row kernels attend list rows of few queries */
+    bool routed;                       /* lists are of single queries or small tiles: routed kernels attend list rows of few queries */
     const char *list_name;             /* the name of the argument that holds the lists, for sentences */
     ba_tensor blocks;                  /* (batch or 1, heads or kv_heads or 1, rows, entries) */
     int64_t block_q, block_kv;

@@ -1,5 +1,5 @@
-/* The forward driver for lists that route single queries, for families that have attend_rows. Each query has a list of its own, so neighbouring
- * queries share few blocks; but among the queries of a longer stretch, most blocks are listed by several. An item is therefore a stretch of rows of
+/* The forward driver for lists that route single queries, for families that have attend_routed. Each query has a list of its own, so neighbouring
+ * queries share few blocks; but among the queries of a longer run, most blocks are listed by several. An item is therefore a run of list rows of
  * one (batch, KV head), short enough that all its queries and their states stay in cache. Its lists are inverted. Then, block by block in rising
  * order, the block is packed and the queries that list it attend it. What a query computes depends on its own list alone. */
 #include "ops/attend/attend_by_block.h"
@@ -16,7 +16,7 @@ typedef struct call {
     const ba_problem *problem;
     const ba_attend_family *family;
     ba_plan plan;
-    int64_t row_lanes;                 /* the largest number of queries in a row of the lists */
+    int64_t list_row_lanes;            /* the largest number of queries of a list row */
     int64_t chunk_keys, column_chunks; /* keys per chunk; the largest number of chunks in a block column */
     int64_t packed_k, packed_v;        /* bytes per packed chunk */
     char *shared;                      /* [batch][KV head][column][chunk]: K and V, packed once for all items. NULL: each item packs its chunks */
@@ -25,12 +25,12 @@ typedef struct call {
 } call;
 
 typedef struct block_scratch {
-    char *o, *m, *l;  /* the states of all lanes of an item. The lanes of row t begin at t * row_lanes */
-    int32_t *lo, *hi; /* [lane]: the keys [lo, hi) that a lane sees; a lane without a query sees none */
-    char *q;          /* the packed queries of all lanes. In the caller's array, the queries of a head may compete for few places of the cache */
-    int32_t *begin;   /* [columns + 1]: rows[begin[c] .. begin[c + 1] - 1] list column c */
-    int32_t *rows;    /* rows of the item, ordered by column */
-    int32_t *chosen;  /* lanes that attend the current chunk. From the front: lanes that see all its keys. From the back: lanes that see some */
+    char *o, *m, *l;    /* the states of all lanes of an item. The lanes of list row t begin at t * list_row_lanes */
+    int32_t *lo, *hi;   /* [lane]: the keys [lo, hi) that a lane sees; a lane without a query sees none */
+    char *q;            /* the packed queries of all lanes. In the caller's array, the queries of a head may compete for few places of the cache */
+    int32_t *begin;     /* [columns + 1]: list_rows[begin[c] .. begin[c + 1] - 1] list column c */
+    int32_t *list_rows; /* list rows of the item, ordered by column */
+    int32_t *chosen;    /* lanes that attend the current chunk. From the front: lanes that see all its keys. From the back: lanes that see some */
     char *packed_k, *packed_v;
     const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows;
     int32_t *key_index;
@@ -39,7 +39,7 @@ typedef struct block_scratch {
 } block_scratch;
 
 /* Bytes per element of packed rows. */
-static int64_t row_element(const call *c) { return c->family->rows->pack_queries ? c->family->real_size : c->problem->element_size; }
+static int64_t row_element(const call *c) { return c->family->routed->pack_queries ? c->family->real_size : c->problem->element_size; }
 /* Bytes per packed query, and per packed key. */
 static int64_t q_bytes(const call *c) { return ba_round_up(c->problem->head_dim, c->family->dim_pad) * row_element(c); }
 
@@ -47,7 +47,7 @@ static int64_t q_bytes(const call *c) { return ba_round_up(c->problem->head_dim,
 static int64_t lay_out_by_block(const call *c, char *base, block_scratch *s) {
     const ba_problem *p = c->problem;
     const ba_attend_family *f = c->family;
-    const int64_t lanes = c->plan.grouping.tiles * c->row_lanes, keys = c->chunk_keys;
+    const int64_t lanes = c->plan.grouping.tiles * c->list_row_lanes, keys = c->chunk_keys;
     int64_t used = 0;
     s->o = ba_take(base, &used, lanes * BA_FEW_PAD(p->v_dim) * f->real_size);
     s->m = ba_take(base, &used, lanes * f->real_size);
@@ -56,7 +56,7 @@ static int64_t lay_out_by_block(const call *c, char *base, block_scratch *s) {
     s->hi = ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     s->q = ba_take(base, &used, lanes * q_bytes(c));
     s->begin = ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
-    s->rows = ba_take(base, &used, c->plan.grouping.tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
+    s->list_rows = ba_take(base, &used, c->plan.grouping.tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
     s->chosen = ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     s->packed_k = ba_take(base, &used, c->packed_k);
     s->packed_v = ba_take(base, &used, c->packed_v);
@@ -65,27 +65,27 @@ static int64_t lay_out_by_block(const call *c, char *base, block_scratch *s) {
     s->packed_k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
     s->packed_v_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
     s->key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
-    s->lse = ba_take(base, &used, c->row_lanes * f->real_size);
-    s->out = ba_take(base, &used, c->row_lanes * (int64_t)sizeof(void *));
+    s->lse = ba_take(base, &used, c->list_row_lanes * f->real_size);
+    s->out = ba_take(base, &used, c->list_row_lanes * (int64_t)sizeof(void *));
     return used;
 }
 
-/* ---- Rows -------------------------------------------------------------------------------------------------------------- */
+/* ---- List rows --------------------------------------------------------------------------------------------------------- */
 
-static ba_tile row_at(const call *c, const ba_item *item, int64_t row) {
+static ba_tile list_row_at(const call *c, const ba_item *item, int64_t row) {
     return ba_plan_tile(&c->plan, item->batch, item->kv_head, item->first_tile + row);
 }
 
 /* Packs the queries of all lanes of an item, sets the keys that each lane sees, and empties the states. */
-static void open_rows(const call *c, const block_scratch *s, const ba_item *item) {
+static void open_list_rows(const call *c, const block_scratch *s, const ba_item *item) {
     const ba_problem *p = c->problem;
-    const int64_t real = c->family->real_size, lanes = item->tiles * c->row_lanes, bytes = p->head_dim * p->element_size;
+    const int64_t real = c->family->real_size, lanes = item->tiles * c->list_row_lanes, bytes = p->head_dim * p->element_size;
     memset(s->o, 0, (size_t)(lanes * BA_FEW_PAD(p->v_dim) * real));
     memset(s->l, 0, (size_t)(lanes * real));
     for (int64_t row = 0; row < item->tiles; row++) {
-        const ba_tile tile = row_at(c, item, row);
-        for (int64_t i = 0; i < c->row_lanes; i++) {
-            const int64_t lane = row * c->row_lanes + i, query = ba_lane_query(&tile, i);
+        const ba_tile tile = list_row_at(c, item, row);
+        for (int64_t i = 0; i < c->list_row_lanes; i++) {
+            const int64_t lane = row * c->list_row_lanes + i, query = ba_lane_query(&tile, i);
             s->lo[lane] = s->hi[lane] = 0;
             if (i >= tile.lanes) continue;
             const ba_range seen = ba_visible_keys(p, item->batch, query);
@@ -93,8 +93,8 @@ static void open_rows(const call *c, const block_scratch *s, const ba_item *item
             s->hi[lane] = (int32_t)seen.hi;
             char *to = s->q + lane * q_bytes(c);
             const void *from = ba_query_row(p, &p->q, p->element_size, item->batch, ba_lane_head(&tile, i), query), *unused;
-            if (c->family->rows->pack_queries) {
-                c->family->rows->pack_queries(to, &unused, &from, NULL, 1, p->head_dim);
+            if (c->family->routed->pack_queries) {
+                c->family->routed->pack_queries(to, &unused, &from, NULL, 1, p->head_dim);
             } else {
                 memcpy(to, from, (size_t)bytes);
                 memset(to + bytes, 0, (size_t)(q_bytes(c) - bytes));
@@ -105,12 +105,12 @@ static void open_rows(const call *c, const block_scratch *s, const ba_item *item
 }
 
 /* Writes out and lse of all queries of an item. */
-static void finish_rows(const call *c, const block_scratch *s, const ba_item *item) {
+static void finish_list_rows(const call *c, const block_scratch *s, const ba_item *item) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size;
     for (int64_t row = 0; row < item->tiles; row++) {
-        const ba_tile tile = row_at(c, item, row);
-        const int64_t lane = row * c->row_lanes;
+        const ba_tile tile = list_row_at(c, item, row);
+        const int64_t lane = row * c->list_row_lanes;
         const ba_panel panel = {.o = s->o + lane * BA_FEW_PAD(p->v_dim) * real, .m = s->m + lane * real, .l = s->l + lane * real};
         for (int64_t i = 0; i < tile.lanes; i++)
             s->out[i] = ba_result_row(p, &p->out, p->out_element_size, item->batch, ba_lane_head(&tile, i), ba_lane_query(&tile, i));
@@ -133,8 +133,8 @@ static void pack_chunk(const call *c, const block_scratch *s, int64_t batch, int
         s->k_rows[j] = k + j * p->k.token_stride * p->kv_element_size;
         s->v_rows[j] = v + j * p->v.token_stride * p->kv_element_size;
     }
-    c->family->rows->pack_keys(packed_k, s->packed_k_rows, s->k_rows, NULL, end - begin, p->head_dim);
-    c->family->rows->pack_values(packed_v, s->packed_v_rows, s->v_rows, NULL, end - begin, p->v_dim);
+    c->family->routed->pack_keys(packed_k, s->packed_k_rows, s->k_rows, NULL, end - begin, p->head_dim);
+    c->family->routed->pack_values(packed_v, s->packed_v_rows, s->v_rows, NULL, end - begin, p->v_dim);
 }
 
 /* Where the chunk of a column that begins with key `begin` lies in c->shared. */
@@ -181,13 +181,13 @@ static ba_chunk open_chunk(const call *c, const block_scratch *s, const ba_item 
                       .softcap = p->softcap * BA_LOG2_E};
 }
 
-/* The rows of the item that list a column attend its keys [begin, end). */
+/* The list rows of the item that name a column attend its keys [begin, end). */
 static void attend_chunk(const call *c, const block_scratch *s, const ba_item *item, int64_t column, int64_t begin, int64_t end) {
-    const int64_t room = item->tiles * c->row_lanes;
+    const int64_t room = item->tiles * c->list_row_lanes;
     int64_t unbounded = 0, bounded = 0;
     for (int64_t n = s->begin[column]; n < s->begin[column + 1]; n++) {
-        const int32_t first = s->rows[n] * (int32_t)c->row_lanes;
-        for (int32_t lane = first; lane < first + (int32_t)c->row_lanes; lane++) {
+        const int32_t first = s->list_rows[n] * (int32_t)c->list_row_lanes;
+        for (int32_t lane = first; lane < first + (int32_t)c->list_row_lanes; lane++) {
             if (s->lo[lane] >= end || s->hi[lane] <= begin) continue;
             if (s->lo[lane] > begin || s->hi[lane] < end) s->chosen[room - ++bounded] = lane;
             else s->chosen[unbounded++] = lane;
@@ -196,10 +196,10 @@ static void attend_chunk(const call *c, const block_scratch *s, const ba_item *i
     if (unbounded + bounded == 0) return;
     const ba_chunk chunk = open_chunk(c, s, item, column, begin, end);
     ba_panel panel = {.q = s->q, .o = s->o, .m = s->m, .l = s->l};
-    if (unbounded) c->family->rows->attend(&panel, s->chosen, unbounded, &chunk);
+    if (unbounded) c->family->routed->attend(&panel, s->chosen, unbounded, &chunk);
     panel.lo = s->lo;
     panel.hi = s->hi;
-    if (bounded) c->family->rows->attend(&panel, s->chosen + room - bounded, bounded, &chunk);
+    if (bounded) c->family->routed->attend(&panel, s->chosen + room - bounded, bounded, &chunk);
 }
 
 static void attend_item(void *context, int64_t index, int worker) {
@@ -209,15 +209,15 @@ static void attend_item(void *context, int64_t index, int worker) {
     const int64_t columns = ba_list_columns(p, item->batch), keys = ba_kv_span(p, item->batch).valid;
     block_scratch s;
     lay_out_by_block(c, c->scratch + worker * c->scratch_bytes, &s);
-    open_rows(c, &s, item);
-    ba_plan_invert_lists(&c->plan, item, columns, s.begin, s.rows);
+    open_list_rows(c, &s, item);
+    ba_plan_invert_lists(&c->plan, item, columns, s.begin, s.list_rows);
     for (int64_t column = 0; column < columns && !ba_stopped(); column++) {
         if (s.begin[column] == s.begin[column + 1]) continue;
         const int64_t end = ba_min(keys, (column + 1) * p->block_kv);
         for (int64_t begin = column * p->block_kv; begin < end; begin += c->chunk_keys)
             attend_chunk(c, &s, item, column, begin, ba_min(end, begin + c->chunk_keys));
     }
-    finish_rows(c, &s, item);
+    finish_list_rows(c, &s, item);
 }
 
 /* ---- The call ------------------------------------------------------------------------------------------------------------ */
@@ -242,9 +242,9 @@ static int64_t lay_out_call(call *c, int threads, char *base) {
 
 ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *family, int threads) {
     const ba_tuning *tuning = ba_tuning_at(family->isa);
-    call c = {.problem = problem, .family = family, .chunk_keys = BA_ROW_KEYS};
-    c.plan = ba_plan_forward_rows(problem, tuning, threads);
-    c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
+    call c = {.problem = problem, .family = family, .chunk_keys = BA_ROUTED_KEYS};
+    c.plan = ba_plan_forward_by_block(problem, tuning, threads);
+    c.list_row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
     threads = (int)ba_min(threads, ba_max(1, c.plan.items));
     c.column_chunks = ba_ceil_div(problem->block_kv, c.chunk_keys);
     c.packed_k = c.chunk_keys * q_bytes(&c);

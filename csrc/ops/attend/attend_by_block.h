@@ -5,7 +5,7 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
-/* Computes out and lse of the problem's valid queries, where ba_plan_few_rows(). The family has row kernels. (Routed lists come from block-sparse
+/* Computes out and lse of the problem's valid queries, where ba_runs_by_block(). The family has routed kernels. (Routed lists come from block-sparse
  * calls alone: K and V have the dtype of Q, and there are neither pages nor sinks.) Keeps the promises of ba_attend(). */
 ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *family, int threads);
 

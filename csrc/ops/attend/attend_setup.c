@@ -105,7 +105,8 @@ static int64_t lay_out_call(ba_attend_call *c, int threads, char *base) {
 }
 
 ba_status ba_attend_with(ba_isa level, const ba_attend_family *family, const ba_problem *problem, int threads) {
-    if (ba_plan_few_rows(problem)) return ba_attend_by_block(problem, family->rows ? family : ba_kernels_at(level)->vector[problem->dtype], threads);
+    if (ba_runs_by_block(problem))
+        return ba_attend_by_block(problem, family->routed ? family : ba_kernels_at(level)->vector[problem->dtype], threads);
 
     ba_attend_call c = {.problem = problem, .family = family};
     ba_tuning tuning;

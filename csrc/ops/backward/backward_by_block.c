@@ -1,5 +1,5 @@
-/* Gradients where lists route single queries. An item is a long run of rows. Its lists are inverted. Then, block by block, the queries that list the
- * block form tiles, which exist for this block only; the dQ of such a tile is added to the dQ that each query keeps for the whole item. */
+/* Gradients where lists route single queries. An item is a long run of list rows. Its lists are inverted. Then, block by block, the queries that list
+ * the block form tiles, which exist for this block only; the dQ of such a tile is added to the dQ that each query keeps for the whole item. */
 #include <string.h>
 
 #include "core/pool.h"
@@ -8,7 +8,7 @@
 
 typedef struct rows_scratch {
     ba_backward_scratch common; /* for one tile at a time */
-    /* [lane of the item]; the lanes of row t begin at t * row_lanes */
+    /* [lane of the item]; the lanes of list row t begin at t * list_row_lanes */
     char *lane_lse, *lane_delta, *lane_dq;
     int32_t *lane_lo, *lane_hi;
     char *lane_q, *lane_dout; /* rows, side by side. In the caller's arrays, the rows of a head may compete for few places of the cache */
@@ -23,7 +23,7 @@ static int64_t row_bytes(const ba_backward_call *c, int64_t dim) { return dim * 
 static int64_t lay_out_rows_scratch(const ba_backward_call *c, char *base, rows_scratch *r) {
     const ba_attend_family *f = c->family;
     const ba_problem *p = c->problem;
-    const int64_t lanes = c->plan.grouping.tiles * c->row_lanes, opened = lanes + BA_MAX_LANES, pad_k = ba_padded(c, p->head_dim);
+    const int64_t lanes = c->plan.grouping.tiles * c->list_row_lanes, opened = lanes + BA_MAX_LANES, pad_k = ba_padded(c, p->head_dim);
     int64_t used = ba_lay_out_backward_scratch(c, 1, base, &r->common);
     r->lane_lse = ba_take(base, &used, opened * f->real_size); /* open_rows() fills whole panels, which may reach beyond the last row */
     r->lane_delta = ba_take(base, &used, opened * f->real_size);
@@ -44,17 +44,17 @@ int64_t ba_backward_by_block_bytes(const ba_backward_call *c) {
     return lay_out_rows_scratch(c, NULL, &unused);
 }
 
-/* The row of the lists that a lane of the item belongs to. */
+/* The list row that a lane of the item belongs to. */
 static ba_tile row_of_lane(const ba_backward_call *c, const ba_item *item, int64_t lane) {
-    return ba_plan_tile(&c->plan, item->batch, item->kv_head, item->first_tile + lane / c->row_lanes);
+    return ba_plan_tile(&c->plan, item->batch, item->kv_head, item->first_tile + lane / c->list_row_lanes);
 }
 
 /* Copies the rows of some lanes, and sets the keys that they see, their log-sum-exps and their deltas. Clears the dQ of all lanes. */
 static void open_rows(const ba_backward_call *c, const rows_scratch *r, const ba_item *item) {
     const ba_problem *p = c->problem;
-    const int64_t real = c->family->real_size, lanes = item->tiles * c->row_lanes, bytes = row_bytes(c, p->head_dim),
+    const int64_t real = c->family->real_size, lanes = item->tiles * c->list_row_lanes, bytes = row_bytes(c, p->head_dim),
                   v_bytes = row_bytes(c, p->v_dim);
-    for (int64_t lane = 0; lane < lanes; lane += c->row_lanes) {
+    for (int64_t lane = 0; lane < lanes; lane += c->list_row_lanes) {
         ba_tile_state t = {.tile = row_of_lane(c, item, lane)};
         ba_panel_state s = {.width = BA_PANEL_NARROW};
         for (; s.lane < t.tile.lanes; s.lane += s.lanes) {
@@ -71,7 +71,7 @@ static void open_rows(const ba_backward_call *c, const rows_scratch *r, const ba
                 memcpy(r->lane_dout + (lane + s.lane + i) * v_bytes, r->common.more_rows[i], (size_t)v_bytes);
             }
         }
-        for (int64_t i = t.tile.lanes; i < c->row_lanes; i++) r->lane_lo[lane + i] = r->lane_hi[lane + i] = 0;
+        for (int64_t i = t.tile.lanes; i < c->list_row_lanes; i++) r->lane_lo[lane + i] = r->lane_hi[lane + i] = 0;
     }
     memset(r->lane_dq, 0, (size_t)(lanes * ba_padded(c, p->head_dim) * real));
 }
@@ -116,12 +116,12 @@ static void keep_dq(const ba_backward_call *c, const rows_scratch *r, const ba_t
     }
 }
 
-/* Computes the gradients of keys [first, end) of a column and of the rows that list it. */
+/* Computes the gradients of keys [first, end) of a column and of the queries that list it. */
 static void attend_keys(const ba_backward_call *c, const rows_scratch *r, int64_t index, int64_t column, int64_t first, int64_t end) {
     const ba_item *item = &c->plan.item[index];
     int64_t n = 0;
     for (int64_t i = r->begin[column]; i < r->begin[column + 1]; i++)
-        for (int64_t lane = r->listed[i] * c->row_lanes; lane < (r->listed[i] + 1) * c->row_lanes; lane++)
+        for (int64_t lane = r->listed[i] * c->list_row_lanes; lane < (r->listed[i] + 1) * c->list_row_lanes; lane++)
             if (r->lane_lo[lane] < end && r->lane_hi[lane] > first) r->attending[n++] = (int32_t)lane;
     if (n == 0) return;
     ba_turn_pass(c->turns, index, first);
@@ -155,10 +155,10 @@ void ba_backward_by_block(void *context, int64_t index, int worker) {
     }
     ba_turn_pass(c->turns, index, BA_TURN_OVER);
     for (int64_t row = 0; row < item->tiles; row++) {
-        const ba_tile tile = row_of_lane(c, item, row * c->row_lanes);
+        const ba_tile tile = row_of_lane(c, item, row * c->list_row_lanes);
         ba_find_lanes(p, &c->gradients->dq, item->batch, &tile, 0, tile.lanes, r.common.rows);
         for (int64_t i = 0; i < tile.lanes; i++)
             c->family->gradient->store_row((void *)r.common.rows[i],
-                                           r.lane_dq + (row * c->row_lanes + i) * ba_padded(c, p->head_dim) * c->family->real_size, p->head_dim);
+                                           r.lane_dq + (row * c->list_row_lanes + i) * ba_padded(c, p->head_dim) * c->family->real_size, p->head_dim);
     }
 }

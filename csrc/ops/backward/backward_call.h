@@ -44,12 +44,12 @@ typedef struct ba_backward_call {
     const ba_tuning *tuning;
     ba_plan plan;
     ba_sharing sharing;
-    int64_t shared_bytes; /* reserved for packed K and V that items share; 0: they do not share any */
-    ba_turn *turns;       /* [items] */
-    int64_t *last;        /* [batch][KV head]: scratch memory of backward_setup.c */
-    ba_view dk, dv;       /* the sums, as reals */
-    bool apart;           /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
-    int64_t row_lanes;    /* the largest number of queries in a row of the lists */
+    int64_t shared_bytes;   /* reserved for packed K and V that items share; 0: they do not share any */
+    ba_turn *turns;         /* [items] */
+    int64_t *last;          /* [batch][KV head]: scratch memory of backward_setup.c */
+    ba_view dk, dv;         /* the sums, as reals */
+    bool apart;             /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
+    int64_t list_row_lanes; /* the largest number of queries of a list row */
     char *scratch;
     int64_t scratch_bytes; /* per worker */
 } ba_backward_call;

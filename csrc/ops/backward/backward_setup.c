@@ -153,9 +153,9 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
     c.tuning = ba_tuning_at(c.family->isa);
     c.apart = gradients->accumulate ? needs_room(&c) : c.family->real_size != problem->kv_element_size;
     int threads = ba_threads_for(num_threads);
-    const bool by_block = ba_plan_few_rows(problem);
-    c.plan = by_block ? ba_plan_gradient_rows(problem, c.tuning) : ba_plan_gradients(problem, c.tuning);
-    c.row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
+    const bool by_block = ba_runs_by_block(problem);
+    c.plan = by_block ? ba_plan_gradients_by_block(problem, c.tuning) : ba_plan_gradients(problem, c.tuning);
+    c.list_row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
     if (!by_block) choose_sharing(&c);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
     c.scratch_bytes = by_block ? ba_backward_by_block_bytes(&c) : ba_backward_by_tile_bytes(&c);

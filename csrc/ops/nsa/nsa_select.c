@@ -55,8 +55,8 @@ typedef struct select_scratch {
     char *side;     /* has_own: probabilities of heads that lie side by side: [key][lane] */
     char *scores;   /* scores of blocks: [block][lane] */
     char *means;    /* mean scores of stretches of compressed keys: [stretch][lane] */
-    char *keys;     /* scratch of the kernel `choose`: [block][BA_CHOOSE_ROWS] */
-    int32_t *lists; /* what it chooses: [BA_CHOOSE_ROWS][width + 1] */
+    char *keys;     /* scratch of the kernel `choose`: [block][BA_CHOOSE_LIST_ROWS] */
+    int32_t *lists; /* what it chooses: [BA_CHOOSE_LIST_ROWS][width + 1] */
 } select_scratch;
 
 static int64_t dim_pad(const select_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->family->dim_pad); }
@@ -88,8 +88,8 @@ static int64_t lay_out_nsa_select(const select_call *c, char *base, select_scrat
     s->side = ba_take(base, &used, c->has_own ? keys * lanes * real : 0);
     s->scores = ba_take(base, &used, c->most_blocks * lanes * real);
     s->means = ba_take(base, &used, stretches * lanes * real);
-    s->keys = ba_take(base, &used, c->most_blocks * BA_CHOOSE_ROWS * real);
-    s->lists = ba_take(base, &used, BA_CHOOSE_ROWS * (ba_max(c->width, c->cmp_width) + 1) * (int64_t)sizeof(int32_t));
+    s->keys = ba_take(base, &used, c->most_blocks * BA_CHOOSE_LIST_ROWS * real);
+    s->lists = ba_take(base, &used, BA_CHOOSE_LIST_ROWS * (ba_max(c->width, c->cmp_width) + 1) * (int64_t)sizeof(int32_t));
     return used;
 }
 
@@ -312,10 +312,10 @@ static void write_row(const select_call *c, const item_rows *at, int64_t row, co
 /* Chooses and writes each lane's blocks, in rising order; of equal scores, the lower block wins. `r` has the rules of each lane. */
 static void choose(const select_call *c, const select_scratch *s, const item_rows *at, const char *scores, const rules *r, const ba_tensor *out) {
     const int64_t width = out->dims[out->ndim - 1];
-    for (int64_t first = 0; first < at->rows; first += BA_CHOOSE_ROWS) {
-        const int64_t rows = ba_min(BA_CHOOSE_ROWS, at->rows - first);
+    for (int64_t first = 0; first < at->rows; first += BA_CHOOSE_LIST_ROWS) {
+        const int64_t rows = ba_min(BA_CHOOSE_LIST_ROWS, at->rows - first);
         ba_choice choice = {
-            .scores = scores + first * c->real_size, .stride = at->lanes, .rows = rows, .width = width, .keys = s->keys, .lists = s->lists};
+            .scores = scores + first * c->real_size, .stride = at->lanes, .list_rows = rows, .width = width, .keys = s->keys, .lists = s->lists};
         for (int64_t i = 0; i < rows; i++) {
             choice.init[i] = (int32_t)r[first + i].init;
             choice.local_lo[i] = (int32_t)r[first + i].local_lo;
@@ -323,7 +323,7 @@ static void choose(const select_call *c, const select_scratch *s, const item_row
             choice.hi[i] = (int32_t)r[first + i].hi;
             choice.blocks = ba_max(choice.blocks, r[first + i].hi);
         }
-        c->kernels->vector[ba_real_of(c->q.dtype)]->rows->choose(&choice);
+        c->kernels->vector[ba_real_of(c->q.dtype)]->routed->choose(&choice);
         for (int64_t i = 0; i < rows; i++) write_row(c, at, at->first + first + i, s->lists + i * (width + 1), choice.lengths[i], out);
     }
 }

@@ -329,7 +329,7 @@ static const ba_splitting unsplit = {BA_FEW_QUERIES, INT64_MAX, INT64_MAX};
 /* How many query heads of a group walk the same list. */
 static int64_t heads_of_list(const ba_problem *p) { return p->listed && p->blocks.dims[1] == p->heads && p->group > 1 ? 1 : p->group; }
 
-bool ba_plan_few_rows(const ba_problem *p) { return p->routed && p->listed && p->block_q * heads_of_list(p) <= BA_FEW_QUERIES; }
+bool ba_runs_by_block(const ba_problem *p) { return p->routed && p->listed && p->block_q * heads_of_list(p) <= BA_FEW_QUERIES; }
 
 /* An upper bound of the call's flops. Few queries count as in survey_item(). */
 static double most_flops(const ba_problem *p, const ba_tiling *t, ba_splitting splitting) {
@@ -427,13 +427,13 @@ static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes)
     return ba_max(1, ba_min(lanes / (t->row_tokens * t->shared_heads), ba_work.most_entries / ba_max(1, p->blocks.dims[3])));
 }
 
-ba_plan ba_plan_forward_rows(const ba_problem *p, const ba_tuning *tuning, int threads) {
+ba_plan ba_plan_forward_by_block(const ba_problem *p, const ba_tuning *tuning, int threads) {
     const ba_tiling tiling = {.tile_queries = BA_FEW_QUERIES, .row_tokens = p->block_q, .shared_heads = heads_of_list(p)};
     /* In an item of n queries, n * entries / columns of them attend a block on average, where each list row has so many entries. `aim` is the n for
      * which these are by_block_least_lanes. */
     const int64_t aim = tuning->by_block_least_lanes * p->block_columns / ba_max(1, p->blocks.dims[3]);
     const int64_t rows = most_rows(p, &tiling, ba_max(tuning->by_block_lanes, ba_min(aim, tuning->by_block_most_lanes)));
-    const ba_grouping grouping = {.tiles = ba_max(1, ba_min(rows, all_tiles(p, &tiling) / (ba_work.row_items * threads))), .few_heads = 1};
+    const ba_grouping grouping = {.tiles = ba_max(1, ba_min(rows, all_tiles(p, &tiling) / (ba_work.by_block_items * threads))), .few_heads = 1};
     return plan_of(p, tiling, unsplit, grouping);
 }
 
@@ -453,7 +453,7 @@ ba_plan ba_plan_gradients(const ba_problem *p, const ba_tuning *tuning) {
     return plan_of(p, gradient_tiling(p, tuning), unsplit, grouping);
 }
 
-ba_plan ba_plan_gradient_rows(const ba_problem *p, const ba_tuning *tuning) {
+ba_plan ba_plan_gradients_by_block(const ba_problem *p, const ba_tuning *tuning) {
     const ba_tiling tiling = gradient_tiling(p, tuning);
     /* The number of columns may not enter here: it is that of the longest sequence of the batch, and the order of sums would depend on it. */
     const ba_grouping grouping = {.tiles = most_rows(p, &tiling, tuning->by_block_lanes), .few_heads = 1};

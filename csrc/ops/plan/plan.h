@@ -77,16 +77,16 @@ typedef struct ba_plan {
 /* The plan of a forward call. panel_lanes is the width of the widest panels that tiles consist of. */
 ba_plan ba_plan_forward(const ba_problem *problem, const ba_tuning *tuning, int64_t panel_lanes, int threads);
 
-/* The same for the driver by blocks (attend_by_block.h): a tile is a row of the lists, and an item has many. */
-ba_plan ba_plan_forward_rows(const ba_problem *problem, const ba_tuning *tuning, int threads);
+/* The same for the driver by blocks (attend_by_block.h): a tile is a list row, and an item has many. */
+ba_plan ba_plan_forward_by_block(const ba_problem *problem, const ba_tuning *tuning, int threads);
 
 /* The same for gradients. The order of tiles and items is the order in which dK and dV are summed, so it depends on nothing but the sequence and its
  * lists. Tiles are full; without lists, they are the tiles of lists whose rows are whole tiles. Items of one (batch, KV head) add in the order in
  * which the plan has them. */
 ba_plan ba_plan_gradients(const ba_problem *problem, const ba_tuning *tuning);
 
-/* The same for gradients by blocks: a tile is a row of the lists, and an item has many. */
-ba_plan ba_plan_gradient_rows(const ba_problem *problem, const ba_tuning *tuning);
+/* The same for gradients by blocks: a tile is a list row, and an item has many. */
+ba_plan ba_plan_gradients_by_block(const ba_problem *problem, const ba_tuning *tuning);
 
 /* The number of keys per part of this batch entry. */
 int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch);
@@ -101,13 +101,14 @@ ba_status ba_plan_make(ba_plan *plan, int threads);
 /* Tile number `tile` of one (batch, KV head). */
 ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t tile);
 
-/* Inverts the lists of an item's tiles, each of which is one row: rows[begin[column] .. begin[column + 1] - 1] becomes the rows of the item, counted
- * from its first and in rising order, that list the column. `begin` has room for columns + 1 numbers, `rows` for all entries of all the lists. */
-void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *rows);
+/* Inverts the lists of an item's tiles, each of which is one list row: list_rows[begin[column] .. begin[column + 1] - 1] becomes the list rows of the
+ * item, counted from its first and in rising order, that name the column. `begin` has room for columns + 1 numbers, `list_rows` for all entries of
+ * all the lists. */
+void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *list_rows);
 
-/* Whether lists are routed, and each of their rows has at most BA_FEW_QUERIES queries, where a token counts once for each query head that walks the
- * row's list: row kernels attend them block by block then. */
-bool ba_plan_few_rows(const ba_problem *problem);
+/* Whether a call is run block by block: its lists are routed, and each list row has at most BA_FEW_QUERIES queries, where a token counts once for
+ * each query head that walks the list row. Routed kernels attend such queries. */
+bool ba_runs_by_block(const ba_problem *problem);
 
 /* Whether the kernel for few queries attends a batch entry: it has at most BA_FEW_QUERIES queries, or at most most_queries where each has many keys.
  * A token counts once for each query head that shares a KV head. Depends on the lengths of the sequence alone. */
