@@ -31,7 +31,7 @@ PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t 
     ba_status status;
     int failed = read_metadata(&call, &a, plan);
     if (!failed) {
-        INTERRUPTIBLE(status, plan ? ba_quest_metadata_by_plan(&a, plan) : ba_quest_metadata(&a));
+        INTERRUPTIBLE(status, plan ? ba_quest_metadata_by_tables(&a, plan) : ba_quest_metadata(&a));
         failed = arg_check(status);
     }
     return call_end(&call, failed);
@@ -175,7 +175,7 @@ PyObject *py_select_blocks(PyObject *module, PyObject *const *args, Py_ssize_t n
                  arg_flag(call.values[SELECT_return_scores], "return_scores", &return_scores) < 0 || read_select(&call, &a, plan) < 0 ||
                  make_results(&call, &a, return_counts, return_scores) < 0;
     if (!failed) {
-        INTERRUPTIBLE(status, plan ? ba_select_by_plan(&a, plan) : ba_select_blocks(&a));
+        INTERRUPTIBLE(status, plan ? ba_select_by_tables(&a, plan) : ba_select_blocks(&a));
         failed = arg_check(status);
     }
     return call_end(&call, failed);

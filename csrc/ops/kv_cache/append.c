@@ -88,9 +88,9 @@ static ba_status check_apart(const ba_caches *c, const ba_store_call *call) {
 static int64_t new_tokens(const ba_page_tables *t, int64_t request) { return t->cu_q ? t->cu_q[request + 1] - t->cu_q[request] : 1; }
 
 /* Writes the slot of each new token. The new tokens are the last of their requests. */
-static ba_status slots_by_tables(const ba_page_tables *t, bool planned, const ba_caches *c, int64_t tokens, int64_t *slots) {
+static ba_status slots_by_tables(const ba_page_tables *t, bool reused, const ba_caches *c, int64_t tokens, int64_t *slots) {
     int64_t n = 0;
-    if (planned && t->queries != tokens)
+    if (reused && t->queries != tokens)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected %" PRId64 " tokens as the plan has them, got %" PRId64, t->queries, tokens);
     if (t->page_size != c->page_size)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64,
@@ -154,10 +154,10 @@ static ba_status check_distinct(const char *name, const int64_t *slots, int64_t 
 
 /* Finds the slot of each token, and checks that all are distinct. `memory` has room for the slots, and behind them for a hash table of `hashed`
  * entries. */
-static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_page_tables *tables, bool planned, const ba_caches *caches,
+static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_page_tables *tables, bool reused, const ba_caches *caches,
                               int64_t *memory, int64_t hashed) {
     if (slots) BA_TRY(check_slots(slots, c->tokens, caches->pages * caches->page_size));
-    else BA_TRY(slots_by_tables(tables, planned, caches, c->tokens, memory));
+    else BA_TRY(slots_by_tables(tables, reused, caches, c->tokens, memory));
     c->slots = slots ? slots : memory;
     return check_distinct(slots ? "slot_mapping" : "block_tables", c->slots, c->tokens, memory + c->tokens, hashed);
 }
@@ -239,11 +239,11 @@ static ba_status open_summaries(const ba_paged_args *args, const ba_page_tables 
 }
 
 /* Runs an opened call. `memory` has room for a slot per token, a hash table of `hashed` entries, and a number per request. */
-static ba_status run(ba_store_call *c, const ba_caches *caches, const int64_t *slots, const ba_page_tables *tables, bool planned,
+static ba_status run(ba_store_call *c, const ba_caches *caches, const int64_t *slots, const ba_page_tables *tables, bool reused,
                      const ba_paged_args *args, const ba_quest_metadata_args *given, int64_t *memory, int64_t hashed) {
     ba_quest_metadata_args summaries;
     ba_summary_call call;
-    BA_TRY(choose_slots(c, slots, tables, planned, caches, memory, hashed));
+    BA_TRY(choose_slots(c, slots, tables, reused, caches, memory, hashed));
     if (!given) return ba_store_rows(c, args->num_threads);
     summaries = *given;
     BA_TRY(open_summaries(args, tables, memory + c->tokens + hashed, &summaries, &call));
@@ -251,22 +251,22 @@ static ba_status run(ba_store_call *c, const ba_caches *caches, const int64_t *s
     return ba_run_summaries(&call);
 }
 
-ba_status ba_append(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_page_tables *plan, const ba_paged_args *args,
+ba_status ba_append(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_page_tables *opened, const ba_paged_args *args,
                     const ba_quest_metadata_args *summaries) {
     BA_IN_USUAL_MODE;
     ba_caches caches;
     ba_store_call c = {.tokens = 0};
     ba_page_tables own = {0};
-    const ba_page_tables *const tables = plan ? plan : &own;
+    const ba_page_tables *const tables = opened ? opened : &own;
     BA_TRY(open_call(k, v, args, &caches, &c));
-    if (!slots && !plan) BA_TRY(ba_open_page_tables(args, caches.page_size, -1, -1, &own));
+    if (!slots && !opened) BA_TRY(ba_open_page_tables(args, caches.page_size, -1, -1, &own));
     int64_t hashed = 2;
     while (hashed <= c.tokens) hashed *= 2;
     hashed *= 2; /* at most half full, so that a search is short */
     const size_t bytes = (size_t)(c.tokens + hashed + (summaries ? tables->batch : 0)) * sizeof *slots;
     int64_t *memory = ba_fault(BA_FAULT_MEMORY) ? NULL : malloc(bytes);
     const ba_status status =
-        memory ? run(&c, &caches, slots, tables, plan != NULL, args, summaries, memory, hashed)
+        memory ? run(&c, &caches, slots, tables, opened != NULL, args, summaries, memory, hashed)
                : ba_fail(BA_ERROR_MEMORY, BA_ARG("slot_mapping") ": expected %lld bytes of memory for a copy, got none", (long long)bytes);
     free(memory);
     ba_close_page_tables(&own);

@@ -4,10 +4,10 @@
 
 #include "ops/kv_cache/page_tables.h"
 
-/* As ba_append_kv(). `plan`: NULL, or opened tables that replace those of `args`. `summaries`: NULL, or the summaries to update for the pages that
+/* As ba_append_kv(). `opened`: NULL, or opened tables that replace those of `args`. `summaries`: NULL, or the summaries to update for the pages that
  * get new tokens, of which metadata_tables, maxblocks, minblocks and meanblocks are read: by tables, not by slots. All that can be refused is refused
  * before anything is written. */
-ba_status ba_append(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_page_tables *plan, const ba_paged_args *args,
+ba_status ba_append(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_page_tables *opened, const ba_paged_args *args,
                     const ba_quest_metadata_args *summaries);
 
 #endif

@@ -20,9 +20,9 @@ static inline int64_t ba_table_page(const ba_tensor *table, int64_t batch, int64
     return ba_list_entry(table, batch * table->strides[0] + index * table->strides[1]);
 }
 
-/* The same from opened tables, or, where `plan` is NULL, from the request's own. */
-static inline int64_t ba_request_page(const ba_page_tables *plan, const ba_tensor *table, int64_t batch, int64_t index) {
-    return plan ? plan->page[plan->first[batch] + index] : ba_table_page(table, batch, index);
+/* The same from opened tables, or, where `opened` is NULL, from the request's own. */
+static inline int64_t ba_request_page(const ba_page_tables *opened, const ba_tensor *table, int64_t batch, int64_t index) {
+    return opened ? opened->page[opened->first[batch] + index] : ba_table_page(table, batch, index);
 }
 
 /* Checks the dtype, the shape and the strides of such an array, and fills `out`. */

@@ -84,7 +84,7 @@ static void summarise_item(void *context, int64_t item, int worker) {
             if (mean) memset(mean, 0, bytes);
             continue;
         }
-        const int64_t physical = ba_request_page(c->plan, &a->block_tables, batch, page);
+        const int64_t physical = ba_request_page(c->opened, &a->block_tables, batch, page);
         for (int64_t t = 0; t < tokens; t++) rows[t] = ba_page_row(&c->k, physical, t, head);
         if (c->widen) widen_rows(c, physical, head, tokens, rows, worker);
         c->summarise(rows, tokens, c->k.dim, high, low, mean);
@@ -92,8 +92,8 @@ static void summarise_item(void *context, int64_t item, int worker) {
 }
 
 /* Checks everything but the memory for the scratch. */
-ba_status ba_open_summaries(const ba_quest_metadata_args *a, const ba_page_tables *plan, ba_summary_call *c) {
-    *c = (ba_summary_call){.args = a, .plan = plan};
+ba_status ba_open_summaries(const ba_quest_metadata_args *a, const ba_page_tables *opened, ba_summary_call *c) {
+    *c = (ba_summary_call){.args = a, .opened = opened};
     BA_TRY(ba_take_cache_pages("k_cache", &a->k_cache, a->kv_layout, &c->k));
     if (c->k.rows > 1024)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
@@ -109,10 +109,10 @@ ba_status ba_open_summaries(const ba_quest_metadata_args *a, const ba_page_table
         if (a->begin[b] < 0)
             return ba_fail(BA_ERROR_VALUE, BA_ARG("start_lens") ": expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
     BA_TRY(ba_check_threads(a->num_threads));
-    if (plan && plan->page_size != c->k.rows)
+    if (opened && opened->page_size != c->k.rows)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64,
-                       plan->page_size, c->k.rows);
-    if (plan) BA_TRY(ba_check_page_numbers(plan, c->k.count));
+                       opened->page_size, c->k.rows);
+    if (opened) BA_TRY(ba_check_page_numbers(opened, c->k.count));
     else BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c->k.count, a->end, c->k.rows, 1));
     BA_TRY(ba_check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c->k.rows, rows));
     c->rows = rows;
@@ -145,10 +145,10 @@ ba_status ba_run_summaries(ba_summary_call *c) {
     return status;
 }
 
-static ba_status summarise(const ba_quest_metadata_args *args, const ba_page_tables *plan) {
+static ba_status summarise(const ba_quest_metadata_args *args, const ba_page_tables *opened) {
     BA_IN_USUAL_MODE;
     ba_summary_call c;
-    BA_TRY(ba_open_summaries(args, plan, &c));
+    BA_TRY(ba_open_summaries(args, opened, &c));
     return ba_run_summaries(&c);
 }
 
@@ -157,9 +157,9 @@ ba_status ba_quest_metadata(const ba_quest_metadata_args *args) {
     return summarise(args, NULL);
 }
 
-ba_status ba_quest_metadata_by_plan(const ba_quest_metadata_args *args, const ba_page_tables *plan) {
-    ba_quest_metadata_args planned = *args;
-    planned.end = plan->seq_lens;
-    planned.batch = plan->batch;
-    return summarise(&planned, plan);
+ba_status ba_quest_metadata_by_tables(const ba_quest_metadata_args *args, const ba_page_tables *opened) {
+    ba_quest_metadata_args own = *args;
+    own.end = opened->seq_lens;
+    own.batch = opened->batch;
+    return summarise(&own, opened);
 }

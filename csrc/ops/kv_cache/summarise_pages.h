@@ -9,7 +9,7 @@
 
 typedef struct ba_summary_call {
     const ba_quest_metadata_args *args;
-    const ba_page_tables *plan;          /* opened tables, or NULL */
+    const ba_page_tables *opened;        /* opened tables, or NULL */
     ba_pages k, largest, smallest, mean; /* data NULL: not given */
     int64_t rows;                        /* per summary page */
     ba_dtype dtype;                      /* of the summaries */
@@ -22,14 +22,14 @@ typedef struct ba_summary_call {
     int64_t stretches; /* the largest number of stretches of ba_work.quest.pages pages in a request, from the page of its token `begin` on */
 } ba_summary_call;
 
-/* Checks a call of ba_quest_metadata(). With `plan`, opened tables replace block_tables, and `end` and batch are those of the plan. `args` must stay
- * as they are until the call has run; running it again is allowed. */
-ba_status ba_open_summaries(const ba_quest_metadata_args *args, const ba_page_tables *plan, ba_summary_call *c);
+/* Checks a call of ba_quest_metadata(). `opened`: NULL, or opened tables that replace block_tables, whose `end` and batch `args` has. `args` must
+ * stay as they are until the call has run; running it again is allowed. */
+ba_status ba_open_summaries(const ba_quest_metadata_args *args, const ba_page_tables *opened, ba_summary_call *c);
 
 /* Writes the summaries of an opened call. Fails for want of memory, or where it is interrupted. */
 ba_status ba_run_summaries(ba_summary_call *c);
 
-/* As ba_quest_metadata(). `plan` replaces block_tables, `end` and batch of `args`. */
-ba_status ba_quest_metadata_by_plan(const ba_quest_metadata_args *args, const ba_page_tables *plan);
+/* As ba_quest_metadata(). Opened tables replace block_tables, `end` and batch of `args`. */
+ba_status ba_quest_metadata_by_tables(const ba_quest_metadata_args *args, const ba_page_tables *opened);
 
 #endif

@@ -18,15 +18,15 @@ typedef struct ba_attention {
     ba_tensor out_shape, lse_shape; /* the dtypes and shapes that the outputs must have; data is NULL */
     int num_threads;
     int64_t kv_split;          /* 0: none. Else a paged call attends to chunks of so many tokens */
-    ba_page_tables own_tables; /* the tables of a paged call that has no plan */
+    ba_page_tables own_tables; /* of a paged call that is not given opened tables */
 } ba_attention;
 
 /* Each checks its arguments and fills `attention`. Where it fails, there is nothing to close. */
 ba_status ba_open_block_sparse(const ba_block_sparse_args *args, ba_attention *attention);
 ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *args, ba_attention *attention, ba_gradients *gradients);
-/* plan: NULL, or opened tables that replace block_tables, indptr, seq_lens, cu_q, q_begin and batch of `args`. They must stay open until the call is
- * closed. */
-ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, ba_attention *attention);
+/* opened: NULL, or opened tables that replace block_tables, indptr, seq_lens, cu_q, q_begin and batch of `args`. They must stay open until the call
+ * is closed. */
+ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *opened, ba_attention *attention);
 
 /* Checks the outputs in `args` and adds them to the opened call. */
 ba_status ba_set_block_sparse_outputs(const ba_block_sparse_args *args, ba_attention *attention);

@@ -45,8 +45,8 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     return BA_OK;
 }
 
-/* Checks q, which is (T, H, D) where `ragged`, else one query for each of `batch` requests. `planned`: the tables were opened before this call. */
-static ba_status check_q(const ba_tensor *q, bool planned, int64_t batch, bool ragged) {
+/* Checks q, which is (T, H, D) where `ragged`, else one query for each of `batch` requests. `reused`: the tables were opened before this call. */
+static ba_status check_q(const ba_tensor *q, bool reused, int64_t batch, bool ragged) {
     BA_TRY(ba_check_float("q", q));
     if (q->ndim != 3)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected shape %s, got %s", ragged ? "(T, H, D)" : "(B, H, D)", ba_shape_text(q).chars);
@@ -55,7 +55,7 @@ static ba_status check_q(const ba_tensor *q, bool planned, int64_t batch, bool r
         return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at least one head and a head dim D from 1 to %d, got %s", BA_MAX_HEAD_DIM,
                        ba_shape_text(q).chars);
     BA_TRY(ba_check_last_axis("q", q));
-    if (planned && !ragged && q->dims[0] != batch)
+    if (reused && !ragged && q->dims[0] != batch)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected %" PRId64 " queries as the plan has them, got %s", batch, ba_shape_text(q).chars);
     if (batch < 0 || (!ragged && q->dims[0] != batch))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("seq_lens") ": expected one length for each of " BA_ARG("q") "'s %" PRId64 " requests, got %" PRId64,
@@ -82,12 +82,12 @@ static ba_status check_caches(const ba_paged_args *args, ba_caches *c) {
 }
 
 /* Checks q, the caches and the options (kv_layout, scale, softcap, window, num_threads), and fills the problem with them. Page tables, lengths, the
- * places of queries, selected pages and outputs are left to other functions. `planned` and `ragged`: see check_q(). */
-static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t batch, bool ragged, ba_problem *p) {
+ * places of queries, selected pages and outputs are left to other functions. `reused` and `ragged`: see check_q(). */
+static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t batch, bool ragged, ba_problem *p) {
     const ba_tensor *q = &args->q;
     ba_caches c;
     double scale;
-    BA_TRY(check_q(q, planned, batch, ragged));
+    BA_TRY(check_q(q, reused, batch, ragged));
     BA_TRY(check_caches(args, &c));
     BA_TRY(ba_take_scale(q->dtype, q->dims[2], args->scale, &scale));
     BA_TRY(ba_check_softcap(q->dtype, args->softcap));
@@ -126,7 +126,8 @@ static ba_status check_inputs(const ba_paged_args *args, bool planned, int64_t b
     return BA_OK;
 }
 
-/* Checks that page tables which were opened before this call, for all calls of a step, fit the call. Callers know such tables as their plan. */
+/* Checks that page tables which were opened before this call, for all calls of a step, fit the call. In Python such tables are a PagedPlan, which is
+ * the plan of the sentences. */
 static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, const ba_page_tables *t) {
     if (t->page_size != p->page_size)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,
@@ -137,16 +138,16 @@ static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, co
     return ba_check_page_numbers(t, args->k_cache.dims[0]);
 }
 
-ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *plan, ba_attention *a) {
+ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *opened, ba_attention *a) {
     BA_IN_USUAL_MODE;
     const ba_tensor *q = &args->q;
-    const bool ragged = plan ? plan->cu_q != NULL : args->cu_q != NULL;
+    const bool ragged = opened ? opened->cu_q != NULL : args->cu_q != NULL;
     ba_problem *p = &a->problem;
     *a = (ba_attention){.num_threads = args->num_threads};
-    BA_TRY(check_inputs(args, plan != NULL, plan ? plan->batch : args->batch, ragged, p));
-    if (plan) BA_TRY(check_tables(args, p, plan));
+    BA_TRY(check_inputs(args, opened != NULL, opened ? opened->batch : args->batch, ragged, p));
+    if (opened) BA_TRY(check_tables(args, p, opened));
     else BA_TRY(ba_open_page_tables(args, p->page_size, args->k_cache.dims[0], q->dims[0], &a->own_tables));
-    const ba_page_tables *t = plan ? plan : &a->own_tables;
+    const ba_page_tables *t = opened ? opened : &a->own_tables;
     a->kv_split = t->kv_split;
     p->page = t->page;
     p->first_page = t->first;

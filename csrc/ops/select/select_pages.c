@@ -28,7 +28,7 @@
  * request's query 0, then those by query 1, and so on. The scores of a row's entries become one score by their maximum. */
 typedef struct select_call {
     const ba_select_args *args;
-    const ba_page_tables *plan; /* opened tables, or NULL */
+    const ba_page_tables *opened; /* opened tables, or NULL */
     ba_pages a, b;
     ba_view k_scale; /* of quantised keys; data NULL: none */
     int64_t heads, kv_heads, group, dim, most_pages;
@@ -168,7 +168,7 @@ static void load_all_entries(const select_call *c, const select_scratch *s, cons
 
 /* Page number `index` of a request, among the pages that are scored. */
 static int64_t page_of(const select_call *c, int64_t batch, int64_t index) {
-    return ba_request_page(c->args->method == BA_SELECT_MAX ? c->plan : NULL, &c->args->tables, batch, index);
+    return ba_request_page(c->args->method == BA_SELECT_MAX ? c->opened : NULL, &c->args->tables, batch, index);
 }
 
 /* Finds where the rows from `begin` to `end` of a request lie, for head 0. */
@@ -429,16 +429,16 @@ static const char *summaries_name(const ba_select_args *a) {
     return a->method == BA_SELECT_QUEST ? "maxblocks" : a->method == BA_SELECT_MAX ? "k_cache" : "meanblocks";
 }
 
-static ba_status check_query(const ba_select_args *a, const ba_page_tables *plan) {
+static ba_status check_query(const ba_select_args *a, const ba_page_tables *opened) {
     const ba_tensor *q = &a->q;
     BA_TRY(ba_check_float("query", q));
     if (a->cu_q && (q->ndim != 3 || q->dims[1] < 1))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("query") ": expected shape (T, H, D), got %s", ba_shape_text(q).chars);
-    if (!a->cu_q && (q->ndim != 3 || (q->dims[0] != a->batch && !plan) || q->dims[1] < 1))
+    if (!a->cu_q && (q->ndim != 3 || (q->dims[0] != a->batch && !opened) || q->dims[1] < 1))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("query") ": expected shape (%" PRId64 ", H, D), got %s", a->batch, ba_shape_text(q).chars);
     BA_TRY(ba_check_last_axis("query", q));
-    if (plan && q->dims[0] != plan->queries)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("query") ": expected %" PRId64 " queries as the plan has them, got %s", plan->queries,
+    if (opened && q->dims[0] != opened->queries)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("query") ": expected %" PRId64 " queries as the plan has them, got %s", opened->queries,
                        ba_shape_text(q).chars);
     return ba_check_extent("query", q);
 }
@@ -468,7 +468,7 @@ static ba_status check_summaries(const ba_select_args *a, select_call *c) {
 /* Checks the page size, and the pages and queries of every request. */
 static ba_status check_requests(const ba_select_args *a, const select_call *c) {
     const bool tokens = a->method == BA_SELECT_MAX;
-    if (c->plan && tokens && a->page_size != c->a.rows)
+    if (c->opened && tokens && a->page_size != c->a.rows)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64,
                        a->page_size, c->a.rows);
     if (a->page_size < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("block_size") ": expected at least 1 token per page, got %" PRId64, a->page_size);
@@ -476,11 +476,11 @@ static ba_status check_requests(const ba_select_args *a, const select_call *c) {
         return ba_fail(BA_ERROR_VALUE, BA_ARG("block_size") ": expected the %" PRId64 " tokens per page of " BA_ARG("k_cache") ", got %" PRId64,
                        c->a.rows, a->page_size);
     if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, BA_ARG("seq_lens") ": expected one length per request, got none");
-    if (c->plan && tokens) BA_TRY(ba_check_page_numbers(c->plan, c->a.count));
+    if (c->opened && tokens) BA_TRY(ba_check_page_numbers(c->opened, c->a.count));
     else
         BA_TRY(ba_check_table(tokens ? "block_tables" : "metadata_block_tables", &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size,
                               tokens ? 1 : c->a.rows));
-    return c->plan ? BA_OK : ba_check_queries(a->cu_q, a->seq_lens, NULL, a->batch, a->q.dims[0]);
+    return c->opened ? BA_OK : ba_check_queries(a->cu_q, a->seq_lens, NULL, a->batch, a->q.dims[0]);
 }
 
 /* Checks how many pages are forced, and how many may be chosen. */
@@ -511,7 +511,7 @@ static ba_status check_outputs(const ba_select_args *a, int64_t rows) {
 /* Checks a call, and fills `c` with its shape. */
 static ba_status check_select(const ba_select_args *a, select_call *c) {
     if ((unsigned)a->method > BA_SELECT_MAX) return ba_fail(BA_ERROR_VALUE, BA_ARG("method") ": expected quest, mean or max, got %d", (int)a->method);
-    BA_TRY(check_query(a, c->plan));
+    BA_TRY(check_query(a, c->opened));
     BA_TRY(check_summaries(a, c));
     BA_TRY(check_requests(a, c));
     BA_TRY(check_budgets(a));
@@ -524,9 +524,9 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
     return ba_check_threads(a->num_threads);
 }
 
-static ba_status select_blocks(const ba_select_args *args, const ba_page_tables *plan) {
+static ba_status select_blocks(const ba_select_args *args, const ba_page_tables *opened) {
     BA_IN_USUAL_MODE;
-    select_call c = {.args = args, .plan = plan, .most_pages = 1};
+    select_call c = {.args = args, .opened = opened, .most_pages = 1};
     BA_TRY(check_select(args, &c));
     if (args->batch == 0) return BA_OK;
     const ba_kernels *kernels = ba_kernels_active();
@@ -570,15 +570,15 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     return select_blocks(args, NULL);
 }
 
-ba_status ba_select_by_plan(const ba_select_args *args, const ba_page_tables *plan) {
-    ba_select_args planned = *args;
-    if (plan->q_begin)
+ba_status ba_select_by_plan(const ba_select_args *args, const ba_page_tables *opened) {
+    ba_select_args reused = *args;
+    if (opened->q_begin)
         return ba_fail(
             BA_ERROR_VALUE,
             BA_ARG("q_begin") ": expected none where blocks are selected, for queries that are the last tokens of their requests, got some");
-    planned.seq_lens = plan->seq_lens;
-    planned.cu_q = plan->cu_q;
-    planned.batch = plan->batch;
-    planned.page_size = plan->page_size;
-    return select_blocks(&planned, plan);
+    reused.seq_lens = opened->seq_lens;
+    reused.cu_q = opened->cu_q;
+    reused.batch = opened->batch;
+    reused.page_size = opened->page_size;
+    return select_blocks(&reused, opened);
 }
