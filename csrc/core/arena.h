@@ -12,7 +12,7 @@
  * Some memory comes from malloc instead, and its owner frees it: opened page tables, which outlive a call (ops/kv_cache/page_tables.c), lengths
  * that are in use while two passes get the arena one after the other (ops/attend/attend_entry.c), the slots of tokens that are written, which are
  * in use while ba_store_rows() has the arena (ops/kv_cache/append.c), the states of chunks that calls with the arena leave
- * (ops/attend/attend_chunks.c), and the arrays of a probe (ops/probe.c). */
+ * (ops/attend/attend_kv_split.c), and the arrays of a probe (ops/probe.c). */
 void *ba_arena_get(size_t bytes);
 /* Ends the use of the arena. A large arena goes back to the system; a small one is kept for the thread's next call, so that repeated
  * calls do not ask the system for memory. */

@@ -20,8 +20,8 @@ typedef struct ba_work_tuning {
     double small_products;  /* multiply-adds: choosing blocks, and selection in native sparse attention, use one thread below this */
     int64_t small_padding;  /* bytes: less padding than this is cleared by one thread */
     int64_t merge_rows;     /* rows per item of a merge */
-    int64_t chunk_rows;     /* attention in fixed chunks: queries that are attended together, as far as there are so many */
-    int64_t chunk_bytes;    /* the same in bytes of their states, where that is more */
+    int64_t round_queries;  /* attention with kv_split: queries that are attended together, as far as there are so many */
+    int64_t round_bytes;    /* the same in bytes of their states, where that is more */
     int64_t stored_numbers; /* numbers per item where rows are stored in a cache, in whole tokens */
     double gradient_packs;  /* K and V are packed once for all items where the items would pack a key at least so often, on average */
     int64_t gradient_keys;  /* keys per item of the jobs that clear dK and dV, and that round them */
@@ -29,8 +29,8 @@ typedef struct ba_work_tuning {
     /* Quest */
     struct {
         int64_t pages;             /* summaries: pages per item */
-        int64_t stretch_rows;      /* selection: the fewest rows of summaries per item of the scores */
-        int64_t thread_stretches;  /* such items per thread, where there are rows enough */
+        int64_t run_rows;          /* selection: the fewest rows of summaries per item of the scores */
+        int64_t thread_runs;       /* such items per thread, where there are rows enough */
         int64_t chunk_rows;        /* rows that are scored for every head before the next rows are, where heads read a row together */
         int64_t single_chunk_rows; /* the same where the kernel for few queries scores one head after the other */
         int64_t ahead_bytes;       /* prefetched ahead of the row that is scored, where heads read a row together */

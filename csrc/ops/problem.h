@@ -15,16 +15,16 @@ typedef struct ba_view {
     int64_t batch_stride, head_stride, token_stride;
 } ba_view;
 
-/* A batch entry of a paged call that is cut into chunks (attend_chunks.c): some queries of a request, and one chunk of its tokens. The chunk counts
- * as a sequence of its own: `kv_lens`, `first_page` and `q_begin` of the problem are those of the chunk, whose first token is its token 0. */
-typedef struct ba_stretch {
+/* A batch entry of a paged call with kv_split (attend_kv_split.c): a slice of a request's queries, and one KV split of its tokens. The split counts
+ * as a sequence of its own: `kv_lens`, `first_page` and `q_begin` of the problem are those of the split, whose first token is its token 0. */
+typedef struct ba_kv_split {
     int64_t request;        /* its number among the rows of attn_mask and of the lists */
     int64_t first_query;    /* the number of its first query among those of the request */
     int64_t result_row;     /* of that query in out and lse */
-    int64_t first_key;      /* the token of the request with which the chunk begins */
+    int64_t first_key;      /* the token of the request with which the split begins */
     const uint64_t *listed; /* bitmaps of all pages of the request, of one head of the lists after the other; NULL: no lists */
     int64_t listed_words;   /* of each bitmap */
-} ba_stretch;
+} ba_kv_split;
 
 typedef struct ba_problem {
     ba_dtype dtype, kv_dtype; /* of q, and of out unless that is unrounded; of k and v */
@@ -41,10 +41,9 @@ typedef struct ba_problem {
      * their scales are then strides from one page to the next. */
     int64_t page_size; /* 0: not paged */
     const int64_t *page, *first_page;
-    const ba_stretch
-        *stretches;           /* NULL: a batch entry is a whole sequence. Else [batch]; q, out and lse then have one axis of rows for all entries */
-    ba_view k_scale, v_scale; /* data NULL: none. Else one float per token and head, for quantised K and V */
-    ba_view lse;              /* data NULL: not written. Elements are float, for float64 double */
+    const ba_kv_split *kv_splits; /* NULL: a batch entry is a whole sequence. Else [batch], and q, out and lse have one axis of rows for all */
+    ba_view k_scale, v_scale;     /* data NULL: none. Else one float per token and head, for quantised K and V */
+    ba_view lse;                  /* data NULL: not written. Elements are float, for float64 double */
     const int64_t *q_lens, *kv_lens, *cu_kv;
     const int64_t *cu_q, *q_ends; /* NULL: queries have a batch axis. Else the rows of q with which the queries of each sequence begin and end */
     bool causal;
@@ -91,7 +90,7 @@ static inline char *ba_query_row(const ba_problem *p, const ba_view *view, int64
 
 /* The row of out or lse of a query. */
 static inline char *ba_result_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t query) {
-    if (p->stretches) return ba_row_of(view, element_size, 0, head, p->stretches[batch].result_row + query);
+    if (p->kv_splits) return ba_row_of(view, element_size, 0, head, p->kv_splits[batch].result_row + query);
     return ba_query_row(p, view, element_size, batch, head, query);
 }
 
@@ -146,10 +145,10 @@ static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int6
 /* One end of a query's range in kv_ranges: 0 for its first key, 1 for the place after the last one. There are kv_ranges. */
 static inline int64_t ba_range_end(const ba_problem *p, int64_t batch, int64_t query, int end) {
     const int64_t *step = p->kv_ranges.strides, row = ba_q_span(p, batch).begin + query;
-    if (!p->stretches) return ba_list_entry(&p->kv_ranges, batch * step[0] + row * step[1] + end * step[2]);
+    if (!p->kv_splits) return ba_list_entry(&p->kv_ranges, batch * step[0] + row * step[1] + end * step[2]);
     /* Ends that lie farther before or behind the tokens mean the same as these, whose differences fit. */
     const int64_t token = ba_list_entry(&p->kv_ranges, row * step[1] + end * step[2]);
-    return ba_max(-1, ba_min(token, INT32_MAX)) - p->stretches[batch].first_key;
+    return ba_max(-1, ba_min(token, INT32_MAX)) - p->kv_splits[batch].first_key;
 }
 
 /* The keys that a query sees by all token rules, likewise. The ends of kv_ranges may rise and fall. */

@@ -13,9 +13,9 @@ ba_status ba_attend(const ba_problem *problem, int num_threads);
 /* The same with the kernels of a level that the caller has read, for calls of several steps. */
 ba_status ba_attend_at(ba_isa level, const ba_problem *problem, int num_threads);
 
-/* The same for a paged problem whose requests are attended in chunks of `split` tokens, a multiple of page_size: attend_chunks.c. Memory grows with
- * the tokens or the queries, and not with their product. It may have written some outputs before it finds no memory. */
-ba_status ba_attend_in_chunks(const ba_problem *problem, int64_t split, int num_threads);
+/* The same for a paged problem whose requests are attended in KV splits of kv_split tokens, a multiple of page_size: attend_kv_split.c. Memory grows
+ * with the tokens or the queries, and not with their product. It may have written some outputs before it finds no memory. */
+ba_status ba_attend_kv_split(const ba_problem *problem, int64_t kv_split, int num_threads);
 
 /* The same for valid queries only, at this level and with the kernels of one of its families. Does not write the outputs of padding. The level is
  * what the caller has chosen the family by: the level in use may have changed since. */

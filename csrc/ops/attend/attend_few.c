@@ -45,17 +45,17 @@ static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_row
     return true;
 }
 
-/* Rows of K, or of V, that a kernel for few queries reads one after the other: those of one head, or of heads that lie side by side. */
-typedef struct stretch {
+/* Rows of K, or of V, that a few kernel reads one after the other: those of one head, or of heads that lie side by side. */
+typedef struct row_run {
     const void **rows; /* [keys]: rows of the item's first head */
     int64_t keys;
     int64_t offset; /* bytes from there to the rows that are read */
-} stretch;
+} row_run;
 
 /* What to prefetch while `now` is read: its own rows, apart from the first ones, which lie nearer than any request reaches, and then the first rows
  * of `then`, which is read next. The pointers to the latter are written behind those of now->rows, so that one array has all. A prefetcher adds the
  * offset of `now` to every pointer, so it is subtracted from those of `then`. */
-static ba_prefetch_rows find_ahead(const ba_attend_call *c, const stretch *now, const stretch *then, int64_t bytes) {
+static ba_prefetch_rows find_ahead(const ba_attend_call *c, const row_run *now, const row_run *then, int64_t bytes) {
     const int64_t more = ba_min(then->keys, most_rows_ahead(c, bytes)), all = now->keys + more, nearest = rows_ahead(c, 0, bytes);
     for (int64_t j = 0; j < more; j++) now->rows[now->keys + j] = (const char *)then->rows[j] + then->offset - now->offset;
     ba_prefetch_rows ahead = ba_requested_once(now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes);
@@ -71,10 +71,10 @@ static void prefetch_ahead(const ba_attend_call *c, const ba_attend_scratch *w, 
     const ba_problem *p = c->problem;
     const int64_t size = p->kv_element_size, k_step = p->k.head_stride * size;
     const bool more = first + heads < item->kv_heads;
-    const stretch k = {here->k_rows, here->keys, first * k_step}, v = {here->v_rows, here->keys, first * p->v.head_stride * size};
-    stretch then = {0};
-    if (more) then = (stretch){here->k_rows, here->keys, (first + heads) * k_step};
-    else if (next) then = (stretch){next->k_rows, next->keys, 0};
+    const row_run k = {here->k_rows, here->keys, first * k_step}, v = {here->v_rows, here->keys, first * p->v.head_stride * size};
+    row_run then = {0};
+    if (more) then = (row_run){here->k_rows, here->keys, (first + heads) * k_step};
+    else if (next) then = (row_run){next->k_rows, next->keys, 0};
     w->chunks->k_prefetch = find_ahead(c, &k, &v, rows_bytes(p, &p->k, p->head_dim, heads));
     w->chunks->v_prefetch = find_ahead(c, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
 }

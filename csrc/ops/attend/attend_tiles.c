@@ -158,7 +158,7 @@ void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t
 static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const ba_view *view, const ba_view *scale, const int32_t *key_index,
                       int64_t keys, const void **rows, const float **scales) {
     const int64_t size = p->kv_element_size, step = view->token_stride * size, page_size = p->page_size ? p->page_size : INT64_MAX;
-    /* Key numbers rise. Keys with consecutive numbers, in one page where there are pages, form a stretch whose rows are equally far apart. */
+    /* Key numbers rise. Keys with consecutive numbers, in one page where there are pages, form a run whose rows are equally far apart. */
     for (int64_t j = 0, some; j < keys; j += some) {
         const int64_t token = key_index[j] % page_size, page = p->page_size ? ba_page(p, batch, key_index[j] / page_size) : 0;
         const char *row = p->page_size ? ba_row_of(view, size, page, kv_head, token) : ba_key_row(p, view, size, batch, kv_head, token);

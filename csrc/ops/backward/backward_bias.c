@@ -1,9 +1,9 @@
 /* Gradients of what is added to the scores: of attn_mask and of alibi_slopes. They are a pass of their own over all queries and keys, after that of
  * dQ, dK and dV, since an element of a mask may belong to many heads and batch entries, whose dS are then added up.
  *
- * An item of the mask's gradient is a rectangle of its elements: those of one query tile and of one stretch of keys, at one place on each of the
+ * An item of the mask's gradient is a rectangle of its elements: those of one query tile and of one run of keys, at one place on each of the
  * mask's axes of batch entries and heads. One thread adds up the rectangle's dS of all batch entries and heads that share the place, in their order.
- * Where the mask has one place for all queries, or for all keys, the item goes over all query tiles, or over all stretches. An item of the slopes'
+ * Where the mask has one place for all queries, or for all keys, the item goes over all query tiles, or over all runs. An item of the slopes'
  * gradient is one head of one batch entry. So the order of no sum depends on the threads. */
 #include <stdlib.h>
 #include <string.h>
@@ -21,7 +21,7 @@ typedef struct bias_call {
 
 typedef struct bias_scratch {
     ba_backward_scratch common; /* for one tile */
-    char *sums;                 /* real [panel][key of the stretch][lane of the panel]: sums of dS */
+    char *sums;                 /* real [panel][key of the run][lane of the panel]: sums of dS */
     double *numbers;            /* elements of the mask's gradient that belong to one row or one column */
     float *floats;              /* the same as floats */
 } bias_scratch;
@@ -54,7 +54,7 @@ static int64_t tile_count(const bias_call *c) {
     return ba_ceil_div(c->common.problem->q_len, t->row_tokens) * tiles_per_row(t);
 }
 
-static int64_t stretch_count(const bias_call *c) { return ba_ceil_div(c->common.problem->kv_len, c->common.tuning->gradient_keys); }
+static int64_t run_count(const bias_call *c) { return ba_ceil_div(c->common.problem->kv_len, c->common.tuning->gradient_keys); }
 
 /* The queries of tile number `index` in a sequence of so many tokens. There may be none. */
 static ba_range tile_at(const bias_call *c, int64_t index, int64_t tokens) {
@@ -64,14 +64,14 @@ static ba_range tile_at(const bias_call *c, int64_t index, int64_t tokens) {
     return (ba_range){first, ba_max(first, end)};
 }
 
-static ba_range stretch_at(const bias_call *c, int64_t index) {
+static ba_range run_at(const bias_call *c, int64_t index) {
     const int64_t keys = c->common.tuning->gradient_keys;
     return (ba_range){index * keys, ba_min((index + 1) * keys, c->common.problem->kv_len)};
 }
 
 static int64_t wide_lanes(const bias_call *c) { return c->common.family->lanes[BA_PANEL_WIDE]; }
 
-/* The sums of one lane of a tile: that of key j of the stretch is number j * wide_lanes(). */
+/* The sums of one lane of a tile: that of key j of the run is number j * wide_lanes(). */
 static char *sums_of_lane(const bias_call *c, const bias_scratch *s, int64_t lane) {
     const int64_t width = wide_lanes(c), panel = lane / width;
     return s->sums + (panel * c->common.tuning->gradient_keys * width + lane % width) * c->common.family->real_size;
@@ -96,9 +96,9 @@ static ba_range open_tile(const bias_call *c, const bias_scratch *s, const ba_it
     return t->range;
 }
 
-/* Adds the dS of a tile and of some keys to the sums of the stretch that these keys lie in. */
+/* Adds the dS of a tile and of some keys to the sums of the run of keys that these lie in, which begins with first_key. */
 static void add_keys(const bias_call *c, const bias_scratch *s, const ba_item *item, const ba_tile_state *t, ba_gradient_rows *rows,
-                     int64_t stretch) {
+                     int64_t first_key) {
     const ba_backward_call *b = &c->common;
     const ba_backward_scratch *w = &s->common;
     const int64_t real = b->family->real_size;
@@ -110,12 +110,12 @@ static void add_keys(const bias_call *c, const bias_scratch *s, const ba_item *i
         const ba_range run = ba_run_gradient_panel(b, w, item->batch, &t->tile, panel, &chunk, w->weights, w->slopes);
         char *const sums = sums_of_lane(c, s, panel->lane);
         for (int64_t j = run.lo; j < run.hi; j++) /* lanes behind the last query have slopes of any kind, NaN included */
-            b->family->pack->add_reals(sums + (rows->key_index[j] - stretch) * wide_lanes(c) * real, w->slopes + j * width * real, panel->lanes);
+            b->family->pack->add_reals(sums + (rows->key_index[j] - first_key) * wide_lanes(c) * real, w->slopes + j * width * real, panel->lanes);
     }
 }
 
-/* Adds the dS of tile `index` of a head and of a stretch of keys to the sums. */
-static void add_tile(const bias_call *c, const bias_scratch *s, int64_t batch, int64_t head, int64_t index, ba_range stretch) {
+/* Adds the dS of tile `index` of a head and of a run of keys to the sums. */
+static void add_tile(const bias_call *c, const bias_scratch *s, int64_t batch, int64_t head, int64_t index, ba_range run) {
     const ba_problem *p = c->common.problem;
     const int64_t words = c->common.plan.bitmap_words;
     const ba_item item = {.batch = (int32_t)batch, .kv_head = (int32_t)(head / p->group), .kv_heads = 1};
@@ -127,7 +127,7 @@ static void add_tile(const bias_call *c, const bias_scratch *s, int64_t batch, i
                                 .lanes = queries.hi - queries.lo,
                                 .first_query = queries.lo}};
     const ba_range seen = open_tile(c, s, &item, &t);
-    const ba_range keys = {ba_max(seen.lo, stretch.lo), ba_min(seen.hi, stretch.hi)};
+    const ba_range keys = {ba_max(seen.lo, run.lo), ba_min(seen.hi, run.hi)};
     if (keys.lo >= keys.hi) return;
     int64_t bad;
     if (p->listed) ba_list_to_bitmap(p, batch, head, t.tile.block_row, s->common.bitmaps, words, &bad); /* the lists are checked by now */
@@ -140,7 +140,7 @@ static void add_tile(const bias_call *c, const bias_scratch *s, int64_t batch, i
         const int64_t first = ba_first_at_least(key_index, n, keys.lo), end = ba_first_at_least(key_index, n, keys.hi);
         rows.keys = end - first;
         memmove(key_index, key_index + first, (size_t)rows.keys * sizeof *key_index);
-        if (first < end) add_keys(c, s, &item, &t, &rows, stretch.lo);
+        if (first < end) add_keys(c, s, &item, &t, &rows, run.lo);
     }
 }
 
@@ -192,17 +192,17 @@ static void mask_item(void *context, int64_t index, int worker) {
     const ba_problem *p = c->common.problem;
     const int64_t *dims = c->common.gradients->attn_mask.dims;
     const bool by_query = dims[2] > 1, by_key = dims[3] > 1;
-    const int64_t tile_items = by_query ? tile_count(c) : 1, stretch_items = by_key ? stretch_count(c) : 1;
-    const int64_t stretch = index % stretch_items, tile = index / stretch_items % tile_items, place = index / stretch_items / tile_items;
+    const int64_t tile_items = by_query ? tile_count(c) : 1, run_items = by_key ? run_count(c) : 1;
+    const int64_t run = index % run_items, tile = index / run_items % tile_items, place = index / run_items / tile_items;
     const ba_range batches = places_of(dims[0], place / dims[1], p->batch), heads = places_of(dims[1], place % dims[1], p->heads);
-    const ba_range tiles = places_of(tile_items, tile, tile_count(c)), stretches = places_of(stretch_items, stretch, stretch_count(c));
+    const ba_range tiles = places_of(tile_items, tile, tile_count(c)), runs = places_of(run_items, run, run_count(c));
     const bias_scratch s = scratch_of(c, worker);
     int64_t at[4] = {place / dims[1], place % dims[1], 0, 0};
     memset(s.numbers, 0, (size_t)(number_count(c) * (int64_t)sizeof *s.numbers));
     for (int64_t t = tiles.lo; t < tiles.hi; t++) {
         const ba_range queries = tile_at(c, t, p->q_len);
-        for (int64_t n = stretches.lo; n < stretches.hi && !ba_stopped(); n++) {
-            const ba_range keys = stretch_at(c, n);
+        for (int64_t n = runs.lo; n < runs.hi && !ba_stopped(); n++) {
+            const ba_range keys = run_at(c, n);
             clear_sums(c, &s);
             for (int64_t b = batches.lo; b < batches.hi; b++)
                 for (int64_t h = heads.lo; h < heads.hi; h++) add_tile(c, &s, b, h, t, keys);
@@ -214,7 +214,7 @@ static void mask_item(void *context, int64_t index, int worker) {
         const ba_range queries = tile_at(c, tile, p->q_len);
         for (at[2] = queries.lo; at[2] < queries.hi; at[2]++) write_numbers(c, &s, at, s.numbers + at[2] - queries.lo, 1);
     } else if (!by_query) {
-        const ba_range keys = by_key ? stretch_at(c, stretch) : (ba_range){0, 1};
+        const ba_range keys = by_key ? run_at(c, run) : (ba_range){0, 1};
         at[3] = keys.lo;
         write_numbers(c, &s, at, s.numbers, keys.hi - keys.lo);
     }
@@ -223,7 +223,7 @@ static void mask_item(void *context, int64_t index, int worker) {
 static int64_t mask_items(const bias_call *c) {
     const int64_t *dims = c->common.gradients->attn_mask.dims;
     if (dims[2] == 0 || dims[3] == 0) return 0;
-    return dims[0] * dims[1] * (dims[2] > 1 ? tile_count(c) : 1) * (dims[3] > 1 ? stretch_count(c) : 1);
+    return dims[0] * dims[1] * (dims[2] > 1 ? tile_count(c) : 1) * (dims[3] > 1 ? run_count(c) : 1);
 }
 
 /* ---- alibi_slopes ------------------------------------------------------------------------------------------------------- */
@@ -236,8 +236,8 @@ static void slope_item(void *context, int64_t index, int worker) {
     double total = 0;
     for (int64_t t = 0; t < tile_count(c); t++) {
         const ba_range queries = tile_at(c, t, ba_q_span(p, batch).rows);
-        for (int64_t n = 0; n < stretch_count(c) && !ba_stopped(); n++) {
-            const ba_range keys = stretch_at(c, n);
+        for (int64_t n = 0; n < run_count(c) && !ba_stopped(); n++) {
+            const ba_range keys = run_at(c, n);
             clear_sums(c, &s);
             add_tile(c, &s, batch, head, t, keys);
             for (int64_t query = queries.lo; query < queries.hi; query++) {

@@ -16,16 +16,15 @@
 
 /* ---- dK and dV as a whole ----------------------------------------------------------------------------------------------- */
 
-/* The number of stretches of ba_work.gradient_keys keys per (batch, KV head): that of the longest sequence. */
-static int64_t stretches(const ba_problem *p) { return ba_ceil_div(p->kv_len, ba_work.gradient_keys); }
+/* The number of runs of ba_work.gradient_keys keys per (batch, KV head): that of the longest sequence. */
+static int64_t runs(const ba_problem *p) { return ba_ceil_div(p->kv_len, ba_work.gradient_keys); }
 
 typedef void (*key_fn)(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key);
 
-/* Calls fn for every key of stretch number `index`. */
+/* Calls fn for every key of run number `index`. */
 static void each_key(const ba_backward_call *c, int64_t index, key_fn fn) {
     const ba_problem *p = c->problem;
-    const int64_t first = index % stretches(p) * ba_work.gradient_keys, kv_head = index / stretches(p) % p->kv_heads,
-                  batch = index / stretches(p) / p->kv_heads;
+    const int64_t first = index % runs(p) * ba_work.gradient_keys, kv_head = index / runs(p) % p->kv_heads, batch = index / runs(p) / p->kv_heads;
     for (int64_t key = first; key < ba_min(first + ba_work.gradient_keys, ba_kv_span(p, batch).rows); key++) fn(c, batch, kv_head, key);
 }
 
@@ -57,12 +56,12 @@ static void add_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, i
     }
 }
 
-static void clear_stretch(void *context, int64_t index, int worker) {
+static void clear_run(void *context, int64_t index, int worker) {
     (void)worker;
     each_key(context, index, clear_key);
 }
 
-static void keep_stretch(void *context, int64_t index, int worker) {
+static void keep_run(void *context, int64_t index, int worker) {
     (void)worker;
     const ba_backward_call *c = context;
     each_key(c, index, c->gradients->accumulate ? add_key : round_key);
@@ -168,11 +167,11 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
     if (status == BA_OK) {
         if (ba_is_small(c.plan.cost * (double)(6 * problem->head_dim + 4 * problem->v_dim), c.tuning->inline_flops)) threads = 1;
         set_turns(&c);
-        if (c.apart || !gradients->accumulate) status = ba_parallel(threads, sums * stretches(problem), clear_stretch, &c);
+        if (c.apart || !gradients->accumulate) status = ba_parallel(threads, sums * runs(problem), clear_run, &c);
     }
     if (status == BA_OK && c.shared_bytes) status = ba_share_rows(&c.sharing, threads);
     if (status == BA_OK) status = ba_parallel(threads, c.plan.items, by_block ? ba_backward_by_block : ba_backward_by_tile, &c);
-    if (status == BA_OK && c.apart) status = ba_parallel(threads, sums * stretches(problem), keep_stretch, &c);
+    if (status == BA_OK && c.apart) status = ba_parallel(threads, sums * runs(problem), keep_run, &c);
     ba_arena_release();
     return status;
 }

@@ -9,7 +9,7 @@
 /* Opened tables, or, all zero, closed ones. */
 typedef struct ba_page_tables {
     int64_t batch, page_size;
-    int64_t kv_split;     /* 0: none. Else requests are attended in chunks of so many tokens */
+    int64_t kv_split;     /* 0: none. Else requests are attended in KV splits of so many tokens */
     int64_t longest;      /* tokens of the longest request */
     int64_t queries;      /* of one head, of all requests */
     int64_t most_queries; /* of one head, of one request */

@@ -61,16 +61,16 @@ static void widen_rows(const ba_summary_call *c, int64_t page, int64_t head, int
     memcpy(rows, packed, (size_t)tokens * sizeof *rows);
 }
 
-/* Summarises one stretch of pages of one (request, KV head). */
+/* Summarises one run of pages of one (request, KV head). */
 static void summarise_item(void *context, int64_t item, int worker) {
     const ba_summary_call *c = context;
     const ba_quest_metadata_args *a = c->args;
-    const int64_t batch = item / c->stretches / c->k.heads, head = item / c->stretches % c->k.heads, size = c->k.rows;
+    const int64_t batch = item / c->runs / c->k.heads, head = item / c->runs % c->k.heads, size = c->k.rows;
     const int64_t rows_per_page = c->largest.data ? c->largest.rows : c->smallest.data ? c->smallest.rows : c->mean.rows;
     const int64_t begin = a->begin ? a->begin[batch] : 0, end = a->end[batch];
     if (end <= begin) return;
     const void *rows[1024];
-    const int64_t first = begin / size + item % c->stretches * ba_work.quest.pages, stop = ba_round_up(ba_ceil_div(end, size), rows_per_page);
+    const int64_t first = begin / size + item % c->runs * ba_work.quest.pages, stop = ba_round_up(ba_ceil_div(end, size), rows_per_page);
     for (int64_t page = first; page < ba_min(stop, first + ba_work.quest.pages); page++) {
         const int64_t summary = ba_table_page(&a->metadata_tables, batch, page / rows_per_page), row = page % rows_per_page;
         const int64_t tokens = ba_min(size, end - page * size);
@@ -128,13 +128,12 @@ ba_status ba_run_summaries(ba_summary_call *c) {
     for (int64_t b = 0; b < a->batch; b++) {
         const int64_t begin = a->begin ? a->begin[b] : 0;
         tokens += (double)ba_max(0, a->end[b] - begin);
-        c->stretches =
-            ba_max(c->stretches, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c->k.rows), c->rows) - begin / c->k.rows, ba_work.quest.pages));
+        c->runs = ba_max(c->runs, ba_ceil_div(ba_round_up(ba_ceil_div(a->end[b], c->k.rows), c->rows) - begin / c->k.rows, ba_work.quest.pages));
     }
     if (tokens == 0) return BA_OK;
     const double work = tokens * (double)(c->k.heads * c->k.dim);
     join_heads(c);
-    const int64_t items = a->batch * c->k.heads * c->stretches;
+    const int64_t items = a->batch * c->k.heads * c->runs;
     const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
     if (!c->widen) return ba_parallel(threads, items, summarise_item, c);
     c->wide_bytes = c->k.rows * ba_round_up(c->k.dim, BA_PACK_PAD) * (int64_t)sizeof(float);

@@ -19,7 +19,7 @@ typedef struct ba_summary_call {
     int64_t wide_bytes, scratch_bytes; /* of the rows of a page; of them and what guards them */
     char *scratch;
     ba_summarise_fn summarise;
-    int64_t stretches; /* the largest number of stretches of ba_work.quest.pages pages in a request, from the page of its token `begin` on */
+    int64_t runs; /* the largest number of runs of ba_work.quest.pages pages in a request, from the page of its token `begin` on */
 } ba_summary_call;
 
 /* Checks a call of ba_quest_metadata(). `opened`: NULL, or opened tables that replace block_tables, whose `end` and batch `args` has. `args` must

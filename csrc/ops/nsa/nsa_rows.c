@@ -72,7 +72,7 @@ typedef struct sequences {
     const int64_t *cu, *cu_blocks; /* NULL: each batch entry is a sequence. Else cumulative numbers of tokens and of blocks */
     int64_t tokens, blocks;        /* of every sequence, where cu is NULL; else not read */
     int64_t block, stride;         /* tokens per block, and from one block to the next */
-    int64_t stretch;               /* tokens or blocks of an item: see count_stretches() */
+    int64_t run_length;            /* tokens or blocks of an item: see count_runs() */
     int64_t *first_item;           /* [count + 1], where cu is given: where the items of each sequence begin */
 } sequences;
 
@@ -107,12 +107,12 @@ static int64_t blocks_of(const sequences *s, int64_t n) { return ba_sequence_len
 
 typedef int64_t length_fn(const sequences *s, int64_t n);
 
-/* Items are stretches of s->stretch tokens (or blocks: `length` gives the number of either in a sequence) that do not cross sequences. Returns how
+/* Items are runs of s->run_length tokens (or blocks: `length` gives the number of either in a sequence) that do not cross sequences. Returns how
  * many there are. */
-static int64_t count_stretches(const sequences *s, length_fn *length) {
+static int64_t count_runs(const sequences *s, length_fn *length) {
     int64_t total = 0;
-    if (!s->cu) return s->count ? s->count * ba_ceil_div(length(s, 0), s->stretch) : 0;
-    for (int64_t n = 0; n < s->count; n++) total += ba_ceil_div(length(s, n), s->stretch);
+    if (!s->cu) return s->count ? s->count * ba_ceil_div(length(s, 0), s->run_length) : 0;
+    for (int64_t n = 0; n < s->count; n++) total += ba_ceil_div(length(s, n), s->run_length);
     return total;
 }
 
@@ -128,20 +128,20 @@ static ba_status get_memory(sequences *s, length_fn *length, int threads, int64_
     s->first_item = ba_take(memory, &used, places * (int64_t)sizeof *s->first_item);
     for (int64_t n = 0, item = 0; n < places; n++) {
         s->first_item[n] = item;
-        if (n < s->count) item += ba_ceil_div(length(s, n), s->stretch);
+        if (n < s->count) item += ba_ceil_div(length(s, n), s->run_length);
     }
     return BA_OK;
 }
 
 /* Returns where item `index` begins in its sequence, and sets *sequence. */
-static int64_t find_stretch(const sequences *s, length_fn *length, int64_t index, int64_t *sequence) {
+static int64_t find_run(const sequences *s, length_fn *length, int64_t index, int64_t *sequence) {
     if (!s->cu) {
-        const int64_t each = ba_ceil_div(length(s, 0), s->stretch);
+        const int64_t each = ba_ceil_div(length(s, 0), s->run_length);
         *sequence = index / each;
-        return index % each * s->stretch;
+        return index % each * s->run_length;
     }
     *sequence = ba_sequence_at(s->first_item, s->count, index);
-    return (index - s->first_item[*sequence]) * s->stretch;
+    return (index - s->first_item[*sequence]) * s->run_length;
 }
 
 /* ---- Block means ------------------------------------------------------------------------------------------------------ */
@@ -193,8 +193,8 @@ static void means_item(void *context, int64_t index, int worker) {
     const means_call *c = context;
     const int64_t real_size = ba_dtype_size(ba_real_of(c->x.dtype)), size = c->s.block;
     int64_t sequence;
-    const int64_t first = find_stretch(&c->s, blocks_of, index, &sequence);
-    const int64_t end = ba_min(first + c->s.stretch, blocks_of(&c->s, sequence));
+    const int64_t first = find_run(&c->s, blocks_of, index, &sequence);
+    const int64_t end = ba_min(first + c->s.run_length, blocks_of(&c->s, sequence));
     means_scratch w;
     lay_out_means(c, c->scratch + worker * c->scratch_bytes, &w);
     for (int64_t t = 0; t < size; t++) ba_set_real(w.weights, t, 1 / (double)size, real_size);
@@ -238,11 +238,11 @@ ba_status ba_block_means(const ba_block_means_args *a) {
                        ba_shape_text(&a->x).chars, ba_shape_text(&a->out).chars);
     BA_TRY(ba_check_threads(a->num_threads));
     if (c.out.batch == 0 || c.out.tokens == 0) return BA_OK;
-    c.s.stretch = ba_max(1, ba_work.nsa.mean_tokens / c.s.block);
+    c.s.run_length = ba_max(1, ba_work.nsa.mean_tokens / c.s.block);
     means_scratch unused;
     c.scratch_bytes = lay_out_means(&c, NULL, &unused);
     const double work = (double)a->x.dims[0] * (double)(packed ? 1 : c.x.tokens) * (double)(c.x.heads * c.x.dim);
-    const int64_t items = count_stretches(&c.s, blocks_of);
+    const int64_t items = count_runs(&c.s, blocks_of);
     const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
     BA_TRY(get_memory(&c.s, blocks_of, threads, c.scratch_bytes, &c.scratch));
     const ba_status status = ba_parallel(threads, items, means_item, &c);
@@ -283,8 +283,8 @@ static void means_backward_item(void *context, int64_t index, int worker) {
     const means_backward_call *c = context;
     const int64_t real_size = ba_dtype_size(ba_real_of(c->dx.dtype));
     int64_t sequence;
-    const int64_t begin = find_stretch(&c->s, tokens_of, index, &sequence);
-    const int64_t end = ba_min(begin + c->s.stretch, tokens_of(&c->s, sequence)), blocks = c->dout.data ? blocks_of(&c->s, sequence) : 0;
+    const int64_t begin = find_run(&c->s, tokens_of, index, &sequence);
+    const int64_t end = ba_min(begin + c->s.run_length, tokens_of(&c->s, sequence)), blocks = c->dout.data ? blocks_of(&c->s, sequence) : 0;
     means_backward_scratch w;
     lay_out_means_backward(c, c->scratch + worker * c->scratch_bytes, &w);
     for (int64_t i = 0; i < most_rows(c); i++) ba_set_real(w.weights, i, i < c->summands ? 1 : 1 / (double)c->s.block, real_size);
@@ -335,8 +335,8 @@ ba_status ba_block_means_backward(const ba_block_means_backward_args *a) {
     means_backward_scratch unused;
     c.scratch_bytes = lay_out_means_backward(&c, NULL, &unused);
     const double work = (double)(c.dx.batch * c.dx.tokens) * (double)(c.dx.heads * c.dx.dim);
-    c.s.stretch = ba_work.nsa.mean_tokens;
-    const int64_t items = count_stretches(&c.s, tokens_of);
+    c.s.run_length = ba_work.nsa.mean_tokens;
+    const int64_t items = count_runs(&c.s, tokens_of);
     const int threads = ba_threads_of_call(a->num_threads, work, ba_work.small_work, items);
     BA_TRY(get_memory(&c.s, tokens_of, threads, c.scratch_bytes, &c.scratch));
     const ba_status status = ba_parallel(threads, items, means_backward_item, &c);

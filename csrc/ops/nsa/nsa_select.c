@@ -54,7 +54,7 @@ typedef struct select_scratch {
     char *sum;      /* probabilities summed over heads: [key][lane] */
     char *side;     /* has_own: probabilities of heads that lie side by side: [key][lane] */
     char *scores;   /* scores of blocks: [block][lane] */
-    char *means;    /* mean scores of stretches of compressed keys: [stretch][lane] */
+    char *means;    /* mean scores of runs of compressed keys: [run][lane] */
     char *keys;     /* scratch of the kernel `choose`: [block][BA_CHOOSE_LIST_ROWS] */
     int32_t *lists; /* what it chooses: [BA_CHOOSE_LIST_ROWS][width + 1] */
 } select_scratch;
@@ -65,7 +65,7 @@ static int64_t dim_pad(const select_call *c) { return ba_round_up(BA_FEW_PAD(c->
 static int64_t lay_out_nsa_select(const select_call *c, char *base, select_scratch *s) {
     const int64_t real = c->real_size, lanes = c->lanes, pad = dim_pad(c), keys = c->chunk_keys;
     const int64_t tile = ba_max(ba_min(c->args->tile, c->q.tokens), 1), heads = c->by_query ? c->group : 1;
-    const int64_t stretches = c->cmp_width ? ba_ceil_div(c->most_blocks, c->args->cmp_group) : 0;
+    const int64_t runs = c->cmp_width ? ba_ceil_div(c->most_blocks, c->args->cmp_group) : 0;
     int64_t used = 0;
     s->rows = ba_take(base, &used, lanes * pad * real);
     s->wide = ba_take(base, &used, BA_ROWS_AT_ONCE * pad * real);
@@ -87,7 +87,7 @@ static int64_t lay_out_nsa_select(const select_call *c, char *base, select_scrat
     s->sum = ba_take(base, &used, c->by_query ? keys * lanes * real : 0);
     s->side = ba_take(base, &used, c->has_own ? keys * lanes * real : 0);
     s->scores = ba_take(base, &used, c->most_blocks * lanes * real);
-    s->means = ba_take(base, &used, stretches * lanes * real);
+    s->means = ba_take(base, &used, runs * lanes * real);
     s->keys = ba_take(base, &used, c->most_blocks * BA_CHOOSE_LIST_ROWS * real);
     s->lists = ba_take(base, &used, BA_CHOOSE_LIST_ROWS * (ba_max(c->width, c->cmp_width) + 1) * (int64_t)sizeof(int32_t));
     return used;
@@ -334,9 +334,9 @@ static void choose_blocks(const select_call *c, const select_scratch *s, const i
     choose(c, s, at, s->scores, r, &c->args->selected);
 }
 
-/* Chooses the stretches of cmp_group compressed keys with the highest mean scores. The mean is taken over the keys that compete and whose score is
+/* Chooses the runs of cmp_group compressed keys with the highest mean scores. The mean is taken over the keys that compete and whose score is
  * not -inf. */
-static void choose_stretches(const select_call *c, const select_scratch *s, const item_rows *at) {
+static void choose_runs(const select_call *c, const select_scratch *s, const item_rows *at) {
     const int64_t size = ba_min(c->args->cmp_group, INT32_MAX); /* any size above the number of keys means the same */
     rules r[BA_MAX_LANES] = {{0}};
     for (int64_t i = 0; i < at->rows; i++) {
@@ -409,7 +409,7 @@ static void select_item(void *context, int64_t item, int worker) {
     if (c->by_query) score_by_query(c, &s, &at);
     else score_by_tile(c, &s, &at);
     choose_blocks(c, &s, &at);
-    if (ba_given(&c->args->selected_cmp)) choose_stretches(c, &s, &at);
+    if (ba_given(&c->args->selected_cmp)) choose_runs(c, &s, &at);
 }
 
 static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {

@@ -8,7 +8,7 @@
 ba_status ba_run_attention(const ba_attention *a) {
     BA_IN_USUAL_MODE;
     if (a->problem.batch == 0 || a->problem.q_len == 0) return BA_OK; /* nothing to write, however many heads there are */
-    return a->kv_split ? ba_attend_in_chunks(&a->problem, a->kv_split, a->num_threads) : ba_attend(&a->problem, a->num_threads);
+    return a->kv_split ? ba_attend_kv_split(&a->problem, a->kv_split, a->num_threads) : ba_attend(&a->problem, a->num_threads);
 }
 
 ba_status ba_run_attention_backward(const ba_attention *a, const ba_gradients *gradients) {

@@ -17,7 +17,7 @@ typedef struct ba_attention {
     ba_problem problem;
     ba_tensor out_shape, lse_shape; /* the dtypes and shapes that the outputs must have; data is NULL */
     int num_threads;
-    int64_t kv_split;          /* 0: none. Else a paged call attends to chunks of so many tokens */
+    int64_t kv_split;          /* 0: none. Else a paged call attends to KV splits of so many tokens */
     ba_page_tables own_tables; /* of a paged call that is not given opened tables */
 } ba_attention;
 

@@ -5,8 +5,8 @@ bool ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, cons
     *bias = (ba_bias){NULL, false};
     if (!ba_has_bias(p)) return true;
     const ba_tensor *mask = &p->attn_mask;
-    const ba_stretch whole = {.request = batch}, *stretch = p->stretches ? &p->stretches[batch] : &whole;
-    const int64_t corner = stretch->request * mask->strides[0] + stretch->first_query * mask->strides[2] + stretch->first_key * mask->strides[3];
+    const ba_kv_split whole = {.request = batch}, *split = p->kv_splits ? &p->kv_splits[batch] : &whole;
+    const int64_t corner = split->request * mask->strides[0] + split->first_query * mask->strides[2] + split->first_key * mask->strides[3];
     const void *rows[BA_MAX_LANES];
     int32_t places[BA_MAX_LANES];
     float slopes[BA_MAX_LANES];

@@ -112,8 +112,8 @@ static void copy_bits(const uint64_t *from, int64_t first, int64_t columns, uint
 
 bool ba_list_to_bitmap(const ba_problem *p, int64_t batch, int64_t head, int64_t row, uint64_t *bitmap, int64_t words, int64_t *at) {
     memset(bitmap, 0, (size_t)words * sizeof *bitmap);
-    if (p->stretches) { /* the lists have been read and checked */
-        const ba_stretch *s = &p->stretches[batch];
+    if (p->kv_splits) { /* the lists have been read and checked */
+        const ba_kv_split *s = &p->kv_splits[batch];
         copy_bits(s->listed + ba_list_head(p, head) * s->listed_words, s->first_key / p->block_kv, ba_list_columns(p, batch), bitmap);
         return true;
     }

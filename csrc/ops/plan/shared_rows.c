@@ -50,7 +50,7 @@ int64_t ba_sharing_lay_out(ba_sharing *s, char *memory) {
 }
 
 /* Packs `keys` keys of one head (counted over the batch) from key `begin` on, a whole number of groups. */
-static void pack_stretch(const ba_sharing *s, const ba_shared_rows *to, const ba_view *view, int64_t dim, int64_t head, int64_t begin, int64_t keys) {
+static void pack_run(const ba_sharing *s, const ba_shared_rows *to, const ba_view *view, int64_t dim, int64_t head, int64_t begin, int64_t keys) {
     const ba_problem *p = s->plan->problem;
     const void *rows[BA_MAX_CHUNK], *packed_rows[BA_MAX_CHUNK];
     const char *row = ba_key_row(p, view, p->kv_element_size, head / p->kv_heads, head % p->kv_heads, begin);
@@ -68,9 +68,9 @@ static void share_item(void *context, int64_t index, int worker) {
     int64_t keys = begin < range.hi ? ba_min(s->pack_keys, valid - begin) : 0;
     keys -= keys % s->family->key_pad; /* the last keys of a sequence may be less than a group; tiles pack these themselves */
     if (keys <= 0 || !s->shared[head / p->kv_heads]) return;
-    if (s->k.pack) pack_stretch(s, &s->k, &p->k, p->head_dim, head, begin, keys);
-    if (s->v.pack) pack_stretch(s, &s->v, &p->v, p->v_dim, head, begin, keys);
-    if (s->k_columns.pack) pack_stretch(s, &s->k_columns, &p->k, p->head_dim, head, begin, keys);
+    if (s->k.pack) pack_run(s, &s->k, &p->k, p->head_dim, head, begin, keys);
+    if (s->v.pack) pack_run(s, &s->v, &p->v, p->v_dim, head, begin, keys);
+    if (s->k_columns.pack) pack_run(s, &s->k_columns, &p->k, p->head_dim, head, begin, keys);
 }
 
 ba_status ba_share_rows(ba_sharing *s, int threads) {

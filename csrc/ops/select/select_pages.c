@@ -21,7 +21,7 @@
 #include "ops/rows_ahead.h"
 #include "ops/scratch.h"
 
-/* Selection takes two jobs. The items of the first are stretches of pages, each scored for all heads, because the heads of a page lie close
+/* Selection takes two jobs. The items of the first are runs of pages, each scored for all heads, because the heads of a page lie close
  * together in memory. The items of the second are the rows of the result, each chosen from the scores of all its pages.
  *
  * An entry is one query of one row of the result: a query head's, or the mean of a group's heads. Each KV head has the entries of its rows by the
@@ -33,7 +33,7 @@ typedef struct select_call {
     ba_view k_scale; /* of quantised keys; data NULL: none */
     int64_t heads, kv_heads, group, dim, most_pages;
     int64_t rows;                   /* rows of the result per request */
-    int64_t stretch, stretches;     /* pages per stretch; the largest number of stretches in a request */
+    int64_t run_pages, runs;        /* pages per run; the largest number of runs in a request */
     const ba_attend_family *family; /* for the queries' dtype */
     const ba_attend_family *reals;  /* for means of queries */
     const ba_cache_kernels *cache;
@@ -197,7 +197,7 @@ static void score_rows(const select_call *c, const ba_pages *p, const sharing *h
     c->cache->scores(q + head * head_bytes(c, h, entries), entries, rows, head * p->head_stride, &ahead, count, c->dim, scores, h->chunk_rows);
 }
 
-/* Prefetches the first rows of a stretch for all heads. (Later rows are prefetched while the rows before them are scored.) */
+/* Prefetches the first rows of a run for all heads. (Later rows are prefetched while the rows before them are scored.) */
 static void prefetch_rows(const select_call *c, const ba_pages *p, const void *const *rows, int64_t count) {
     for (int64_t head = 0; head < c->kv_heads; head++) {
         const ba_prefetch_rows ahead = rows_ahead(c, p, head, rows, count);
@@ -242,8 +242,8 @@ static void keep_entry(const select_call *c, int64_t head, int64_t entry, int64_
 }
 
 /* Scores the loaded entries, from entry `first` of every head on, with the rows from `begin` to `end`, one head after the other. */
-static void score_stretch(const select_call *c, select_scratch *s, const sharing *h, int64_t batch, int64_t first, int64_t entries, int64_t begin,
-                          int64_t end, float *pages) {
+static void score_head_by_head(const select_call *c, select_scratch *s, const sharing *h, int64_t batch, int64_t first, int64_t entries,
+                               int64_t begin, int64_t end, float *pages) {
     const int64_t real = c->family->real_size;
     find_rows(c, batch, begin, ba_min(end, begin + h->chunk_rows), &s->rows[0]);
     prefetch_rows(c, &c->a, s->rows[0].a, s->rows[0].count);
@@ -282,12 +282,12 @@ static void score_heads(const select_call *c, select_scratch *s, const sharing *
     }
 }
 
-/* Scores one stretch of pages of one request, for all heads. */
+/* Scores one run of pages of one request, for all heads. */
 static void score_item(void *context, int64_t item, int worker) {
     const select_call *c = context;
     const ba_select_args *args = c->args;
-    const int64_t batch = item / c->stretches, n = ba_ceil_div(args->seq_lens[batch], args->page_size);
-    const int64_t first_page = item % c->stretches * c->stretch, end_page = ba_min(n, first_page + c->stretch);
+    const int64_t batch = item / c->runs, n = ba_ceil_div(args->seq_lens[batch], args->page_size);
+    const int64_t first_page = item % c->runs * c->run_pages, end_page = ba_min(n, first_page + c->run_pages);
     const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1, all = c->rows / c->kv_heads * queries_of(c, batch);
     const int64_t rows = rows_per_page == 1 ? n : args->seq_lens[batch];
     if (first_page >= end_page || !all) return;
@@ -300,7 +300,7 @@ static void score_item(void *context, int64_t item, int worker) {
         const int64_t begin = first_page * rows_per_page, end = ba_min(rows, end_page * rows_per_page);
         float *pages = c->page_scores + batch * c->rows * c->most_pages;
         if (h.heads_at_once) score_heads(c, &s, &h, batch, first, entries, begin, end, pages);
-        else score_stretch(c, &s, &h, batch, first, entries, begin, end, pages);
+        else score_head_by_head(c, &s, &h, batch, first, entries, begin, end, pages);
     }
 }
 
@@ -545,10 +545,10 @@ static ba_status select_blocks(const ba_select_args *args, const ba_page_tables 
         if (entries != roomy && entries) make_room(&c, roomy = entries);
     }
     const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1;
-    const int64_t most_items = args->batch * ba_max(c.rows, 1) + pages * rows_per_page / ba_work.quest.stretch_rows;
+    const int64_t most_items = args->batch * ba_max(c.rows, 1) + pages * rows_per_page / ba_work.quest.run_rows;
     const int threads = ba_threads_of_call(args->num_threads, work, ba_work.quest.small_products, most_items);
-    c.stretch = ba_ceil_div(ba_max(ba_work.quest.stretch_rows, pages * rows_per_page / (ba_work.quest.thread_stretches * threads)), rows_per_page);
-    c.stretches = ba_ceil_div(c.most_pages, c.stretch);
+    c.run_pages = ba_ceil_div(ba_max(ba_work.quest.run_rows, pages * rows_per_page / (ba_work.quest.thread_runs * threads)), rows_per_page);
+    c.runs = ba_ceil_div(c.most_pages, c.run_pages);
     select_scratch unused;
     c.scratch_bytes = lay_out_select(&c, NULL, &unused);
     char *memory;
@@ -559,7 +559,7 @@ static ba_status select_blocks(const ba_select_args *args, const ba_page_tables 
         lay_out_select(&c, c.scratch + worker * c.scratch_bytes, &s);
         s.loaded[0] = -1;
     }
-    ba_status status = ba_parallel(threads, args->batch * c.stretches, score_item, &c);
+    ba_status status = ba_parallel(threads, args->batch * c.runs, score_item, &c);
     if (status == BA_OK) status = ba_parallel(threads, args->batch * c.rows, choose_item, &c);
     ba_arena_release();
     return status;

@@ -199,10 +199,10 @@ static ba_status run(ba_prefill *c, int threads) {
     ba_status status = c->rows.seen ? ba_parallel(threads, c->p.batch * c->p.block_rows, ba_note_row, c) : BA_OK;
     /* All (batch entry, KV head) pairs take turns, as many at once as have room for their groups: c->pairs becomes the number in this round. */
     const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->pairs, lists = c->lists / c->p.kv_heads; /* lists: per pair */
-    const int64_t stretches = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->group_tokens), ba_work.choose.groups);
+    const int64_t runs = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->group_tokens), ba_work.choose.groups);
     for (c->first_pair = 0; status == BA_OK && c->first_pair < all; c->first_pair += at_once) {
         c->pairs = ba_min(at_once, all - c->first_pair);
-        status = ba_parallel(threads, c->pairs * stretches, make_groups, c);
+        status = ba_parallel(threads, c->pairs * runs, make_groups, c);
         if (status == BA_OK && c->lines) status = ba_parallel(threads, c->pairs * c->p.group, find_lines, c);
         if (status == BA_OK) status = ba_parallel(threads, c->pairs * lists * c->strips, score_strip, c);
     }

@@ -1,13 +1,14 @@
-/* Paged attention in chunks of a fixed number of tokens (kv_split), each attended as a sequence of its own, whose states are merged by a fixed tree.
+/* Paged attention with kv_split. A KV split, here split for short, is kv_split consecutive tokens of a request. Each is attended as a sequence of its
+ * own, and the states of a request's splits are merged by a fixed tree. (Documents for users call splits chunks.)
  *
- * Node i of level l covers chunks i * 2^l to (i + 1) * 2^l - 1, as far as the request has them. Its state is the merge of those of its two halves,
- * or, where its right half has no chunk, that of its left half. So the result depends on the chunks alone: merge_states_tree() of blitz_attn/merge.py
- * gives the same bits from the states of single chunks, whoever has computed them.
+ * Node i of level l covers splits i * 2^l to (i + 1) * 2^l - 1, as far as the request has them. Its state is the merge of those of its two halves,
+ * or, where its right half has no split, that of its left half. So the result depends on the splits alone: merge_states_tree() of blitz_attn/merge.py
+ * gives the same bits from the states of single splits, whoever has computed them.
  *
- * A *unit* is some queries of one request. Units are attended in groups, so that memory holds the states of one group at a time. A group goes through
- * its chunks in *waves*: each wave attends `width` neighbouring chunks of every unit, a power of two, and merges them to one node of the tree. Nodes
- * that wait for the right half of their parent are kept in a stack with one slot per level, as in a binary counter: before wave n, slot l is in use
- * where bit l of n is set. */
+ * Queries are attended in slices, some queries of one request each, and slices in *rounds*, so that memory holds the states of one round at a time. A
+ * round goes through its splits in *waves*: each wave attends `width` neighbouring splits of every slice, a power of two, and merges them to one node
+ * of the tree. Nodes that wait for the right half of their parent are kept in a stack with one slot per level, as in a binary counter: before wave n,
+ * slot l is in use where bit l of n is set. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -24,42 +25,42 @@
 #include "ops/plan/plan.h"
 #include "ops/reals.h"
 
-typedef struct unit {
+typedef struct slice {
     int64_t request, first_query, queries; /* which queries of the request */
-    int64_t row;                           /* of the first of them, among the rows of the group */
-    int64_t chunks;
-} unit;
+    int64_t row;                           /* of the first of them, among the rows of the round */
+    int64_t splits;
+} slice;
 
-/* The size of a group: its units, the rows of their queries, and the chunks of the request with the most. */
-typedef struct group_size {
-    int64_t units, rows, chunks;
-} group_size;
+/* The size of a round: its slices, the rows of their queries, and the splits of the request with the most. */
+typedef struct round_size {
+    int64_t slices, rows, splits;
+} round_size;
 
-/* A position in the call: a query of a request. */
-typedef struct place {
+/* Where in the call a round begins: at a query of a request. */
+typedef struct cursor {
     int64_t request, query;
-} place;
+} cursor;
 
-typedef struct chunked_call {
+typedef struct split_call {
     const ba_problem *whole;
-    int64_t split; /* tokens per chunk */
+    int64_t split_tokens; /* kv_split */
     ba_isa level;
     int num_threads;
     const ba_attend_family *merging, *writing; /* whose kernels merge states, and write results */
     int64_t real_size, pad;                    /* of a state: bytes per real, and reals per row */
-    int64_t most_rows;                         /* of queries in a group; a request with more is cut into units */
+    int64_t most_rows;                         /* of queries in a round; a request with more is cut into slices */
     int64_t *first_word;                       /* [batch]: where the bitmaps of a request's lists begin in `listed` */
     uint64_t *listed;                          /* NULL: no lists */
     bool refused;                              /* an entry of the lists is wrong: the one at `bad` is the first */
     int64_t bad[4];
-    /* of the group */
-    unit *units;
-    group_size size;
-    int32_t *unit_of_row;
+    /* of the round */
+    slice *slices;
+    round_size size;
+    int32_t *slice_of_row;
     int64_t width, wave;
     char *outs, *lses; /* [slot][row][head]: states. The first `width` slots are those of the wave, the others the stack */
     char *nothing;     /* the value of a sink */
-} chunked_call;
+} split_call;
 
 static void *get_memory(int64_t bytes) { return ba_fault(BA_FAULT_MEMORY) ? NULL : malloc((size_t)ba_max(1, bytes)); }
 
@@ -74,7 +75,7 @@ static int64_t words_of(const ba_problem *p, int64_t request) { return ba_ceil_d
 /* Reads one list of a request. An item is one (request, head of the lists); the items run in this order, on one thread. */
 static void mark_list(void *context, int64_t item, int worker) {
     (void)worker;
-    chunked_call *c = context;
+    split_call *c = context;
     const ba_problem *p = c->whole;
     const int64_t list_heads = p->blocks.dims[1], request = item / list_heads, head = item % list_heads, words = words_of(p, request);
     int64_t at = 0;
@@ -84,8 +85,8 @@ static void mark_list(void *context, int64_t item, int worker) {
     memcpy(c->bad, (const int64_t[]){ba_list_batch(p, request), head, 0, at}, sizeof c->bad);
 }
 
-/* Reads and checks all lists, once for all chunks. */
-static ba_status mark_lists(chunked_call *c) {
+/* Reads and checks all lists, once for all splits. */
+static ba_status mark_lists(split_call *c) {
     const ba_problem *p = c->whole;
     if (!p->listed) return BA_OK;
     int64_t words = 0;
@@ -105,14 +106,14 @@ static ba_status mark_lists(chunked_call *c) {
 
 /* ---- States ---------------------------------------------------------------------------------------------------------- */
 
-static int64_t state_index(const chunked_call *c, int64_t place, int64_t row, int64_t head) {
-    return (place * c->size.rows + row) * c->whole->heads + head;
+static int64_t state_index(const split_call *c, int64_t slot, int64_t row, int64_t head) {
+    return (slot * c->size.rows + row) * c->whole->heads + head;
 }
-static char *state_out(const chunked_call *c, int64_t state) { return c->outs + state * c->pad * c->real_size; }
-static double state_lse(const chunked_call *c, int64_t state) { return ba_get_real(c->lses, state, c->real_size); }
+static char *state_out(const split_call *c, int64_t state) { return c->outs + state * c->pad * c->real_size; }
+static double state_lse(const split_call *c, int64_t state) { return ba_get_real(c->lses, state, c->real_size); }
 
 /* Merges a state with another one, and leaves the result in its place. */
-static void merge_state(const chunked_call *c, int64_t state, const void *other_out, double other_lse) {
+static void merge_state(const split_call *c, int64_t state, const void *other_out, double other_lse) {
     char *out = state_out(c, state);
     const void *rows[2];
     double weights[2];
@@ -121,9 +122,9 @@ static void merge_state(const chunked_call *c, int64_t state, const void *other_
     ba_set_real(c->lses, state, lse, c->real_size);
 }
 
-/* Lets a sink take part, which has a score and no value. As in a call without chunks, a sink is infinite where its exponent of 2 is, and an infinite
+/* Lets a sink take part, which has a score and no value. As in a call without splits, a sink is infinite where its exponent of 2 is, and an infinite
  * one leaves nothing of finite scores. */
-static void add_sink(const chunked_call *c, int64_t state, double sink) {
+static void add_sink(const split_call *c, int64_t state, double sink) {
     double exponent = sink * BA_LOG2_E;
     if (c->real_size == 4) exponent = (double)(float)exponent;
     const double score = isinf(exponent) ? exponent : sink;
@@ -137,7 +138,7 @@ static void add_sink(const chunked_call *c, int64_t state, double sink) {
 }
 
 /* Writes the final state of a query. */
-static void write_result(const chunked_call *c, const unit *u, int64_t query, int64_t head, int64_t state) {
+static void write_result(const split_call *c, const slice *s, int64_t query, int64_t head, int64_t state) {
     const ba_problem *p = c->whole;
     if (p->sinks) add_sink(c, state, (double)p->sinks[head]);
     const double zero = 0, one = 1;
@@ -145,19 +146,19 @@ static void write_result(const chunked_call *c, const unit *u, int64_t query, in
     const ba_panel panel = {.o = state_out(c, state),
                             .m = c->real_size == 4 ? (void *)&zero_float : (void *)&zero,
                             .l = c->real_size == 4 ? (void *)&one_float : (void *)&one};
-    void *const row = ba_query_row(p, &p->out, p->out_element_size, u->request, head, query);
+    void *const row = ba_query_row(p, &p->out, p->out_element_size, s->request, head, query);
     (p->unrounded ? c->writing->few->finish_reals : c->writing->few->finish)(&panel, 1, p->v_dim, &row, NULL);
-    if (p->lse.data) ba_set_real(ba_query_row(p, &p->lse, c->real_size, u->request, head, query), 0, state_lse(c, state), c->real_size);
+    if (p->lse.data) ba_set_real(ba_query_row(p, &p->lse, c->real_size, s->request, head, query), 0, state_lse(c, state), c->real_size);
 }
 
 /* Merges the states that a wave has left for one query of one head, and then with what waits in the stack. Writes the result after the last wave. */
-static void merge_wave(const chunked_call *c, int64_t row, int64_t head) {
-    const unit *u = &c->units[c->unit_of_row[row]];
-    const int64_t chunks = ba_min(c->width, u->chunks - c->wave * c->width);
-    if (chunks <= 0) return;
-    const bool last = (c->wave + 1) * c->width >= u->chunks;
-    for (int64_t step = 1; step < chunks; step *= 2)
-        for (int64_t left = 0; left + step < chunks; left += 2 * step) {
+static void merge_wave(const split_call *c, int64_t row, int64_t head) {
+    const slice *s = &c->slices[c->slice_of_row[row]];
+    const int64_t splits = ba_min(c->width, s->splits - c->wave * c->width);
+    if (splits <= 0) return;
+    const bool last = (c->wave + 1) * c->width >= s->splits;
+    for (int64_t step = 1; step < splits; step *= 2)
+        for (int64_t left = 0; left + step < splits; left += 2 * step) {
             const int64_t right = state_index(c, left + step, row, head);
             merge_state(c, state_index(c, left, row, head), state_out(c, right), state_lse(c, right));
         }
@@ -172,7 +173,7 @@ static void merge_wave(const chunked_call *c, int64_t row, int64_t head) {
         }
     }
     if (last) {
-        write_result(c, u, u->first_query + row - u->row, head, node);
+        write_result(c, s, s->first_query + row - s->row, head, node);
         return;
     }
     const int64_t to = state_index(c, c->width + level, row, head);
@@ -182,64 +183,64 @@ static void merge_wave(const chunked_call *c, int64_t row, int64_t head) {
 
 static void merge_rows(void *context, int64_t item, int worker) {
     (void)worker;
-    const chunked_call *c = context;
+    const split_call *c = context;
     const int64_t heads = c->whole->heads, states = c->size.rows * heads;
     for (int64_t i = item * ba_work.merge_rows; i < ba_min(states, (item + 1) * ba_work.merge_rows); i++) merge_wave(c, i / heads, i % heads);
 }
 
-/* ---- Groups ---------------------------------------------------------------------------------------------------------- */
+/* ---- Rounds ---------------------------------------------------------------------------------------------------------- */
 
-/* The group that begins at *at, which becomes the beginning of the group after it. Its units are written to `units`, unless that is NULL. */
-static group_size next_group(const chunked_call *c, place *at, unit *units) {
+/* The round that begins at *at, which becomes the beginning of the round after it. Its slices are written to `slices`, unless that is NULL. */
+static round_size next_round(const split_call *c, cursor *at, slice *slices) {
     const ba_problem *p = c->whole;
-    group_size size = {0, 0, 0};
+    round_size size = {0, 0, 0};
     while (at->request < p->batch) {
         const int64_t all = queries_of(p, at->request), queries = ba_min(all - at->query, c->most_rows);
-        if (size.units && size.rows + queries > c->most_rows) break;
+        if (size.slices && size.rows + queries > c->most_rows) break;
         if (queries) {
-            const int64_t chunks = ba_max(1, ba_ceil_div(p->kv_lens[at->request], c->split));
-            if (units) units[size.units] = (unit){at->request, at->query, queries, size.rows, chunks};
-            size = (group_size){size.units + 1, size.rows + queries, ba_max(size.chunks, chunks)};
+            const int64_t splits = ba_max(1, ba_ceil_div(p->kv_lens[at->request], c->split_tokens));
+            if (slices) slices[size.slices] = (slice){at->request, at->query, queries, size.rows, splits};
+            size = (round_size){size.slices + 1, size.rows + queries, ba_max(size.splits, splits)};
         }
         at->query += queries;
         if (at->query < all) continue;
-        *at = (place){at->request + 1, 0};
+        *at = (cursor){at->request + 1, 0};
     }
     return size;
 }
 
 /* The arrays of the batch entries of a wave. */
 typedef struct entries {
-    ba_stretch *stretch;
+    ba_kv_split *split;
     int64_t *kv_len, *first_page, *q_begin, *q_total, *q_row, *q_end;
 } entries;
 
 enum { NUMBERS_OF_ENTRY = 6 };
 
-/* Fills the batch entries of a wave: each chunk of each unit. */
-static void fill_entries(const chunked_call *c, const entries *e, ba_problem *wave) {
+/* Fills the batch entries of a wave: each split of each slice. */
+static void fill_entries(const split_call *c, const entries *e, ba_problem *wave) {
     const ba_problem *p = c->whole;
     wave->batch = wave->kv_len = wave->q_len = 0;
-    for (const unit *u = c->units; u < c->units + c->size.units; u++) {
-        const int64_t b = u->request, queries = queries_of(p, b), row = (p->cu_q ? p->cu_q[b] : b) + u->first_query;
+    for (const slice *s = c->slices; s < c->slices + c->size.slices; s++) {
+        const int64_t b = s->request, queries = queries_of(p, b), row = (p->cu_q ? p->cu_q[b] : b) + s->first_query;
         const int64_t begin = p->q_begin ? p->q_begin[b] : p->kv_lens[b] - queries;
-        for (int64_t i = 0; i < c->width && c->wave * c->width + i < u->chunks; i++) {
-            const int64_t n = wave->batch++, first_key = (c->wave * c->width + i) * c->split;
-            e->stretch[n] = (ba_stretch){.request = b,
-                                         .first_query = u->first_query,
-                                         .result_row = i * c->size.rows + u->row,
-                                         .first_key = first_key,
-                                         .listed = c->listed ? c->listed + c->first_word[b] : NULL,
-                                         .listed_words = words_of(p, b)};
-            e->kv_len[n] = ba_min(p->kv_lens[b] - first_key, c->split);
+        for (int64_t i = 0; i < c->width && c->wave * c->width + i < s->splits; i++) {
+            const int64_t n = wave->batch++, first_key = (c->wave * c->width + i) * c->split_tokens;
+            e->split[n] = (ba_kv_split){.request = b,
+                                        .first_query = s->first_query,
+                                        .result_row = i * c->size.rows + s->row,
+                                        .first_key = first_key,
+                                        .listed = c->listed ? c->listed + c->first_word[b] : NULL,
+                                        .listed_words = words_of(p, b)};
+            e->kv_len[n] = ba_min(p->kv_lens[b] - first_key, c->split_tokens);
             e->first_page[n] = p->first_page[b] + first_key / p->page_size;
             /* A query that stands farther before or behind the tokens sees what one at this place does. */
-            e->q_begin[n] = ba_max(-BA_MOST_TOKENS, ba_min(begin - first_key, BA_MOST_TOKENS)) + u->first_query;
+            e->q_begin[n] = ba_max(-BA_MOST_TOKENS, ba_min(begin - first_key, BA_MOST_TOKENS)) + s->first_query;
             e->q_total[n] = queries;
             e->q_row[n] = row;
-            e->q_end[n] = row + u->queries;
+            e->q_end[n] = row + s->queries;
             wave->kv_len = ba_max(wave->kv_len, e->kv_len[n]);
-            wave->q_len = ba_max(wave->q_len, u->queries);
+            wave->q_len = ba_max(wave->q_len, s->queries);
         }
     }
     wave->block_q = ba_max(1, wave->q_len);
@@ -247,13 +248,13 @@ static void fill_entries(const chunked_call *c, const entries *e, ba_problem *wa
 }
 
 /* The problem of a wave, but for what differs from one wave to the next. */
-static ba_problem problem_of_waves(const chunked_call *c, const entries *e) {
+static ba_problem problem_of_waves(const split_call *c, const entries *e) {
     const ba_problem *p = c->whole;
     ba_problem wave = *p;
     wave.unrounded = p->dtype == BA_FLOAT16 || p->dtype == BA_BFLOAT16;
     wave.out_element_size = c->real_size;
     wave.sinks = NULL; /* they take part once, at the end */
-    wave.stretches = e->stretch;
+    wave.kv_splits = e->split;
     wave.kv_lens = e->kv_len;
     wave.first_page = e->first_page;
     wave.q_begin = e->q_begin;
@@ -267,7 +268,7 @@ static ba_problem problem_of_waves(const chunked_call *c, const entries *e) {
     return wave;
 }
 
-static ba_status attend_waves(chunked_call *c, int64_t waves, const entries *e) {
+static ba_status attend_waves(split_call *c, int64_t waves, const entries *e) {
     ba_problem wave = problem_of_waves(c, e);
     const int64_t states = c->size.rows * c->whole->heads, items = ba_ceil_div(states, ba_work.merge_rows);
     const int threads = ba_threads_of_call(c->num_threads, (double)states * (double)(c->width * c->whole->v_dim), ba_work.small_work, items);
@@ -279,61 +280,61 @@ static ba_status attend_waves(chunked_call *c, int64_t waves, const entries *e) 
     return BA_OK;
 }
 
-/* Attends to the group of this size that begins at *at, in memory of its own. */
-static ba_status attend_group(chunked_call *c, group_size size, place *at) {
+/* Attends to the round of this size that begins at *at, in memory of its own. */
+static ba_status attend_round(split_call *c, round_size size, cursor *at) {
     const ba_problem *p = c->whole;
     /* The largest power of two for which the states of a wave are no more than most_rows rows, and 1 at least. */
-    for (c->width = 1; c->width < size.chunks && 2 * c->width * size.rows <= c->most_rows;) c->width *= 2;
-    const int64_t waves = ba_ceil_div(size.chunks, c->width), entry_count = ba_min(size.chunks, c->width) * size.units; /* of a wave, at most */
+    for (c->width = 1; c->width < size.splits && 2 * c->width * size.rows <= c->most_rows;) c->width *= 2;
+    const int64_t waves = ba_ceil_div(size.splits, c->width), entry_count = ba_min(size.splits, c->width) * size.slices; /* of a wave, at most */
     int64_t levels = 0;
     while ((waves - 1) >> levels) levels++;
     const int64_t states = (c->width + levels) * size.rows * p->heads, rows_bytes = ba_round_up(size.rows * (int64_t)sizeof(int32_t), 8);
-    const int64_t of_entries = entry_count * (int64_t)(sizeof(ba_stretch) + NUMBERS_OF_ENTRY * sizeof(int64_t)),
+    const int64_t of_entries = entry_count * (int64_t)(sizeof(ba_kv_split) + NUMBERS_OF_ENTRY * sizeof(int64_t)),
                   lse_bytes = ba_round_up(states * c->real_size, 8);
     const int64_t bytes =
-        of_entries + size.units * (int64_t)sizeof(unit) + rows_bytes + states * c->pad * c->real_size + lse_bytes + c->pad * c->real_size;
+        of_entries + size.slices * (int64_t)sizeof(slice) + rows_bytes + states * c->pad * c->real_size + lse_bytes + c->pad * c->real_size;
     char *memory = get_memory(bytes);
     if (!memory) return no_memory(bytes);
-    entries e = {.stretch = (ba_stretch *)(void *)memory};
-    e.kv_len = (int64_t *)(void *)(e.stretch + entry_count);
+    entries e = {.split = (ba_kv_split *)(void *)memory};
+    e.kv_len = (int64_t *)(void *)(e.split + entry_count);
     e.first_page = e.kv_len + entry_count;
     e.q_begin = e.first_page + entry_count;
     e.q_total = e.q_begin + entry_count;
     e.q_row = e.q_total + entry_count;
     e.q_end = e.q_row + entry_count;
-    c->units = (unit *)(void *)(e.q_end + entry_count);
-    c->unit_of_row = (int32_t *)(void *)(c->units + size.units);
-    c->outs = (char *)c->unit_of_row + rows_bytes;
+    c->slices = (slice *)(void *)(e.q_end + entry_count);
+    c->slice_of_row = (int32_t *)(void *)(c->slices + size.slices);
+    c->outs = (char *)c->slice_of_row + rows_bytes;
     c->lses = c->outs + states * c->pad * c->real_size;
     c->nothing = c->lses + lse_bytes;
     memset(c->nothing, 0, (size_t)(c->pad * c->real_size));
-    c->size = next_group(c, at, c->units);
-    for (int64_t i = 0; i < size.units; i++)
-        for (int64_t n = 0; n < c->units[i].queries; n++) c->unit_of_row[c->units[i].row + n] = (int32_t)i;
+    c->size = next_round(c, at, c->slices);
+    for (int64_t i = 0; i < size.slices; i++)
+        for (int64_t n = 0; n < c->slices[i].queries; n++) c->slice_of_row[c->slices[i].row + n] = (int32_t)i;
     const ba_status status = attend_waves(c, waves, &e);
     free(memory);
     return status;
 }
 
-ba_status ba_attend_in_chunks(const ba_problem *problem, int64_t split, int num_threads) {
+ba_status ba_attend_kv_split(const ba_problem *problem, int64_t kv_split, int num_threads) {
     const ba_isa level = ba_isa_active(); /* once, for all waves: another thread may change it at any time */
     const ba_kernels *kernels = ba_kernels_at(level);
     const ba_dtype real = ba_real_of(problem->dtype);
-    chunked_call c = {.whole = problem,
-                      .split = split,
-                      .level = level,
-                      .num_threads = num_threads,
-                      .merging = kernels->vector[real],
-                      .writing = kernels->vector[problem->dtype],
-                      .real_size = ba_dtype_size(real),
-                      .pad = BA_FEW_PAD(problem->v_dim)};
-    c.most_rows = ba_max(ba_work.chunk_rows, ba_work.chunk_bytes / (problem->heads * c.pad * c.real_size));
+    split_call c = {.whole = problem,
+                    .split_tokens = kv_split,
+                    .level = level,
+                    .num_threads = num_threads,
+                    .merging = kernels->vector[real],
+                    .writing = kernels->vector[problem->dtype],
+                    .real_size = ba_dtype_size(real),
+                    .pad = BA_FEW_PAD(problem->v_dim)};
+    c.most_rows = ba_max(ba_work.round_queries, ba_work.round_bytes / (problem->heads * c.pad * c.real_size));
     ba_status status = mark_lists(&c);
-    for (place at = {0, 0}; status == BA_OK;) {
-        place next = at;
-        const group_size size = next_group(&c, &next, NULL);
-        if (size.units == 0) break;
-        status = attend_group(&c, size, &at);
+    for (cursor at = {0, 0}; status == BA_OK;) {
+        cursor next = at;
+        const round_size size = next_round(&c, &next, NULL);
+        if (size.slices == 0) break;
+        status = attend_round(&c, size, &at);
     }
     free(c.first_word);
     return status;
