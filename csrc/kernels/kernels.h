@@ -123,12 +123,12 @@ typedef struct ba_panel {
     const int32_t *hi;
 } ba_panel;
 
-/* Rows to prefetch: `bytes` bytes of each, from `offset` on. A few kernel requests them while it works, a little at every step. It goes over them
- * up to BA_MOST_REQUESTS times: request i begins at row skip[i], which rises from 0; -1 means that there is no such request. */
-enum { BA_MOST_REQUESTS = 3 };
+/* Rows to prefetch: `bytes` bytes of each, from `offset` on. A few kernel prefetches them while it works, a little at every step, in up to
+ * BA_PREFETCH_PASSES passes over them: pass i begins at row skip[i], which rises from 0; -1 means that there is no such pass. */
+enum { BA_PREFETCH_PASSES = 3 };
 typedef struct ba_prefetch_rows {
     const void *const *rows;
-    int64_t count, offset, bytes, skip[BA_MOST_REQUESTS];
+    int64_t count, offset, bytes, skip[BA_PREFETCH_PASSES];
 } ba_prefetch_rows;
 
 /* What is added to the scores of a panel over a chunk, after the softcap. */
@@ -560,11 +560,12 @@ const ba_kernels *ba_kernels_active(void);
 
 /* ---- Numbers that tune speed (tuning.c has a block for each level) ------------------------------------------------------ */
 
-/* How a few kernel requests the rows that it reads later. It changes no bit of a result. */
-typedef struct ba_request_tuning {
-    int64_t followed_queries;            /* for up to so many queries per head, rows are left to the hardware's prefetcher: see followed_bytes */
-    int64_t distances[BA_MOST_REQUESTS]; /* bytes of K, or of V, between a request and the use, rising, `keys` keys at most; 0: no such request */
-} ba_request_tuning;
+/* How a few kernel prefetches the rows that it reads later. It changes no bit of a result. */
+typedef struct ba_prefetch_tuning {
+    int64_t followed_queries;              /* for up to so many queries per head, rows are left to the hardware's prefetcher: see followed_bytes */
+    int64_t distances[BA_PREFETCH_PASSES]; /* of each pass: bytes of K, or of V, between a prefetch and the use, rising, `keys` keys at most; 0: no
+                                              such pass */
+} ba_prefetch_tuning;
 
 /* Few calls. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */
 typedef struct ba_few_tuning {
@@ -572,10 +573,10 @@ typedef struct ba_few_tuning {
     int64_t least_part_keys; /* the fewest keys of a part: a multiple of `keys` */
     int64_t keys;            /* keys of a chunk, where several heads are attended side by side */
     int64_t bytes;           /* of such a chunk's K and V at most, so that it stays in cache beside the rows that are prefetched */
-    int64_t followed_bytes;  /* where all heads of a token lie side by side, and tokens at least so far apart, no requests are made: the hardware's
+    int64_t followed_bytes;  /* where all heads of a token lie side by side, and tokens at least so far apart, nothing is prefetched: the hardware's
                                 prefetcher follows such rows */
     int64_t gathered_bytes;  /* rows of up to so many bytes, of one head among others, are copied side by side first; 0: never */
-    ba_request_tuning into_l1, into_l2; /* how rows are requested by kernels that prefetch into L1, and by those that prefetch into L2;
+    ba_prefetch_tuning into_l1, into_l2; /* for kernels that prefetch into L1, and for those that prefetch into L2;
                                            ba_prefetch_level says which run. A level with one kind fills in one of the two */
 } ba_few_tuning;
 

@@ -3,8 +3,8 @@
  * which the rows lie.
  *
  * A core drops a prefetch when all its places for outstanding misses are taken, as they are where memory is the bottleneck. The load that finds no
- * data then holds up the sums that wait for it until the core can issue no further loads. So a second and a third request for the same line follow,
- * nearer to the use. Where an earlier request has brought the line, they cost one instruction. */
+ * data then holds up the sums that wait for it until the core can issue no further loads. So a second and a third pass over the same lines follow,
+ * nearer to the use. Where an earlier pass has brought the line, they cost one instruction. */
 #ifndef BA_PREFETCH_H
 #define BA_PREFETCH_H
 
@@ -21,80 +21,80 @@ enum {
 };
 
 /* One pass over the rows: how far it has come. A run is several rows without a gap between them. */
-typedef struct ba_prefetch_request {
+typedef struct ba_prefetch_pass {
     const char *at, *stop;  /* the next byte of the current run, and its end */
     const void *const *row; /* the run's first row; the prefetcher's `end` when the pass is over */
     int64_t rows;           /* of the run */
-} ba_prefetch_request;
+} ba_prefetch_pass;
 
 typedef struct ba_prefetcher {
-    ba_prefetch_request request[BA_MOST_REQUESTS];
+    ba_prefetch_pass pass[BA_PREFETCH_PASSES];
     const void *const *end;
     int64_t offset, bytes; /* as in ba_prefetch_rows */
     int64_t share;         /* a sixteenth of all lines */
     int64_t run;           /* the most rows of a run; 1 where the first two rows have a gap between them */
-    int farthest;          /* the index of the request that is farthest from the use */
+    int farthest;          /* the index of the pass that is farthest from the use */
 } ba_prefetcher;
 
-/* A request that goes on at `row`. Its run has the prefetcher's most rows, halved until they follow each other without a gap. */
-static inline ba_prefetch_request ba_prefetch_request_from(const ba_prefetcher *a, const void *const *row) {
-    if (row >= a->end) return (ba_prefetch_request){.row = a->end};
+/* A pass that goes on at `row`. Its run has the prefetcher's most rows, halved until they follow each other without a gap. */
+static inline ba_prefetch_pass ba_prefetch_pass_from(const ba_prefetcher *a, const void *const *row) {
+    if (row >= a->end) return (ba_prefetch_pass){.row = a->end};
     int64_t rows = a->run;
     while (rows > 1 && (a->end - row < rows || (const char *)row[rows - 1] - (const char *)*row != (rows - 1) * a->bytes)) rows /= 2;
     const char *at = (const char *)*row + a->offset;
-    return (ba_prefetch_request){at, at + rows * a->bytes, row, rows};
+    return (ba_prefetch_pass){at, at + rows * a->bytes, row, rows};
 }
 
-/* The prefetcher of a call's rows to come. Request i begins at row skip[i]; -1 means that there is no such request. */
+/* The prefetcher of a call's rows to come. Pass i begins at row skip[i]; -1 means that there is no such pass. */
 static inline ba_prefetcher ba_prefetcher_for(ba_prefetch_rows wanted) {
     ba_prefetcher a = {.end = wanted.rows, .offset = wanted.offset, .bytes = wanted.bytes};
-    for (int i = 0; i < BA_MOST_REQUESTS; i++) a.request[i].row = a.end;
+    for (int i = 0; i < BA_PREFETCH_PASSES; i++) a.pass[i].row = a.end;
     if (wanted.count <= 0) return a;
     a.end += wanted.count;
     a.run = wanted.count > 1 && (const char *)wanted.rows[1] - (const char *)wanted.rows[0] == wanted.bytes ? BA_PREFETCH_RUN : 1;
-    for (int i = 0; i < BA_MOST_REQUESTS; i++) {
+    for (int i = 0; i < BA_PREFETCH_PASSES; i++) {
         const int64_t skip = wanted.skip[i] < 0 ? wanted.count : ba_min(wanted.skip[i], wanted.count);
-        a.request[i] = ba_prefetch_request_from(&a, wanted.rows + skip);
+        a.pass[i] = ba_prefetch_pass_from(&a, wanted.rows + skip);
         if (wanted.skip[i] >= 0) a.farthest = i;
     }
     a.share = ba_ceil_div(wanted.count * ba_ceil_div(a.bytes, BA_LINE_BYTES), 16);
     return a;
 }
 
-static inline bool ba_prefetcher_is_done(const ba_prefetcher *a) { return a->request[0].row == a->end; }
+static inline bool ba_prefetcher_is_done(const ba_prefetcher *a) { return a->pass[0].row == a->end; }
 
-/* Moves a request on by `bytes` bytes of its run, and to the next run where this one ends. */
-static inline void ba_prefetch_advance(const ba_prefetcher *a, ba_prefetch_request *request, int64_t bytes) {
-    request->at += bytes;
-    if (request->at >= request->stop) *request = ba_prefetch_request_from(a, request->row + request->rows);
+/* Moves a pass on by `bytes` bytes of its run, and to the next run where this one ends. */
+static inline void ba_prefetch_advance(const ba_prefetcher *a, ba_prefetch_pass *pass, int64_t bytes) {
+    pass->at += bytes;
+    if (pass->at >= pass->stop) *pass = ba_prefetch_pass_from(a, pass->row + pass->rows);
 }
 
-/* Prefetches the next `bytes` bytes of a request, over as many runs as it takes. */
-static __attribute__((noinline, unused)) void ba_prefetch_bytes(const ba_prefetcher *a, ba_prefetch_request *request, int64_t bytes) {
-    while (bytes > 0 && request->row != a->end) {
-        const int64_t some = ba_min(bytes, request->stop - request->at);
-        for (int64_t at = 0; at < some; at += BA_LINE_BYTES) __builtin_prefetch(request->at + at, 0, BA_PREFETCH_LEVEL);
+/* Prefetches the next `bytes` bytes of a pass, over as many runs as it takes. */
+static __attribute__((noinline, unused)) void ba_prefetch_bytes(const ba_prefetcher *a, ba_prefetch_pass *pass, int64_t bytes) {
+    while (bytes > 0 && pass->row != a->end) {
+        const int64_t some = ba_min(bytes, pass->stop - pass->at);
+        for (int64_t at = 0; at < some; at += BA_LINE_BYTES) __builtin_prefetch(pass->at + at, 0, BA_PREFETCH_LEVEL);
         bytes -= some;
-        ba_prefetch_advance(a, request, some);
+        ba_prefetch_advance(a, pass, some);
     }
 }
 
-/* Takes the next `bytes` bytes of a request and returns where they begin, so that the caller prefetches them line by line. Where the current run has
+/* Takes the next `bytes` bytes of a pass and returns where they begin, so that the caller prefetches them line by line. Where the current run has
  * fewer, they are prefetched here, and the caller gets `otherwise`, memory of its own: what follows a run may belong to another head. */
-static inline const char *ba_prefetch_take(const ba_prefetcher *a, ba_prefetch_request *request, int64_t bytes, const void *otherwise) {
-    const char *taken = request->at;
-    if (request->stop - taken < bytes) {
-        if (request->row != a->end) ba_prefetch_bytes(a, request, bytes);
+static inline const char *ba_prefetch_take(const ba_prefetcher *a, ba_prefetch_pass *pass, int64_t bytes, const void *otherwise) {
+    const char *taken = pass->at;
+    if (pass->stop - taken < bytes) {
+        if (pass->row != a->end) ba_prefetch_bytes(a, pass, bytes);
         return otherwise;
     }
-    ba_prefetch_advance(a, request, bytes);
+    ba_prefetch_advance(a, pass, bytes);
     return taken;
 }
 
-/* Prefetches share * queries / (8 * heads) lines of request `index`, or of the farthest if that is nearer to the use: during the softmax of `queries`
+/* Prefetches share * queries / (8 * heads) lines of pass `index`, or of the farthest if that is nearer to the use: during the softmax of `queries`
  * queries of one of `heads` heads, the number of lines follows the time that it takes. */
 static inline void ba_prefetch_share(ba_prefetcher *a, int index, int64_t queries, int64_t heads) {
-    ba_prefetch_bytes(a, &a->request[index < a->farthest ? index : a->farthest], ba_ceil_div(a->share * queries, 8 * heads) * BA_LINE_BYTES);
+    ba_prefetch_bytes(a, &a->pass[index < a->farthest ? index : a->farthest], ba_ceil_div(a->share * queries, 8 * heads) * BA_LINE_BYTES);
 }
 
 #endif

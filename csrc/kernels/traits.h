@@ -17,15 +17,15 @@
 
 /* How a few kernel goes through K and V, for elements of one size and a set of one size. */
 typedef struct ba_few_traits {
-    int unit_rows;   /* rows of K that are scored together: a unit */
-    int head_keys;   /* keys of one head that are scored before those of the next head: as many as pay for fetching its queries */
-    int slice[2];    /* keys of one head that are added to O together, as many as pay for fetching and storing its sums, an even number; [1]: while
-                        rows to come are requested, and the order of memory counts for more */
-    int vectors;     /* vectors of V whose sums are in registers together. Dtypes whose V is loaded as pairs of bfloat16 take an even number */
-    int requests[2]; /* requests that are made for each line of K [0] and of V [1]: as many as are worth their instructions */
-    bool delayed;    /* the last sums across lanes of a unit are made among the products of the next unit, for which they need not wait */
-    bool near[2];    /* rows of K [0] and of V [1] of the next steps are prefetched into L1 */
-    bool common;     /* heads of BA_FEW_COMMON_DIM dims have code of their own: fewer instructions per row leave more rows under way */
+    int unit_rows; /* rows of K that are scored together: a unit */
+    int head_keys; /* keys of one head that are scored before those of the next head: as many as pay for fetching its queries */
+    int bundle[2]; /* keys of one head that are added to O together, as many as pay for fetching and storing its sums, an even number; [1]: while
+                      rows to come are prefetched, and the order of memory counts for more */
+    int vectors;   /* vectors of V whose sums are in registers together. Dtypes whose V is loaded as pairs of bfloat16 take an even number */
+    int passes[2]; /* how often a step prefetches a line of K [0] and of V [1], once for each pass: as many as are worth their instructions */
+    bool delayed;  /* the last sums across lanes of a unit are made among the products of the next unit, for which they need not wait */
+    bool near[2];  /* rows of K [0] and of V [1] of the next steps are prefetched into L1 */
+    bool common;   /* heads of BA_FEW_COMMON_DIM dims have code of their own: fewer instructions per row leave more rows under way */
 } ba_few_traits;
 
 enum { BA_FEW_BYTES_1, BA_FEW_BYTES_2, BA_FEW_BYTES_4, BA_FEW_BYTES_8, BA_FEW_SIZES }; /* of an element */
@@ -40,7 +40,7 @@ enum { BA_SET_1, BA_SET_2, BA_SET_4, BA_SET_8, BA_FEW_SETS };
 enum {
     BA_FEW_COMMON_DIM = 128,     /* see ba_few_traits.common */
     BA_FEW_NEAR_V_ROWS = 16,     /* rows of V between a prefetch into L1 and the use */
-    BA_FEW_REQUEST_BYTES = 512,  /* bytes of V that are requested at a time, at most: few rows are longer in one piece */
+    BA_FEW_PREFETCH_BYTES = 512, /* bytes of V that are prefetched at a time, at most: few rows are longer in one piece */
     BA_GATHER_DISTANCE = 16,     /* rows between a prefetch and the use while rows of one head are gathered */
     BA_GATHER_COMMON_BYTES = 256 /* rows of this size have a gathering loop of their own */
 };
@@ -68,14 +68,14 @@ enum {
 #define BA_FEW_TRAITS ba_few_traits_avx2
 static const ba_few_traits ba_few_traits_avx2[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 2, .head_keys = 8, .bundle = {8, 8}, .vectors = 2, .passes = {1, 1}, .common = 1},
   },
   [BA_FEW_BYTES_2 ... BA_FEW_BYTES_4] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 4}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 2, .head_keys = 8, .bundle = {8, 8}, .vectors = 2, .passes = {1, 1}, .common = 1},
   },
 };
 #elif defined(BA_TRAITS_AVX512)
@@ -89,22 +89,22 @@ static const ba_few_traits ba_few_traits_avx2[BA_FEW_SIZES][BA_FEW_SETS] __attri
 #define BA_E4M3_PAIRS
 static const ba_few_traits ba_few_traits_avx512[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {2, 2}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {2, 2}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {2, 2}, .delayed = 1, .near = {1, 0}, .common = 1},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {2, 2}, .delayed = 1, .near = {1, 0}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {2, 2}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {2, 2}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 4, .passes = {2, 2}, .delayed = 1, .near = {1, 0}, .common = 1},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .bundle = {16, 16}, .vectors = 3, .passes = {2, 2}, .delayed = 1, .near = {1, 0}, .common = 1},
   },
   [BA_FEW_BYTES_2] = {
-    [BA_SET_1] = {.unit_rows = 1, .head_keys = 1, .slice = {2, 2}, .vectors = 8, .requests = {3, 3}},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {2, 3}, .near = {0, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {2, 3}, .delayed = 1, .near = {1, 1}, .common = 1},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {2, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 1, .head_keys = 1, .bundle = {2, 2}, .vectors = 8, .passes = {3, 3}},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {2, 3}, .near = {0, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 4, .passes = {2, 3}, .delayed = 1, .near = {1, 1}, .common = 1},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .bundle = {16, 16}, .vectors = 3, .passes = {2, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
   },
   [BA_FEW_BYTES_4] = {
-    [BA_SET_1] = {.unit_rows = 1, .head_keys = 1, .slice = {8, 8}, .vectors = 8, .requests = {2, 2}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {2, 3}, .near = {0, 1}},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {2, 3}, .near = {1, 1}},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {2, 1}, .near = {1, 1}},
+    [BA_SET_1] = {.unit_rows = 1, .head_keys = 1, .bundle = {8, 8}, .vectors = 8, .passes = {2, 2}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {2, 3}, .near = {0, 1}},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 4, .passes = {2, 3}, .near = {1, 1}},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .bundle = {16, 16}, .vectors = 3, .passes = {2, 1}, .near = {1, 1}},
   },
 };
 #elif defined(BA_TRAITS_AVX512_L2)
@@ -119,22 +119,22 @@ static const ba_few_traits ba_few_traits_avx512[BA_FEW_SIZES][BA_FEW_SETS] __att
 #define BA_E4M3_PAIRS
 static const ba_few_traits ba_few_traits_avx512_l2[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .delayed = 1, .near = {1, 0}, .common = 1},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {1, 1}, .delayed = 1, .near = {1, 0}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .delayed = 1, .near = {1, 0}, .common = 1},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .bundle = {16, 16}, .vectors = 3, .passes = {1, 1}, .delayed = 1, .near = {1, 0}, .common = 1},
   },
   [BA_FEW_BYTES_2] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .near = {0, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {1, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .near = {0, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .bundle = {16, 16}, .vectors = 3, .passes = {1, 1}, .delayed = 1, .near = {1, 1}, .common = 1},
   },
   [BA_FEW_BYTES_4] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .near = {0, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .near = {1, 1}, .common = 1},
-    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .slice = {16, 16}, .vectors = 3, .requests = {1, 1}, .near = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .near = {0, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .near = {1, 1}, .common = 1},
+    [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .bundle = {16, 16}, .vectors = 3, .passes = {1, 1}, .near = {1, 1}, .common = 1},
   },
 };
 #elif defined(BA_TRAITS_NEON)
@@ -147,14 +147,14 @@ static const ba_few_traits ba_few_traits_avx512_l2[BA_FEW_SIZES][BA_FEW_SETS] __
 #define BA_FEW_TRAITS ba_few_traits_neon
 static const ba_few_traits ba_few_traits_neon[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .common = 1},
   },
   [BA_FEW_BYTES_2 ... BA_FEW_BYTES_4] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 4}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .common = 1},
   },
 };
 #elif defined(BA_TRAITS_PORTABLE) && defined(BA_REAL_DOUBLE)
@@ -167,8 +167,8 @@ static const ba_few_traits ba_few_traits_neon[BA_FEW_SIZES][BA_FEW_SETS] __attri
 #define BA_FEW_TRAITS ba_few_traits_portable_double
 static const ba_few_traits ba_few_traits_portable_double[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_8] = {
-    [BA_SET_1] = {.unit_rows = 2, .head_keys = 2, .slice = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 1, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 2, .head_keys = 2, .bundle = {8, 4}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 1, .head_keys = 8, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .common = 1},
   },
 };
 #elif defined(BA_TRAITS_PORTABLE)
@@ -181,14 +181,14 @@ static const ba_few_traits ba_few_traits_portable_double[BA_FEW_SIZES][BA_FEW_SE
 #define BA_FEW_TRAITS ba_few_traits_portable
 static const ba_few_traits ba_few_traits_portable[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 8}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .bundle = {8, 8}, .vectors = 2, .passes = {1, 1}, .common = 1},
   },
   [BA_FEW_BYTES_2 ... BA_FEW_BYTES_4] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .slice = {8, 4}, .vectors = 8, .requests = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .slice = {8, 8}, .vectors = 4, .requests = {1, 1}, .common = 1},
-    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .slice = {8, 8}, .vectors = 2, .requests = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 4}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_2] = {.unit_rows = 2, .head_keys = 8, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .common = 1},
+    [BA_SET_4] = {.unit_rows = 1, .head_keys = 8, .bundle = {8, 8}, .vectors = 2, .passes = {1, 1}, .common = 1},
   },
 };
 #endif

@@ -17,10 +17,10 @@
  *     few_queries                reading a chunk from cache once for every eight queries takes less time than packing it
  *     few.part_keys              an item of so many keys loses little to its beginning and its end
  *     few.least_part_keys        a short request still gives several threads work
- *     few.keys, few.bytes        where requests run one chunk ahead, L2 holds both chunks
+ *     few.keys, few.bytes        where prefetches run one chunk ahead, L2 holds both chunks
  *     distances                  as many bytes as a core has outstanding, and some more
- *     followed_*                 where all heads of a token lie side by side, their rows are one stream, which hardware prefetchers follow; requests
- *                                then pay only for so many queries that arithmetic takes as long as reading */
+ *     followed_*                 where all heads of a token lie side by side, their rows are one stream, which hardware prefetchers follow;
+ * prefetches then pay only for so many queries that arithmetic takes as long as reading */
 enum { KIB = 1 << 10, MIB = 1 << 20 };
 #define ALL INT64_MAX
 

@@ -8,9 +8,9 @@
 #define BA_OPS_ATTEND_CALL_H
 
 #include "ops/attend/attend.h"
-#include "ops/plan/shared_rows.h"
+#include "ops/plan/shared_kv.h"
 #include "ops/plan/tiles.h"
-#include "ops/rows_ahead.h"
+#include "ops/prefetch_heads.h"
 #include "ops/scratch.h"
 
 enum {
@@ -56,8 +56,8 @@ typedef struct ba_attend_call {
     ba_order_few_fn order_few;
     ba_fill_bias_fn fill_bias, fill_few_bias;
     const ba_tuning *tuning;
-    const ba_request_tuning *few_requests; /* of tuning->few, those of the cache that this level prefetches into */
-    int prefetch_level;                    /* which cache that is: see ba_prefetch_level */
+    const ba_prefetch_tuning *few_prefetch; /* of tuning->few, those of the cache that this level prefetches into */
+    int prefetch_level;                     /* which cache that is: see ba_prefetch_level */
     int64_t chunk_keys;
     int chunks;   /* places of the ring in use; 2 where a kernel call takes panels of one chunk only */
     bool gathers; /* rows are copied side by side before few queries attend them */

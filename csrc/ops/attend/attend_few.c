@@ -14,15 +14,15 @@ static int64_t rows_bytes(const ba_problem *p, const ba_view *view, int64_t dim,
     return ((heads - 1) * view->head_stride + dim) * p->kv_element_size;
 }
 
-/* The distance of request number `which` (ba_request_tuning), in rows of `bytes` bytes. */
+/* The distance of pass `which` of a prefetcher (ba_prefetch_tuning), in rows of `bytes` bytes. */
 static int64_t rows_ahead(const ba_attend_call *c, int which, int64_t bytes) {
-    return ba_min(c->tuning->few.keys, ba_ceil_div(c->few_requests->distances[which], bytes));
+    return ba_min(c->tuning->few.keys, ba_ceil_div(c->few_prefetch->distances[which], bytes));
 }
 
-/* The same for the request with the largest distance. */
+/* The same for the pass with the largest distance. */
 static int64_t most_rows_ahead(const ba_attend_call *c, int64_t bytes) {
     int64_t most = 0;
-    for (int i = 0; i < BA_MOST_REQUESTS; i++) most = ba_max(most, rows_ahead(c, i, bytes));
+    for (int i = 0; i < BA_PREFETCH_PASSES; i++) most = ba_max(most, rows_ahead(c, i, bytes));
     return most;
 }
 
@@ -52,15 +52,15 @@ typedef struct row_run {
     int64_t offset; /* bytes from there to the rows that are read */
 } row_run;
 
-/* What to prefetch while `now` is read: its own rows, apart from the first ones, which lie nearer than any request reaches, and then the first rows
+/* What to prefetch while `now` is read: its own rows, apart from the first ones, which lie nearer than any pass reaches, and then the first rows
  * of `then`, which is read next. The pointers to the latter are written behind those of now->rows, so that one array has all. A prefetcher adds the
  * offset of `now` to every pointer, so it is subtracted from those of `then`. */
 static ba_prefetch_rows find_ahead(const ba_attend_call *c, const row_run *now, const row_run *then, int64_t bytes) {
     const int64_t more = ba_min(then->keys, most_rows_ahead(c, bytes)), all = now->keys + more, nearest = rows_ahead(c, 0, bytes);
     for (int64_t j = 0; j < more; j++) now->rows[now->keys + j] = (const char *)then->rows[j] + then->offset - now->offset;
-    ba_prefetch_rows ahead = ba_requested_once(now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes);
-    for (int i = 1; i < BA_MOST_REQUESTS; i++)
-        if (c->few_requests->distances[i]) ahead.skip[i] = rows_ahead(c, i, bytes) - nearest;
+    ba_prefetch_rows ahead = ba_prefetch_once(now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes);
+    for (int i = 1; i < BA_PREFETCH_PASSES; i++)
+        if (c->few_prefetch->distances[i]) ahead.skip[i] = rows_ahead(c, i, bytes) - nearest;
     return ahead;
 }
 
@@ -111,7 +111,7 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
         if (t->walk != here->walk) continue;
         for (int64_t first = 0; first < item->kv_heads; first += together) {
             /* Gathering prefetches by itself; where the hardware's prefetcher follows the rows, no prefetch is needed. */
-            bool prefetches = !c->gathers && !(followed && t->tile.lanes <= c->few_requests->followed_queries);
+            bool prefetches = !c->gathers && !(followed && t->tile.lanes <= c->few_prefetch->followed_queries);
             ba_fetch_scales(c, w, first, together, here);
             for (int number = 0; number < t->panels; number++) {
                 const int64_t n = collect_heads(c, w, item, i, number, first, together, here);

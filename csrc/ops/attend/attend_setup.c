@@ -46,7 +46,7 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     const bool own_panels = c->widen || (c->family->few->attend[kv_dtype] && of_level->few_least_heads[kv_dtype] > 0);
     own->few_queries = own_panels ? of_level->own_few_queries : of_level->few_queries;
     c->prefetch_level = ba_prefetch_level(level);
-    c->few_requests = c->prefetch_level == BA_INTO_L2 ? &own->few.into_l2 : &own->few.into_l1;
+    c->few_prefetch = c->prefetch_level == BA_INTO_L2 ? &own->few.into_l2 : &own->few.into_l1;
     c->tuning = own;
 }
 
@@ -128,7 +128,7 @@ ba_status ba_attend_with(ba_isa level, const ba_attend_family *family, const ba_
         const double flops = c.plan.cost * 2 * (double)(problem->head_dim + problem->v_dim);
         if (ba_is_small(flops, tuning.inline_flops)) threads = 1;
         c.threads = threads;
-        status = ba_share_rows(&c.sharing, threads);
+        status = ba_share_kv(&c.sharing, threads);
     }
     if (status == BA_OK) status = ba_parallel(threads, c.plan.items, attend_item, &c);
     if (status == BA_OK && c.plan.parts_most > 1) status = ba_parallel(threads, problem->batch * problem->kv_heads, ba_join_parts, &c);

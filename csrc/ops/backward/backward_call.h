@@ -9,7 +9,7 @@
 
 #include "ops/backward/backward.h"
 #include "ops/backward/turns.h"
-#include "ops/plan/shared_rows.h"
+#include "ops/plan/shared_kv.h"
 #include "ops/plan/tiles.h"
 #include "ops/scratch.h"
 

@@ -89,7 +89,7 @@ static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
 /* ---- The call ---------------------------------------------------------------------------------------------------------- */
 
 /* Decides whether items may share packed K and V, and how much memory that takes. Whether it pays is known once the plan has its cost
- * (ba_share_rows). Only families over tiles pack K here; those over pairs read it in place. V is packed like K; K is packed once more, in columns. */
+ * (ba_share_kv). Only families over tiles pack K here; those over pairs read it in place. V is packed like K; K is packed once more, in columns. */
 static void choose_sharing(ba_backward_call *c) {
     const ba_problem *p = c->problem;
     const ba_pack_kernels *pack = c->family->pack;
@@ -169,7 +169,7 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
         set_turns(&c);
         if (c.apart || !gradients->accumulate) status = ba_parallel(threads, sums * runs(problem), clear_run, &c);
     }
-    if (status == BA_OK && c.shared_bytes) status = ba_share_rows(&c.sharing, threads);
+    if (status == BA_OK && c.shared_bytes) status = ba_share_kv(&c.sharing, threads);
     if (status == BA_OK) status = ba_parallel(threads, c.plan.items, by_block ? ba_backward_by_block : ba_backward_by_tile, &c);
     if (status == BA_OK && c.apart) status = ba_parallel(threads, sums * runs(problem), keep_run, &c);
     ba_arena_release();

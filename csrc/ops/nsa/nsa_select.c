@@ -19,7 +19,7 @@
 #include "ops/reals.h"
 #include "ops/scratch.h"
 
-typedef struct select_call {
+typedef struct nsa_select_call {
     const ba_nsa_select_args *args;
     const int64_t *cu_k; /* args->cu_cmp; NULL where args->cu_q is NULL */
     ba_token_rows q, k;
@@ -39,9 +39,9 @@ typedef struct select_call {
     int64_t *first_row, *first_panel; /* [sequences + 1], where args->cu_q is given: where each sequence's rows and panels begin in those of a head */
     int64_t scratch_bytes;
     char *scratch;
-} select_call;
+} nsa_select_call;
 
-typedef struct select_scratch {
+typedef struct nsa_select_scratch {
     char *rows;                         /* [lane][dim_pad()] reals: the mean queries of tiles */
     char *wide, *weights;               /* for ba_sum_rows() */
     const void **pointers;              /* to queries, or to means */
@@ -57,12 +57,12 @@ typedef struct select_scratch {
     char *means;    /* mean scores of runs of compressed keys: [run][lane] */
     char *keys;     /* scratch of the kernel `choose`: [block][BA_CHOOSE_LIST_ROWS] */
     int32_t *lists; /* what it chooses: [BA_CHOOSE_LIST_ROWS][width + 1] */
-} select_scratch;
+} nsa_select_scratch;
 
-static int64_t dim_pad(const select_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->family->dim_pad); }
+static int64_t dim_pad(const nsa_select_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->family->dim_pad); }
 
 /* Lays out the scratch memory of one worker. */
-static int64_t lay_out_nsa_select(const select_call *c, char *base, select_scratch *s) {
+static int64_t lay_out_nsa_select(const nsa_select_call *c, char *base, nsa_select_scratch *s) {
     const int64_t real = c->real_size, lanes = c->lanes, pad = dim_pad(c), keys = c->chunk_keys;
     const int64_t tile = ba_max(ba_min(c->args->tile, c->q.tokens), 1), heads = c->by_query ? c->group : 1;
     const int64_t runs = c->cmp_width ? ba_ceil_div(c->most_blocks, c->args->cmp_group) : 0;
@@ -113,17 +113,17 @@ static int64_t complete_blocks(const ba_nsa_select_args *a, int64_t tokens) {
     return ba_complete_blocks(tokens, a->compress_block, a->compress_stride);
 }
 
-static int64_t queries_of(const select_call *c, int64_t n) { return ba_sequence_length(c->args->cu_q, c->q.tokens, n); }
-static int64_t rows_of(const select_call *c, int64_t n) { return c->by_query ? queries_of(c, n) : ba_ceil_div(queries_of(c, n), c->args->tile); }
-static int64_t begin_of(const select_call *c, int64_t n) { return c->args->q_begin ? c->args->q_begin[n] : 0; }
-static int64_t tokens_of(const select_call *c, int64_t n) { return c->args->tokens ? c->args->tokens[n] : queries_of(c, n); }
-static int64_t keys_of(const select_call *c, int64_t n) { return complete_blocks(c->args, tokens_of(c, n)); }
-static int64_t blocks_of(const select_call *c, int64_t n) {
+static int64_t queries_of(const nsa_select_call *c, int64_t n) { return ba_sequence_length(c->args->cu_q, c->q.tokens, n); }
+static int64_t rows_of(const nsa_select_call *c, int64_t n) { return c->by_query ? queries_of(c, n) : ba_ceil_div(queries_of(c, n), c->args->tile); }
+static int64_t begin_of(const nsa_select_call *c, int64_t n) { return c->args->q_begin ? c->args->q_begin[n] : 0; }
+static int64_t tokens_of(const nsa_select_call *c, int64_t n) { return c->args->tokens ? c->args->tokens[n] : queries_of(c, n); }
+static int64_t keys_of(const nsa_select_call *c, int64_t n) { return complete_blocks(c->args, tokens_of(c, n)); }
+static int64_t blocks_of(const nsa_select_call *c, int64_t n) {
     return c->by_query ? ba_ceil_div(tokens_of(c, n), c->args->select_block) : keys_of(c, n);
 }
 
 /* Packs the rows of an item into a panel: queries of `heads` heads from `head` on, or the mean queries of a head's tiles. */
-static void pack_rows(const select_call *c, const select_scratch *s, const item_rows *at, int64_t head, int64_t heads, void *panel) {
+static void pack_rows(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at, int64_t head, int64_t heads, void *panel) {
     const int64_t pad = dim_pad(c), tile = c->args->tile;
     if (c->by_query) {
         const ba_attend_family *f = c->has_own ? c->family : c->kernels->vector[c->q.dtype];
@@ -149,8 +149,8 @@ static void pack_rows(const select_call *c, const select_scratch *s, const item_
 /* Opens the g-th panel, of `heads` heads from `head` on: lane h * rows + i is row i of the h-th of them. Sets how many compressed keys each lane
  * sees, in s->hi, and *most and *least, the largest and the smallest of these numbers. m becomes the log-sum-exp of each query, so that softmax gives
  * its probabilities. */
-static ba_panel open_panel(const select_call *c, const select_scratch *s, const item_rows *at, int64_t head, int64_t heads, int64_t g, int64_t *most,
-                           int64_t *least) {
+static ba_panel open_panel(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at, int64_t head, int64_t heads, int64_t g,
+                           int64_t *most, int64_t *least) {
     const ba_nsa_select_args *a = c->args;
     const ba_panel panel = {.q = s->q + g * at->lanes * dim_pad(c) * c->family->q_bytes, .m = s->m + g * at->lanes * c->real_size, .l = s->l};
     pack_rows(c, s, at, head, heads, panel.q);
@@ -183,7 +183,7 @@ static ba_panel open_panel(const select_call *c, const select_scratch *s, const 
 /* ---- Scores ------------------------------------------------------------------------------------------------------------ */
 
 /* Prepares `keys` compressed keys from `begin` on to be scored: finds and packs their rows. */
-static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const item_rows *at, int64_t kv_head, int64_t begin, int64_t keys) {
+static ba_chunk open_chunk(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at, int64_t kv_head, int64_t begin, int64_t keys) {
     const void **rows = s->k_rows;
     for (int64_t j = 0; j < keys; j++) {
         rows[j] = ba_sequence_row(&c->k, c->cu_k, at->sequence, begin + j, kv_head);
@@ -206,14 +206,14 @@ static ba_chunk open_chunk(const select_call *c, const select_scratch *s, const 
 
 /* Adds probabilities to s->sum[key][row]. `from` has those of `heads` heads side by side, [key][head][row]. The heads are added one after the other,
  * which gives the bits that a panel for each head gives. */
-static void add_side(const select_call *c, const select_scratch *s, const item_rows *at, int64_t heads, const char *from, int64_t keys) {
+static void add_side(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at, int64_t heads, const char *from, int64_t keys) {
     const int64_t real = c->real_size, line = at->lanes * real;
     for (int64_t j = 0; j < keys; j++)
         for (int64_t h = 0; h < heads; h++) c->family->pack->add_reals(s->sum + j * line, from + j * line + h * at->rows * real, at->rows);
 }
 
 /* Adds the probabilities of a panel of `heads` heads to s->sum, where row i of the item is lane i. */
-static void add_panel(const select_call *c, const select_scratch *s, const item_rows *at, const ba_panel *panel, const ba_chunk *chunk,
+static void add_panel(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at, const ba_panel *panel, const ba_chunk *chunk,
                       int64_t heads) {
     const int64_t all = chunk->keys * at->lanes;
     if (c->has_own) {
@@ -230,7 +230,7 @@ static void add_panel(const select_call *c, const select_scratch *s, const item_
 
 /* Scores blocks for rows that are queries: the probabilities of each compressed key, summed over the group's heads, are added to the blocks that the
  * key overlaps. */
-static void score_by_query(const select_call *c, const select_scratch *s, const item_rows *at) {
+static void score_by_query(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at) {
     const int64_t real = c->real_size, line = at->lanes * real, head = at->head * c->group;
     int64_t most = 0, least = 0;
     memset(s->scores, 0, (size_t)(at->blocks * line));
@@ -260,7 +260,7 @@ static void score_by_query(const select_call *c, const select_scratch *s, const 
 }
 
 /* Scores blocks for rows that are tiles: the products of the compressed keys and the mean query. */
-static void score_by_tile(const select_call *c, const select_scratch *s, const item_rows *at) {
+static void score_by_tile(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at) {
     int64_t most, least;
     const ba_panel panel = open_panel(c, s, at, at->head, 1, 0, &most, &least);
     for (int64_t begin = 0; begin < at->keys; begin += c->chunk_keys) {
@@ -279,7 +279,7 @@ typedef struct rules {
     int64_t hi;                       /* all other blocks below this compete */
 } rules;
 
-static rules rules_of(const select_call *c, const item_rows *at, int64_t row) {
+static rules rules_of(const nsa_select_call *c, const item_rows *at, int64_t row) {
     const ba_nsa_select_args *a = c->args;
     rules r = {.hi = at->blocks};
     if (!c->by_query) {
@@ -302,7 +302,7 @@ static rules rules_of(const select_call *c, const item_rows *at, int64_t row) {
 }
 
 /* Writes a list of blocks, padded with -1, to row `row` of the sequence's result. */
-static void write_row(const select_call *c, const item_rows *at, int64_t row, const int32_t *list, int64_t length, const ba_tensor *out) {
+static void write_row(const nsa_select_call *c, const item_rows *at, int64_t row, const int32_t *list, int64_t length, const ba_tensor *out) {
     const int64_t *steps = out->strides, width = out->dims[out->ndim - 1];
     int32_t *to = (int32_t *)out->data + (c->args->cu_q ? at->head * steps[0] + (at->earlier + row) * steps[1]
                                                         : at->sequence * steps[0] + at->head * steps[1] + row * steps[2]);
@@ -310,7 +310,8 @@ static void write_row(const select_call *c, const item_rows *at, int64_t row, co
 }
 
 /* Chooses and writes each lane's blocks, in rising order; of equal scores, the lower block wins. `r` has the rules of each lane. */
-static void choose(const select_call *c, const select_scratch *s, const item_rows *at, const char *scores, const rules *r, const ba_tensor *out) {
+static void choose(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at, const char *scores, const rules *r,
+                   const ba_tensor *out) {
     const int64_t width = out->dims[out->ndim - 1];
     for (int64_t first = 0; first < at->rows; first += BA_CHOOSE_LIST_ROWS) {
         const int64_t rows = ba_min(BA_CHOOSE_LIST_ROWS, at->rows - first);
@@ -328,7 +329,7 @@ static void choose(const select_call *c, const select_scratch *s, const item_row
     }
 }
 
-static void choose_blocks(const select_call *c, const select_scratch *s, const item_rows *at) {
+static void choose_blocks(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at) {
     rules r[BA_MAX_LANES] = {{0}};
     for (int64_t i = 0; i < at->rows; i++) r[i] = rules_of(c, at, i);
     choose(c, s, at, s->scores, r, &c->args->selected);
@@ -336,7 +337,7 @@ static void choose_blocks(const select_call *c, const select_scratch *s, const i
 
 /* Chooses the runs of cmp_group compressed keys with the highest mean scores. The mean is taken over the keys that compete and whose score is
  * not -inf. */
-static void choose_runs(const select_call *c, const select_scratch *s, const item_rows *at) {
+static void choose_runs(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at) {
     const int64_t size = ba_min(c->args->cmp_group, INT32_MAX); /* any size above the number of keys means the same */
     rules r[BA_MAX_LANES] = {{0}};
     for (int64_t i = 0; i < at->rows; i++) {
@@ -359,10 +360,10 @@ static void choose_runs(const select_call *c, const select_scratch *s, const ite
 
 /* ---- The call ----------------------------------------------------------------------------------------------------------------- */
 
-static int64_t panels_of(const select_call *c, int64_t n) { return ba_ceil_div(rows_of(c, n), c->lanes); }
+static int64_t panels_of(const nsa_select_call *c, int64_t n) { return ba_ceil_div(rows_of(c, n), c->lanes); }
 
 /* Lays out the memory of a call with this many workers. */
-static int64_t lay_out_call(select_call *c, int threads, char *base) {
+static int64_t lay_out_call(nsa_select_call *c, int threads, char *base) {
     const int64_t places = c->args->cu_q ? c->sequences + 1 : 0;
     int64_t used = 0;
     c->first_row = ba_take(base, &used, places * (int64_t)sizeof *c->first_row);
@@ -371,7 +372,7 @@ static int64_t lay_out_call(select_call *c, int threads, char *base) {
     return used;
 }
 
-static void find_sequences(const select_call *c) {
+static void find_sequences(const nsa_select_call *c) {
     if (!c->args->cu_q) return;
     for (int64_t n = 0, row = 0, panel = 0; n <= c->sequences; n++) {
         c->first_row[n] = row;
@@ -383,7 +384,7 @@ static void find_sequences(const select_call *c) {
 }
 
 static void select_item(void *context, int64_t item, int worker) {
-    const select_call *c = context;
+    const nsa_select_call *c = context;
     item_rows at = {0};
     at.head = item % c->list_heads;
     item /= c->list_heads;
@@ -404,7 +405,7 @@ static void select_item(void *context, int64_t item, int worker) {
     at.lanes = c->family->lanes[at.width];
     at.side = c->by_query ? ba_max(1, ba_min(c->group, at.lanes / at.rows)) : 1;
     at.blocks = blocks_of(c, at.sequence);
-    select_scratch s;
+    nsa_select_scratch s;
     lay_out_nsa_select(c, c->scratch + worker * c->scratch_bytes, &s);
     if (c->by_query) score_by_query(c, &s, &at);
     else score_by_tile(c, &s, &at);
@@ -412,7 +413,7 @@ static void select_item(void *context, int64_t item, int worker) {
     if (ba_given(&c->args->selected_cmp)) choose_runs(c, &s, &at);
 }
 
-static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
+static ba_status check_sizes(const ba_nsa_select_args *a, nsa_select_call *c) {
     const struct {
         const char *name;
         int64_t value, least;
@@ -442,7 +443,7 @@ static ba_status check_sizes(const ba_nsa_select_args *a, select_call *c) {
 }
 
 /* Checks where the queries of each sequence stand among its tokens. */
-static ba_status check_places(const ba_nsa_select_args *a, const select_call *c) {
+static ba_status check_places(const ba_nsa_select_args *a, const nsa_select_call *c) {
     for (int64_t b = 0; b < c->sequences; b++) {
         const int64_t begin = begin_of(c, b), tokens = tokens_of(c, b), queries = queries_of(c, b);
         if (begin < 0 || begin > BA_MOST_TOKENS)
@@ -462,7 +463,7 @@ static ba_status check_places(const ba_nsa_select_args *a, const select_call *c)
     return BA_OK;
 }
 
-static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
+static ba_status check_lengths(const ba_nsa_select_args *a, nsa_select_call *c) {
     int64_t longest;
     c->sequences = a->cu_q ? a->batch : c->q.batch;
     if (!a->cu_q) {
@@ -477,7 +478,7 @@ static ba_status check_lengths(const ba_nsa_select_args *a, select_call *c) {
     return check_places(a, c);
 }
 
-static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
+static ba_status check_select(const ba_nsa_select_args *a, nsa_select_call *c) {
     const bool packed = a->cu_q != NULL;
     BA_TRY(ba_take_rows("q", &a->q, packed ? "(T, H, D)" : "(B, N, H, D)", packed, &c->q));
     BA_TRY(ba_take_rows("k_cmp", &a->k_cmp, packed ? "(blocks, Hkv, D)" : "(B, blocks, Hkv, D)", packed, &c->k));
@@ -524,7 +525,7 @@ static ba_status check_select(const ba_nsa_select_args *a, select_call *c) {
 ba_status ba_nsa_select(const ba_nsa_select_args *args) {
     BA_IN_USUAL_MODE;
     BA_TRY(ba_check_pointer("args", args));
-    select_call c = {.args = args, .cu_k = args->cu_q ? args->cu_cmp : NULL, .by_query = args->tile == 0};
+    nsa_select_call c = {.args = args, .cu_k = args->cu_q ? args->cu_cmp : NULL, .by_query = args->tile == 0};
     BA_TRY(check_select(args, &c));
     for (int i = 0; i < args->selected.ndim; i++)
         if (args->selected.dims[i] == 0) return BA_OK;
@@ -546,7 +547,7 @@ ba_status ba_nsa_select(const ba_nsa_select_args *args) {
         work += (double)rows_of(&c, b) * (double)keys_of(&c, b) * (double)(c.q.heads * c.dim);
     }
     const int threads = ba_threads_of_call(args->num_threads, work, ba_work.small_products, panels * c.list_heads);
-    select_scratch unused;
+    nsa_select_scratch unused;
     c.scratch_bytes = lay_out_nsa_select(&c, NULL, &unused);
     char *memory;
     BA_TRY(ba_get_scratch(lay_out_call(&c, threads, NULL), &memory));

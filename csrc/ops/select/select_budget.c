@@ -1,13 +1,13 @@
 /* Decides from the scores which blocks are kept. ba_budget_row() does it for one row of blocks: first the forced blocks, which are always kept, then
- * the others as the budget says. Where rows share a density, it only outlines how the other blocks compete, by their tails (select_call.h), and
- * ba_budget_share() keeps the best of all rows together. */
+ * the others as the budget says. Where rows share a density, it only outlines how the other blocks compete, by their tails (select_prefill_call.h),
+ * and ba_budget_share() keeps the best of all rows together. */
 #include <math.h>
 #include <string.h>
 
 #include "core/pool.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
-#include "ops/select/select_call.h"
+#include "ops/select/select_prefill_call.h"
 
 /* ---- Rows ------------------------------------------------------------------------------------------------------- */
 

@@ -12,7 +12,7 @@
 #include "kernels/prefetch_rows.h"
 #include "kernels/work_tuning.h"
 #include "ops/scratch.h"
-#include "ops/select/select_call.h"
+#include "ops/select/select_prefill_call.h"
 
 /* Reals of what a group of keys is pooled to: its mean, largest and smallest elements, each with room for packing. */
 static int64_t pooled_step(const ba_prefill *c) { return ba_round_up(c->p.head_dim, BA_PACK_PAD); }

@@ -6,7 +6,7 @@
 
 #include "core/pool.h"
 #include "ops/reals.h"
-#include "ops/select/select_call.h"
+#include "ops/select/select_prefill_call.h"
 
 /* The sums of one query head. Distance d, from a query back to a key, has index d + behind. */
 typedef struct lines {

@@ -18,7 +18,7 @@
 #include "ops/kv_cache/kv_cache.h"
 #include "ops/kv_cache/pages.h"
 #include "ops/reals.h"
-#include "ops/rows_ahead.h"
+#include "ops/prefetch_heads.h"
 #include "ops/scratch.h"
 
 /* Selection takes two jobs. The items of the first are runs of pages, each scored for all heads, because the heads of a page lie close
@@ -26,7 +26,7 @@
  *
  * An entry is one query of one row of the result: a query head's, or the mean of a group's heads. Each KV head has the entries of its rows by the
  * request's query 0, then those by query 1, and so on. The scores of a row's entries become one score by their maximum. */
-typedef struct select_call {
+typedef struct select_pages_call {
     const ba_select_args *args;
     const ba_page_tables *opened; /* opened tables, or NULL */
     ba_pages a, b;
@@ -41,17 +41,17 @@ typedef struct select_call {
     int64_t scratch_bytes;
     char *scratch;
     float *page_scores; /* [request][row][most_pages] */
-} select_call;
+} select_pages_call;
 
-/* How the entries of one request's KV heads share passes over the rows. It depends on the number of entries alone. */
-typedef struct sharing {
+/* The passes over the rows of a request, which the entries of its KV heads share. They depend on the number of entries alone. */
+typedef struct row_passes {
     int64_t heads_at_once;   /* 0: the kernel for few queries scores one head after the other. Else so many heads read each row together */
     int64_t entries_at_once; /* entries of each head that are scored in one pass over the rows */
     int64_t chunk_rows;      /* rows of `a` that are scored for every head before the next rows are */
     int64_t ahead;           /* where heads read rows together: rows that are prefetched ahead */
-} sharing;
+} row_passes;
 
-typedef struct select_scratch {
+typedef struct select_pages_scratch {
     int64_t *loaded; /* [2]: the request, and the first entry of each KV head, that `q` holds; -1: none yet */
     char *q;         /* [KV head][entry], packed */
     char *one_query; /* one query of a group, while the group's mean is made */
@@ -64,10 +64,10 @@ typedef struct select_scratch {
     float *largest; /* [most_pages]: for best_keys() */
     uint64_t *keys; /* [most_pages]: order_key() of the pages that compete */
     int32_t *chosen;
-} select_scratch;
+} select_pages_scratch;
 
 /* Lays out the memory of a call. */
-static int64_t lay_out_call(select_call *c, int threads, char *base) {
+static int64_t lay_out_call(select_pages_call *c, int threads, char *base) {
     int64_t used = 0;
     c->page_scores = ba_take(base, &used, c->args->batch * c->rows * c->most_pages * (int64_t)sizeof(float));
     c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
@@ -75,7 +75,7 @@ static int64_t lay_out_call(select_call *c, int threads, char *base) {
 }
 
 /* Lays out the scratch memory of one worker. */
-static int64_t lay_out_select(const select_call *c, char *base, select_scratch *s) {
+static int64_t lay_out_select_pages(const select_pages_call *c, char *base, select_pages_scratch *s) {
     const int64_t real = c->family->real_size;
     int64_t used = 0;
     s->loaded = ba_take(base, &used, 2 * (int64_t)sizeof(int64_t));
@@ -94,37 +94,37 @@ static int64_t lay_out_select(const select_call *c, char *base, select_scratch *
 }
 
 /* The first query of a request, as a row of q, and how many queries it has. */
-static int64_t first_query(const select_call *c, int64_t batch) { return c->args->cu_q ? c->args->cu_q[batch] : batch; }
-static int64_t queries_of(const select_call *c, int64_t batch) { return c->args->cu_q ? c->args->cu_q[batch + 1] - c->args->cu_q[batch] : 1; }
+static int64_t first_query(const select_pages_call *c, int64_t batch) { return c->args->cu_q ? c->args->cu_q[batch] : batch; }
+static int64_t queries_of(const select_pages_call *c, int64_t batch) { return c->args->cu_q ? c->args->cu_q[batch + 1] - c->args->cu_q[batch] : 1; }
 
 /* Decides how many heads and entries read each row together. Quest's bound has only a kernel in which several heads and entries share one pass over
  * the rows. For products, that kernel serves single entries, but not of quantised keys; the kernel for few queries is faster for more. Where the
  * heads of a row do not lie side by side, each head reads all rows of a chunk before the next head does. */
-static sharing share_rows(const select_call *c, int64_t entries) {
+static row_passes choose_row_passes(const select_pages_call *c, int64_t entries) {
     const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32);
     if (!c->cache->score_heads || (entries > 1 && c->args->method != BA_SELECT_QUEST))
-        return (sharing){0, BA_FEW_QUERIES, ba_work.quest.single_chunk_rows, 0};
-    sharing h = {.entries_at_once = ba_min(entries, ba_min(most, BA_FEW_QUERIES)), .chunk_rows = ba_work.quest.chunk_rows};
+        return (row_passes){0, BA_FEW_QUERIES, ba_work.quest.single_chunk_rows, 0};
+    row_passes h = {.entries_at_once = ba_min(entries, ba_min(most, BA_FEW_QUERIES)), .chunk_rows = ba_work.quest.chunk_rows};
     h.heads_at_once = c->a.head_stride >= c->a.row_stride ? 1 : ba_max(1, ba_min(c->kv_heads, most / h.entries_at_once));
     h.ahead = ba_min(ba_work.quest.ahead_rows, ba_ceil_div(ba_work.quest.ahead_bytes, h.heads_at_once * c->dim * ba_dtype_size(c->args->a.dtype)));
     return h;
 }
 
 /* Makes room for requests whose KV heads have so many entries. */
-static void make_room(select_call *c, int64_t entries) {
-    const sharing h = share_rows(c, entries);
+static void make_room(select_pages_call *c, int64_t entries) {
+    const row_passes h = choose_row_passes(c, entries);
     c->most_rows = ba_max(c->most_rows, h.chunk_rows + h.ahead);
     c->most_q = ba_max(c->most_q, c->kv_heads * h.entries_at_once);
     c->most_scores = ba_max(c->most_scores, ba_max(1, h.heads_at_once) * h.entries_at_once * (h.chunk_rows + h.ahead));
 }
 
 /* Bytes from one head's packed entries to the next head's. The kernel for few queries needs room for BA_FEW_QUERIES whatever their number. */
-static int64_t head_bytes(const select_call *c, const sharing *h, int64_t entries) {
+static int64_t head_bytes(const select_pages_call *c, const row_passes *h, int64_t entries) {
     return (h->heads_at_once ? entries : BA_FEW_QUERIES) * BA_FEW_PAD(c->dim) * c->family->real_size;
 }
 
 /* Adds the mean of a KV head's group to `to`, by the query in row `row` of q. */
-static void add_mean(const select_call *c, const select_scratch *s, int64_t row, int64_t kv_head, char *to) {
+static void add_mean(const select_pages_call *c, const select_pages_scratch *s, int64_t row, int64_t kv_head, char *to) {
     const ba_tensor *q = &c->args->q;
     const char *first = (const char *)q->data + (row * q->strides[0] + kv_head * c->group * q->strides[1]) * ba_dtype_size(q->dtype);
     for (int64_t g = 0; g < c->group; g++) {
@@ -135,8 +135,8 @@ static void add_mean(const select_call *c, const select_scratch *s, int64_t row,
 }
 
 /* Packs the entries from `first` on of a (request, KV head). */
-static void load_entries(const select_call *c, const select_scratch *s, const sharing *h, int64_t batch, int64_t kv_head, int64_t first,
-                         int64_t entries) {
+static void load_entries(const select_pages_call *c, const select_pages_scratch *s, const row_passes *h, int64_t batch, int64_t kv_head,
+                         int64_t first, int64_t entries) {
     const ba_tensor *q = &c->args->q;
     const bool means = !c->args->per_query_head;
     const int64_t real = c->family->real_size, pad = BA_FEW_PAD(c->dim), size = ba_dtype_size(q->dtype), bytes = head_bytes(c, h, entries);
@@ -159,7 +159,8 @@ static void load_entries(const select_call *c, const select_scratch *s, const sh
 }
 
 /* The same for all KV heads, unless this thread's previous item has left the same entries there. */
-static void load_all_entries(const select_call *c, const select_scratch *s, const sharing *h, int64_t batch, int64_t first, int64_t entries) {
+static void load_all_entries(const select_pages_call *c, const select_pages_scratch *s, const row_passes *h, int64_t batch, int64_t first,
+                             int64_t entries) {
     if (s->loaded[0] == batch && s->loaded[1] == first) return;
     for (int64_t head = 0; head < c->kv_heads; head++) load_entries(c, s, h, batch, head, first, entries);
     s->loaded[0] = batch;
@@ -167,12 +168,12 @@ static void load_all_entries(const select_call *c, const select_scratch *s, cons
 }
 
 /* Page number `index` of a request, among the pages that are scored. */
-static int64_t page_of(const select_call *c, int64_t batch, int64_t index) {
+static int64_t page_of(const select_pages_call *c, int64_t batch, int64_t index) {
     return ba_request_page(c->args->method == BA_SELECT_MAX ? c->opened : NULL, &c->args->tables, batch, index);
 }
 
 /* Finds where the rows from `begin` to `end` of a request lie, for head 0. */
-static void find_rows(const select_call *c, int64_t batch, int64_t begin, int64_t end, struct rows_at *rows) {
+static void find_rows(const select_pages_call *c, int64_t batch, int64_t begin, int64_t end, struct rows_at *rows) {
     rows->count = ba_max(0, end - begin);
     for (int64_t at = begin; at < end;) { /* page by page, because a division per row would cost time */
         const int64_t page = page_of(c, batch, at / c->a.rows), row = at % c->a.rows, some = ba_min(end - at, c->a.rows - row);
@@ -186,19 +187,19 @@ static void find_rows(const select_call *c, int64_t batch, int64_t begin, int64_
     }
 }
 
-static ba_prefetch_rows rows_ahead(const select_call *c, const ba_pages *p, int64_t head, const void *const *rows, int64_t count) {
+static ba_prefetch_rows rows_ahead(const select_pages_call *c, const ba_pages *p, int64_t head, const void *const *rows, int64_t count) {
     return ba_rows_ahead(p->head_stride, p->row_stride, c->kv_heads, head, c->dim * ba_dtype_size(c->args->a.dtype), rows, count);
 }
 
 /* Scores one head's rows, and prefetches its share of the next rows meanwhile. */
-static void score_rows(const select_call *c, const ba_pages *p, const sharing *h, const char *q, int64_t entries, int64_t head,
+static void score_rows(const select_pages_call *c, const ba_pages *p, const row_passes *h, const char *q, int64_t entries, int64_t head,
                        const void *const *rows, int64_t count, const void *const *next, int64_t next_count, char *scores) {
     const ba_prefetch_rows ahead = rows_ahead(c, p, head, next, next_count);
     c->cache->scores(q + head * head_bytes(c, h, entries), entries, rows, head * p->head_stride, &ahead, count, c->dim, scores, h->chunk_rows);
 }
 
 /* Prefetches the first rows of a run for all heads. (Later rows are prefetched while the rows before them are scored.) */
-static void prefetch_rows(const select_call *c, const ba_pages *p, const void *const *rows, int64_t count) {
+static void prefetch_rows(const select_pages_call *c, const ba_pages *p, const void *const *rows, int64_t count) {
     for (int64_t head = 0; head < c->kv_heads; head++) {
         const ba_prefetch_rows ahead = rows_ahead(c, p, head, rows, count);
         ba_prefetch_to_keep(c->cache->prefetch_level, ahead.rows, ahead.count, ahead.offset, ahead.bytes, false);
@@ -206,7 +207,7 @@ static void prefetch_rows(const select_call *c, const ba_pages *p, const void *c
 }
 
 /* Multiplies scores of one head's quantised keys by the scales of these keys. */
-static void scale_scores(const select_call *c, const struct rows_at *rows, int64_t head, float *scores) {
+static void scale_scores(const select_pages_call *c, const struct rows_at *rows, int64_t head, float *scores) {
     for (int64_t i = 0; i < rows->count; i++) scores[i] *= ((const float *)rows->b[i])[head * c->k_scale.head_stride];
 }
 
@@ -218,7 +219,7 @@ static inline void keep_higher(float *page, float score) {
 /* Turns the scores of one entry with `count` rows from row `at` on, which stand `step` apart, into scores of pages. A row of summaries is a page.
  * For BA_SELECT_MAX a row is a token, and a page's score is the largest of its tokens' scores, NaN where one of them is NaN. `fresh`: the pages have
  * no score by this request's other queries yet. */
-static void keep_scores(const select_call *c, int64_t at, int64_t count, const char *scores, int64_t step, bool fresh, float *pages) {
+static void keep_scores(const select_pages_call *c, int64_t at, int64_t count, const char *scores, int64_t step, bool fresh, float *pages) {
     const int64_t real = c->family->real_size, size = c->args->page_size;
     if (c->args->method == BA_SELECT_MAX) {
         for (int64_t i = 0; i < count; i++) {
@@ -236,14 +237,15 @@ static void keep_scores(const select_call *c, int64_t at, int64_t count, const c
 }
 
 /* Keeps the scores of one of a KV head's entries. `pages`: those of the request's row 0, [row][most_pages]. */
-static void keep_entry(const select_call *c, int64_t head, int64_t entry, int64_t at, int64_t count, const char *scores, int64_t step, float *pages) {
+static void keep_entry(const select_pages_call *c, int64_t head, int64_t entry, int64_t at, int64_t count, const char *scores, int64_t step,
+                       float *pages) {
     const int64_t rows_per_head = c->rows / c->kv_heads, row = head * rows_per_head + entry % rows_per_head;
     keep_scores(c, at, count, scores, step, entry < rows_per_head, pages + row * c->most_pages);
 }
 
 /* Scores the loaded entries, from entry `first` of every head on, with the rows from `begin` to `end`, one head after the other. */
-static void score_head_by_head(const select_call *c, select_scratch *s, const sharing *h, int64_t batch, int64_t first, int64_t entries,
-                               int64_t begin, int64_t end, float *pages) {
+static void score_head_by_head(const select_pages_call *c, select_pages_scratch *s, const row_passes *h, int64_t batch, int64_t first,
+                               int64_t entries, int64_t begin, int64_t end, float *pages) {
     const int64_t real = c->family->real_size;
     find_rows(c, batch, begin, ba_min(end, begin + h->chunk_rows), &s->rows[0]);
     prefetch_rows(c, &c->a, s->rows[0].a, s->rows[0].count);
@@ -262,8 +264,8 @@ static void score_head_by_head(const select_call *c, select_scratch *s, const sh
 }
 
 /* The same, where several heads read each row together. */
-static void score_heads(const select_call *c, select_scratch *s, const sharing *h, int64_t batch, int64_t first, int64_t entries, int64_t begin,
-                        int64_t end, float *pages) {
+static void score_heads(const select_pages_call *c, select_pages_scratch *s, const row_passes *h, int64_t batch, int64_t first, int64_t entries,
+                        int64_t begin, int64_t end, float *pages) {
     const int64_t real = c->family->real_size, sides = c->args->method == BA_SELECT_QUEST ? 2 : 1;
     assert(!c->k_scale.data);
     struct rows_at *rows = &s->rows[0];
@@ -284,16 +286,16 @@ static void score_heads(const select_call *c, select_scratch *s, const sharing *
 
 /* Scores one run of pages of one request, for all heads. */
 static void score_item(void *context, int64_t item, int worker) {
-    const select_call *c = context;
+    const select_pages_call *c = context;
     const ba_select_args *args = c->args;
     const int64_t batch = item / c->runs, n = ba_ceil_div(args->seq_lens[batch], args->page_size);
     const int64_t first_page = item % c->runs * c->run_pages, end_page = ba_min(n, first_page + c->run_pages);
     const int64_t rows_per_page = args->method == BA_SELECT_MAX ? args->page_size : 1, all = c->rows / c->kv_heads * queries_of(c, batch);
     const int64_t rows = rows_per_page == 1 ? n : args->seq_lens[batch];
     if (first_page >= end_page || !all) return;
-    const sharing h = share_rows(c, all);
-    select_scratch s;
-    lay_out_select(c, c->scratch + worker * c->scratch_bytes, &s);
+    const row_passes h = choose_row_passes(c, all);
+    select_pages_scratch s;
+    lay_out_select_pages(c, c->scratch + worker * c->scratch_bytes, &s);
     for (int64_t first = 0; first < all; first += h.entries_at_once) {
         const int64_t entries = ba_min(h.entries_at_once, all - first);
         load_all_entries(c, &s, &h, batch, first, entries);
@@ -391,7 +393,7 @@ static int by_rising_number(const void *left, const void *right) {
 }
 
 /* Chooses the pages of one row of the result from the scores of the request's n pages, and writes the row. */
-static void choose(const select_call *c, const select_scratch *s, int64_t batch, int64_t row, const float *scores, int64_t n) {
+static void choose(const select_pages_call *c, const select_pages_scratch *s, int64_t batch, int64_t row, const float *scores, int64_t n) {
     const ba_select_args *args = c->args;
     const ba_tensor *out = &args->selected;
     const int64_t width = out->dims[2];
@@ -417,10 +419,10 @@ static void choose(const select_call *c, const select_scratch *s, int64_t batch,
 }
 
 static void choose_item(void *context, int64_t item, int worker) {
-    const select_call *c = context;
+    const select_pages_call *c = context;
     const int64_t batch = item / c->rows, n = queries_of(c, batch) ? ba_ceil_div(c->args->seq_lens[batch], c->args->page_size) : 0;
-    select_scratch s;
-    lay_out_select(c, c->scratch + worker * c->scratch_bytes, &s);
+    select_pages_scratch s;
+    lay_out_select_pages(c, c->scratch + worker * c->scratch_bytes, &s);
     choose(c, &s, batch, item % c->rows, c->page_scores + item * c->most_pages, n);
 }
 
@@ -444,7 +446,7 @@ static ba_status check_query(const ba_select_args *a, const ba_page_tables *open
 }
 
 /* Checks what queries are compared with, summaries or keys, and fills `c` with it. */
-static ba_status check_summaries(const ba_select_args *a, select_call *c) {
+static ba_status check_summaries(const ba_select_args *a, select_pages_call *c) {
     const ba_tensor *q = &a->q;
     const bool tokens = a->method == BA_SELECT_MAX;
     const char *name = summaries_name(a);
@@ -466,7 +468,7 @@ static ba_status check_summaries(const ba_select_args *a, select_call *c) {
 }
 
 /* Checks the page size, and the pages and queries of every request. */
-static ba_status check_requests(const ba_select_args *a, const select_call *c) {
+static ba_status check_requests(const ba_select_args *a, const select_pages_call *c) {
     const bool tokens = a->method == BA_SELECT_MAX;
     if (c->opened && tokens && a->page_size != c->a.rows)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64,
@@ -509,7 +511,7 @@ static ba_status check_outputs(const ba_select_args *a, int64_t rows) {
 }
 
 /* Checks a call, and fills `c` with its shape. */
-static ba_status check_select(const ba_select_args *a, select_call *c) {
+static ba_status check_select(const ba_select_args *a, select_pages_call *c) {
     if ((unsigned)a->method > BA_SELECT_MAX) return ba_fail(BA_ERROR_VALUE, BA_ARG("method") ": expected quest, mean or max, got %d", (int)a->method);
     BA_TRY(check_query(a, c->opened));
     BA_TRY(check_summaries(a, c));
@@ -526,7 +528,7 @@ static ba_status check_select(const ba_select_args *a, select_call *c) {
 
 static ba_status select_blocks(const ba_select_args *args, const ba_page_tables *opened) {
     BA_IN_USUAL_MODE;
-    select_call c = {.args = args, .opened = opened, .most_pages = 1};
+    select_pages_call c = {.args = args, .opened = opened, .most_pages = 1};
     BA_TRY(check_select(args, &c));
     if (args->batch == 0) return BA_OK;
     const ba_kernels *kernels = ba_kernels_active();
@@ -549,14 +551,14 @@ static ba_status select_blocks(const ba_select_args *args, const ba_page_tables 
     const int threads = ba_threads_of_call(args->num_threads, work, ba_work.quest.small_products, most_items);
     c.run_pages = ba_ceil_div(ba_max(ba_work.quest.run_rows, pages * rows_per_page / (ba_work.quest.thread_runs * threads)), rows_per_page);
     c.runs = ba_ceil_div(c.most_pages, c.run_pages);
-    select_scratch unused;
-    c.scratch_bytes = lay_out_select(&c, NULL, &unused);
+    select_pages_scratch unused;
+    c.scratch_bytes = lay_out_select_pages(&c, NULL, &unused);
     char *memory;
     BA_TRY(ba_get_scratch(lay_out_call(&c, threads, NULL), &memory));
     lay_out_call(&c, threads, memory);
     for (int worker = 0; worker < threads; worker++) {
-        select_scratch s;
-        lay_out_select(&c, c.scratch + worker * c.scratch_bytes, &s);
+        select_pages_scratch s;
+        lay_out_select_pages(&c, c.scratch + worker * c.scratch_bytes, &s);
         s.loaded[0] = -1;
     }
     ba_status status = ba_parallel(threads, args->batch * c.runs, score_item, &c);

@@ -2,7 +2,7 @@
  * groups. */
 #include "ops/reals.h"
 #include "ops/scratch.h"
-#include "ops/select/select_call.h"
+#include "ops/select/select_prefill_call.h"
 
 /* ---- Scratch ---------------------------------------------------------------------------------------------------- */
 

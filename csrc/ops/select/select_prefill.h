@@ -2,7 +2,7 @@
 #ifndef BA_OPS_SELECT_PREFILL_H
 #define BA_OPS_SELECT_PREFILL_H
 
-#include "ops/select/select_call.h"
+#include "ops/select/select_prefill_call.h"
 
 /* A call in two steps, as in open.h. Opening checks all inputs. There is nothing to close. */
 ba_status ba_open_prefill(const ba_select_prefill_args *args, ba_prefill *c);

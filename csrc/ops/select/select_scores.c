@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "core/pool.h"
-#include "ops/select/select_call.h"
+#include "ops/select/select_prefill_call.h"
 
 /* The end of the chunk of groups that begins at `begin`: a chunk is some whole blocks, or a part of one block. */
 static int64_t chunk_end(const ba_prefill *c, int64_t begin) {

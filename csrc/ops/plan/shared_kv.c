@@ -1,4 +1,4 @@
-#include "ops/plan/shared_rows.h"
+#include "ops/plan/shared_kv.h"
 
 #include <stdlib.h>
 
@@ -73,7 +73,7 @@ static void share_item(void *context, int64_t index, int worker) {
     if (s->k_columns.pack) pack_run(s, &s->k_columns, &p->k, p->head_dim, head, begin, keys);
 }
 
-ba_status ba_share_rows(ba_sharing *s, int threads) {
+ba_status ba_share_kv(ba_sharing *s, int threads) {
     const ba_problem *p = s->plan->problem;
     int64_t keys = 0, longest = 0;
     for (int64_t b = 0; b < p->batch; b++) {

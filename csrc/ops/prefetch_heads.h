@@ -1,6 +1,6 @@
 /* Which rows of several heads a driver prefetches. Internal. */
-#ifndef BA_OPS_ROWS_AHEAD_H
-#define BA_OPS_ROWS_AHEAD_H
+#ifndef BA_OPS_PREFETCH_HEADS_H
+#define BA_OPS_PREFETCH_HEADS_H
 
 #include "kernels/kernels.h"
 
@@ -10,9 +10,9 @@ static inline bool ba_heads_are_beside(int64_t head_step, int64_t row_step, int6
 }
 
 /* `bytes` bytes of each of `count` rows, from `offset` on, which are requested once. */
-static inline ba_prefetch_rows ba_requested_once(const void *const *rows, int64_t count, int64_t offset, int64_t bytes) {
+static inline ba_prefetch_rows ba_prefetch_once(const void *const *rows, int64_t count, int64_t offset, int64_t bytes) {
     ba_prefetch_rows wanted = {rows, count, offset, bytes, {0}};
-    for (int i = 1; i < BA_MOST_REQUESTS; i++) wanted.skip[i] = -1;
+    for (int i = 1; i < BA_PREFETCH_PASSES; i++) wanted.skip[i] = -1;
     return wanted;
 }
 
@@ -21,9 +21,9 @@ static inline ba_prefetch_rows ba_requested_once(const void *const *rows, int64_
  * prefetch in the order of memory; else each prefetches its own rows. Steps, and `bytes` of a head's row, are in bytes. */
 static inline ba_prefetch_rows ba_rows_ahead(int64_t head_step, int64_t row_step, int64_t heads, int64_t head, int64_t bytes, const void *const *rows,
                                              int64_t count) {
-    if (!ba_heads_are_beside(head_step, row_step, bytes)) return ba_requested_once(rows, count, head * head_step, bytes);
+    if (!ba_heads_are_beside(head_step, row_step, bytes)) return ba_prefetch_once(rows, count, head * head_step, bytes);
     const int64_t begin = count * head / heads, end = count * (head + 1) / heads;
-    return ba_requested_once(rows + begin, end - begin, 0, (heads - 1) * head_step + bytes);
+    return ba_prefetch_once(rows + begin, end - begin, 0, (heads - 1) * head_step + bytes);
 }
 
 #endif

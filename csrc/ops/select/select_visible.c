@@ -6,7 +6,7 @@
 
 #include "core/pool.h"
 #include "ops/scratch.h"
-#include "ops/select/select_call.h"
+#include "ops/select/select_prefill_call.h"
 
 static bool are_noted(const ba_prefill *c) { return c->p.kv_ranges.data || c->p.q_begin; }
 

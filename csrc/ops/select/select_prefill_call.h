@@ -7,8 +7,8 @@
  * Sort the blocks of a row of blocks that are not always kept by falling score: the *tail* of a block is the sum of its score and of all scores
  * behind it. A top_p budget of p keeps the blocks with tails above 1 - p. With one density for several rows, the blocks with the largest tails of all
  * rows are kept, as if one p were applied to all of them. */
-#ifndef BA_OPS_SELECT_CALL_H
-#define BA_OPS_SELECT_CALL_H
+#ifndef BA_OPS_SELECT_PREFILL_CALL_H
+#define BA_OPS_SELECT_PREFILL_CALL_H
 
 #include "kernels/kernels.h"
 #include "ops/problem.h"
@@ -29,7 +29,8 @@ typedef struct ba_share {
     bool none, has_all; /* no block is kept but the ones that always are; all blocks with exactly the least tail are kept */
 } ba_share;
 
-/* What rows of blocks see where queries have kv_ranges or q_begin, and what they always keep of it; NULL where they have neither: select_rows.c. */
+/* What rows of blocks see where queries have kv_ranges or q_begin, and what they always keep of it; NULL where they have neither: select_visible.c.
+ */
 typedef struct ba_rows {
     ba_range *seen; /* [B][row]: from the first block that some query of the row sees to the place after the last one; [0, 0) where there is none */
     uint64_t *visible; /* [B][row][word]: a bit for each block, 1 where some query of the row sees a key of the block */
@@ -76,7 +77,7 @@ static inline int64_t ba_prefill_columns(const ba_prefill *c, int64_t batch) { r
  * of a cache. */
 static inline int64_t ba_head_pitch(const ba_prefill *c) { return ba_round_up(c->p.block_columns, 16) + 8; }
 
-/* ---- What rows see (select_rows.c) ------------------------------------------------------------------------------- */
+/* ---- What rows see (select_visible.c) ------------------------------------------------------------------------------- */
 
 /* From the first key that one of the queries first .. last may see to the place after the last one: [0, 0) where they see none. With kv_ranges, there
  * may be keys between that none of them sees. */

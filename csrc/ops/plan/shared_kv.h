@@ -3,8 +3,8 @@
  * Each tile whose list holds a key needs that key packed, and packing a key costs as much as attending it with about thirty queries. A family
  * with pack_groups packs whole groups of key_pad keys, and the bytes of a group do not depend on the chunk that it belongs to. Where blocks
  * consist of such groups, the driver packs all keys once, before the work on tiles begins, if that is less work. */
-#ifndef BA_OPS_SHARED_ROWS_H
-#define BA_OPS_SHARED_ROWS_H
+#ifndef BA_OPS_SHARED_KV_H
+#define BA_OPS_SHARED_KV_H
 
 #include "ops/plan/plan.h"
 
@@ -24,7 +24,7 @@ typedef struct ba_sharing {
     int64_t pack_keys;   /* keys per item of the packing job; a multiple of key_pad */
     int64_t page_offset; /* of tuning */
     double least_pairs;  /* queries that must attend a key, on average, for sharing to pay */
-    /* set by ba_sharing_lay_out() and ba_share_rows() */
+    /* set by ba_sharing_lay_out() and ba_share_kv() */
     bool *shared;             /* [batch]: whether the keys of the entry are shared. NULL: none are */
     ba_shared_rows k, v;      /* `pack` is set by the caller */
     ba_shared_rows k_columns; /* gradients only: K once more, in the format of pack->values */
@@ -39,7 +39,7 @@ int64_t ba_sharing_lay_out(ba_sharing *s, char *memory);
 
 /* Packs K and V on up to `threads` threads, if that is less work than to pack the chunks of each item, as it is where many queries attend each key.
  * Else sets s->shared to NULL. */
-ba_status ba_share_rows(ba_sharing *s, int threads);
+ba_status ba_share_kv(ba_sharing *s, int threads);
 
 static inline bool ba_is_shared(const ba_sharing *s, int64_t batch) { return s->shared && s->shared[batch]; }
 

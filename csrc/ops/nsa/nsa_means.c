@@ -1,5 +1,5 @@
-/* Rows of token-major arrays, and the two operations that only sum rows. One makes the means of blocks. The other adds the gradient of such means and
- * some whole arrays, any of which may be missing. */
+/* The means of blocks of tokens, and their gradient, to which some whole arrays may be added. Both only sum rows. Here is also what other operations
+ * of native sparse attention use: how arrays with a row per token and head are read, and how rows are summed. */
 #include <inttypes.h>
 #include <string.h>
 
