@@ -131,10 +131,10 @@ const ba_work_tuning ba_work = {
         },
     .choose =
         {
-            .groups = 64,
+            .pooled_keys = 64,
             .ahead_tokens = 32,
-            .strips = 8,
-            .group_bytes = 32 << 20,
+            .bands = 8,
+            .pooled_bytes = 32 << 20,
             .bucket_keys = 16,
             .moves = 8,
         },

@@ -41,12 +41,12 @@ typedef struct ba_work_tuning {
 
     /* Choosing blocks for prefill */
     struct {
-        int64_t groups;       /* groups of keys per item of the job that makes them */
+        int64_t pooled_keys;  /* pooled keys per item of the job that makes them */
         int64_t ahead_tokens; /* tokens that are prefetched before they are pooled, at least */
-        int64_t strips;       /* per thread: strips at least, where several panels make a strip */
-        int64_t group_bytes;  /* the groups of so many KV heads are in memory at a time, but of one at least */
-        int64_t bucket_keys;  /* a row with more blocks than this is sorted with buckets */
-        int64_t moves;        /* per block of a row: where sorting takes more moves, it is done by bytes */
+        int64_t bands;        /* per thread: bands at least, where several panels make a band */
+        int64_t pooled_bytes; /* the pooled keys of so many KV heads are in memory at a time, but of one at least */
+        int64_t bucket_keys;  /* a block row with more blocks than this is sorted with buckets */
+        int64_t moves;        /* per block of a block row: where sorting takes more moves, it is done by bytes */
     } choose;
 
     /* Native sparse attention */

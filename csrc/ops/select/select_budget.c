@@ -1,6 +1,6 @@
-/* Decides from the scores which blocks are kept. ba_budget_row() does it for one row of blocks: first the forced blocks, which are always kept, then
- * the others as the budget says. Where rows share a density, it only outlines how the other blocks compete, by their tails (select_prefill_call.h),
- * and ba_budget_share() keeps the best of all rows together. */
+/* Decides from the scores which blocks are kept. ba_budget_block_row() does it for one block row: first the forced blocks, which are always kept,
+ * then the others as the budget says. Where block rows share a density, it only outlines how the other blocks compete, by their tails
+ * (select_prefill_call.h), and ba_budget_share() keeps the best of all block rows together. */
 #include <math.h>
 #include <string.h>
 
@@ -9,73 +9,77 @@
 #include "ops/check.h"
 #include "ops/select/select_prefill_call.h"
 
-/* ---- Rows ------------------------------------------------------------------------------------------------------- */
+/* ---- Block rows ------------------------------------------------------------------------------------------------- */
 
-/* The offset of a row's first element in kept, counts or scores. */
-static int64_t place_of(const ba_tensor *t, int64_t batch, int64_t list, int64_t row) {
-    return batch * t->strides[0] + list * t->strides[1] + row * t->strides[2];
+/* The offset of a block row's first element in kept, counts or scores. */
+static int64_t offset_of(const ba_tensor *t, int64_t batch, int64_t list_head, int64_t block_row) {
+    return batch * t->strides[0] + list_head * t->strides[1] + block_row * t->strides[2];
 }
 
-/* The tails of a row, [column]. */
-static float *tails_of(const ba_prefill *c, int64_t batch, int64_t list, int64_t row) {
-    const int64_t rows = ba_ceil_div(ba_q_span(&c->p, batch).valid, c->p.block_q);
-    return c->tails + c->tails_begin[batch] + (list * rows + row) * ba_prefill_columns(c, batch);
+/* The tails of a block row, [column]. */
+static float *tails_of(const ba_prefill *c, int64_t batch, int64_t list_head, int64_t block_row) {
+    const int64_t block_rows = ba_ceil_div(ba_q_span(&c->p, batch).valid, c->p.block_q);
+    return c->tails + c->tails_begin[batch] + (list_head * block_rows + block_row) * ba_prefill_columns(c, batch);
 }
 
-/* The number of a row among all rows of the call. */
-static int64_t number_of(const ba_prefill *c, int64_t batch, int64_t list, int64_t row) { return (batch * c->lists + list) * c->p.block_rows + row; }
-
-static ba_outline *outline_of(const ba_prefill *c, int64_t batch, int64_t list, int64_t row) { return c->outlines + number_of(c, batch, list, row); }
-
-static uint64_t *middle_of(const ba_prefill *c, int64_t batch, int64_t list, int64_t row) {
-    return c->middles + number_of(c, batch, list, row) * c->words;
+/* The number of a block row among those of all list heads of the call. */
+static int64_t number_of(const ba_prefill *c, int64_t batch, int64_t list_head, int64_t block_row) {
+    return (batch * c->list_heads + list_head) * c->p.block_rows + block_row;
 }
 
-typedef struct kept_row {
+static ba_outline *outline_of(const ba_prefill *c, int64_t batch, int64_t list_head, int64_t block_row) {
+    return c->outlines + number_of(c, batch, list_head, block_row);
+}
+
+static uint64_t *middle_of(const ba_prefill *c, int64_t batch, int64_t list_head, int64_t block_row) {
+    return c->middles + number_of(c, batch, list_head, block_row) * c->words;
+}
+
+typedef struct kept_words {
     uint64_t *words;
     int64_t step; /* from one word to the next */
     int32_t *count;
-} kept_row;
+} kept_words;
 
-static kept_row kept_row_of(const ba_prefill *c, int64_t batch, int64_t list, int64_t row) {
+static kept_words kept_words_of(const ba_prefill *c, int64_t batch, int64_t list_head, int64_t block_row) {
     const ba_tensor *kept = &c->args->kept, *counts = &c->args->counts;
-    return (kept_row){(uint64_t *)kept->data + place_of(kept, batch, list, row), kept->strides[3],
-                      (int32_t *)counts->data + place_of(counts, batch, list, row)};
+    return (kept_words){(uint64_t *)kept->data + offset_of(kept, batch, list_head, block_row), kept->strides[3],
+                        (int32_t *)counts->data + offset_of(counts, batch, list_head, block_row)};
 }
 
-static bool is_kept(const kept_row *r, int64_t column) { return r->words[column / 64 * r->step] >> column % 64 & 1; }
+static bool is_kept(const kept_words *r, int64_t column) { return r->words[column / 64 * r->step] >> column % 64 & 1; }
 
-static void keep(const kept_row *r, int64_t column) {
+static void keep(const kept_words *r, int64_t column) {
     r->words[column / 64 * r->step] |= (uint64_t)1 << column % 64;
     ++*r->count;
 }
 
-static void keep_run(const kept_row *r, int64_t begin, int64_t end) {
+static void keep_run(const kept_words *r, int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; b++)
         if (!is_kept(r, b)) keep(r, b);
 }
 
-/* Keeps the forced blocks of a row of blocks: those that are always kept. `seen` are the blocks that it may see. */
-static void keep_forced(const ba_prefill *c, const kept_row *r, int64_t batch, int64_t block_row, ba_range seen) {
+/* Keeps the forced blocks of a block row: those that are always kept. `seen` are the blocks that it may see. */
+static void keep_forced(const ba_prefill *c, const kept_words *r, int64_t batch, int64_t block_row, ba_range seen) {
     const ba_select_prefill_args *a = c->args;
     const int64_t q_valid = ba_q_span(&c->p, batch).valid, kv_valid = ba_kv_span(&c->p, batch).valid;
-    const int64_t rows = ba_ceil_div(q_valid, c->p.block_q), columns = ba_prefill_columns(c, batch);
-    if (c->rows.forced) {
-        const uint64_t *forced = c->rows.forced + (batch * c->p.block_rows + block_row) * c->words;
+    const int64_t block_rows = ba_ceil_div(q_valid, c->p.block_q), columns = ba_prefill_columns(c, batch);
+    if (c->notes.forced) {
+        const uint64_t *forced = c->notes.forced + (batch * c->p.block_rows + block_row) * c->words;
         for (int64_t word = 0; word < c->words; word++) {
             r->words[word * r->step] = forced[word];
             *r->count += __builtin_popcountll(forced[word]);
         }
         return;
     }
-    if (block_row < a->first_rows || block_row >= rows - ba_min(rows, a->last_rows)) {
+    if (block_row < a->first_rows || block_row >= block_rows - ba_min(block_rows, a->last_rows)) {
         keep_run(r, seen.lo, seen.hi);
         return;
     }
     keep_run(r, seen.lo, ba_min(seen.hi, a->sink));
     keep_run(r, ba_max(seen.lo, columns - ba_min(columns, a->last_columns)), seen.hi);
-    /* Query i stands beside key i + kv_valid - q_valid, on the diagonal. The row's diagonal goes from key `first` to key `last`; the first of these
-     * may lie before key 0. `recent` keeps the blocks that it crosses and recent - 1 blocks before them. */
+    /* Query i stands beside key i + kv_valid - q_valid, on the diagonal. The block row's diagonal goes from key `first` to key `last`; the first of
+     * these may lie before key 0. `recent` keeps the blocks that it crosses and recent - 1 blocks before them. */
     const int64_t begin = block_row * c->p.block_q, diagonal = kv_valid - q_valid;
     const int64_t first = ba_max(0, begin + diagonal), last = ba_min(begin + c->p.block_q, q_valid) - 1 + diagonal;
     if (a->recent == 0 || last < 0) return;
@@ -85,43 +89,43 @@ static void keep_forced(const ba_prefill *c, const kept_row *r, int64_t batch, i
 
 /* ---- Order ------------------------------------------------------------------------------------------------------
  *
- * A place is a block as one number that sorts by falling score, and by column where scores are equal: the bits of a score that is not negative, read
- * as an integer, rise with the score. */
+ * A sort key is a block as one number that sorts by falling score, and by column where scores are equal: the bits of a score that is not negative,
+ * read as an integer, rise with the score. */
 
-static uint64_t place_in_order(float score, int64_t column) {
+static uint64_t sort_key_of(float score, int64_t column) {
     uint32_t bits;
     memcpy(&bits, &score, sizeof bits);
     return (uint64_t)~bits << 32 | (uint64_t)column;
 }
 
-static int64_t column_of(uint64_t place) { return (int64_t)(place & 0xffffffff); }
+static int64_t column_of(uint64_t sort_key) { return (int64_t)(sort_key & 0xffffffff); }
 
 enum {
-    MOST_BUCKETS = 1 << 11, /* The most buckets, each of which holds a range of scores. Below this limit there are at least two per place. */
+    MOST_BUCKETS = 1 << 11, /* The most buckets, each of which holds a range of scores. Below this limit there are at least two per sort key. */
     BYTE = 256,             /* values of a byte */
 };
 
-/* Sorts n places of which few are far from where they belong: every place moves past the higher ones before it. Returns false where that would take
- * many moves; places with equal scores are then still in order. */
-static bool settle(uint64_t *places, int64_t n) {
+/* Sorts n sort keys of which few are far from where they belong: each moves past the higher ones before it. Returns false where that would take many
+ * moves; those with equal scores are then still in order. */
+static bool settle(uint64_t *sort_keys, int64_t n) {
     for (int64_t i = 1, moves = 0; i < n; i++) {
-        const uint64_t place = places[i];
+        const uint64_t sort_key = sort_keys[i];
         int64_t at = i;
-        for (; at > 0 && places[at - 1] > place; at--) places[at] = places[at - 1];
-        places[at] = place;
+        for (; at > 0 && sort_keys[at - 1] > sort_key; at--) sort_keys[at] = sort_keys[at - 1];
+        sort_keys[at] = sort_key;
         moves += i - at;
         if (moves > ba_work.choose.moves * n) return false;
     }
     return true;
 }
 
-/* Sorts n places, of which those with equal scores are in order, byte by byte of their scores: after four passes the result is back in the array
+/* Sorts n sort keys, of which those with equal scores are in order, byte by byte of their scores: after four passes the result is back in the array
  * that it began in. */
-static void sort_by_bytes(uint64_t *places, uint64_t *other, int64_t n) {
+static void sort_by_bytes(uint64_t *sort_keys, uint64_t *other, int64_t n) {
     int32_t counts[4][BYTE] = {{0}};
     for (int64_t i = 0; i < n; i++)
-        for (int byte = 0; byte < 4; byte++) counts[byte][places[i] >> (32 + 8 * byte) & 255]++;
-    uint64_t *from = places, *to = other;
+        for (int byte = 0; byte < 4; byte++) counts[byte][sort_keys[i] >> (32 + 8 * byte) & 255]++;
+    uint64_t *from = sort_keys, *to = other;
     for (int byte = 0; byte < 4; byte++) {
         int32_t begin = 0;
         for (int i = 0; i < BYTE; i++) {
@@ -136,36 +140,36 @@ static void sort_by_bytes(uint64_t *places, uint64_t *other, int64_t n) {
     }
 }
 
-/* Sorts n places whose columns rise. `other` has room for as many. */
-static void sort_places(uint64_t *places, uint64_t *other, int64_t n) {
+/* Sorts n sort keys whose columns rise. `other` has room for as many. */
+static void sort_by_key(uint64_t *sort_keys, uint64_t *other, int64_t n) {
     if (n > ba_work.choose.bucket_keys) {
-        uint64_t lowest = places[0], highest = places[0];
+        uint64_t lowest = sort_keys[0], highest = sort_keys[0];
         for (int64_t i = 1; i < n; i++) {
-            lowest = places[i] < lowest ? places[i] : lowest;
-            highest = places[i] > highest ? places[i] : highest;
+            lowest = sort_keys[i] < lowest ? sort_keys[i] : lowest;
+            highest = sort_keys[i] > highest ? sort_keys[i] : highest;
         }
         int log_buckets = 5;
         while ((1 << log_buckets) < ba_min(MOST_BUCKETS, 2 * n)) log_buckets++;
         const int shift = (int)ba_max(0, 64 - __builtin_clzll((highest - lowest) | 1) - log_buckets);
         int32_t counts[MOST_BUCKETS], begin = 0;
         memset(counts, 0, sizeof *counts << log_buckets);
-        for (int64_t i = 0; i < n; i++) counts[(places[i] - lowest) >> shift]++;
+        for (int64_t i = 0; i < n; i++) counts[(sort_keys[i] - lowest) >> shift]++;
         for (int64_t i = 0; i < (int64_t)1 << log_buckets; i++) {
             const int32_t count = counts[i];
             counts[i] = begin;
             begin += count;
         }
-        for (int64_t i = 0; i < n; i++) other[counts[(places[i] - lowest) >> shift]++] = places[i];
-        memcpy(places, other, (size_t)n * sizeof *places);
+        for (int64_t i = 0; i < n; i++) other[counts[(sort_keys[i] - lowest) >> shift]++] = sort_keys[i];
+        memcpy(sort_keys, other, (size_t)n * sizeof *sort_keys);
     }
-    if (!settle(places, n)) sort_by_bytes(places, other, n);
+    if (!settle(sort_keys, n)) sort_by_bytes(sort_keys, other, n);
 }
 
-/* ---- Outline of a row ----------------------------------------------------------------------------------------------
+/* ---- Outline of a block row ----------------------------------------------------------------------------------------
  *
- * Few blocks of a row have tails near the least one that is kept. So a row is not sorted as a whole. Its blocks are put into buckets by the
+ * Few blocks of a block row have tails near the least one that is kept. So it is not sorted as a whole. Its blocks are put into buckets by the
  * bits of their scores, from the highest score down. Sums of whole buckets bound the tails of the blocks in each: those in buckets above a range of
- * tails are kept, those below are not, and only those between, the middle of the row, are sorted. */
+ * tails are kept, those below are not, and only those between, the middle of the block row, are sorted. */
 
 enum {
     BUCKETS = BA_OUTLINE_BUCKETS,
@@ -224,7 +228,8 @@ static uint64_t compare(const float *scores, int64_t n, int32_t least) {
 
 /* Keeps the blocks of [lo, hi) in the buckets before `first`, and marks those in the buckets first .. last in `middle`, a bit for each block. Returns
  * how many are kept. */
-static int64_t split_row(const ba_outline *o, const float *scores, int64_t lo, int64_t hi, int first, int last, const kept_row *r, uint64_t *middle) {
+static int64_t split_block_row(const ba_outline *o, const float *scores, int64_t lo, int64_t hi, int first, int last, const kept_words *r,
+                               uint64_t *middle) {
     const int32_t keep_from = first > 0 ? least_bits(o, first - 1) : INT32_MAX;
     const int32_t mark_from = last >= 0 ? least_bits(o, last) : INT32_MAX;
     int64_t all = 0;
@@ -240,23 +245,23 @@ static int64_t split_row(const ba_outline *o, const float *scores, int64_t lo, i
 }
 
 /* Sorts the blocks of [lo, hi) that are marked in `middle`, and returns how many there are. */
-static int64_t sort_middle(const ba_strip_scratch *s, const float *scores, int64_t lo, int64_t hi, const uint64_t *middle) {
+static int64_t sort_middle(const ba_band_scratch *s, const float *scores, int64_t lo, int64_t hi, const uint64_t *middle) {
     int64_t n = 0;
     for (int64_t word = lo / 64; word * 64 < hi; word++)
         for (uint64_t left = middle[word]; left; left &= left - 1) {
             const int64_t b = word * 64 + __builtin_ctzll(left);
-            s->places[n++] = place_in_order(scores[b], b);
+            s->sort_keys[n++] = sort_key_of(scores[b], b);
         }
-    if (n > 1) sort_places(s->places, s->other_places, n);
+    if (n > 1) sort_by_key(s->sort_keys, s->other_sort_keys, n);
     return n;
 }
 
-/* ---- Budgets of a row ------------------------------------------------------------------------------------------- */
+/* ---- Budgets of a block row ------------------------------------------------------------------------------------- */
 
-/* The budget of a list: the list's own number, or the one that all lists share. */
-static double budget_of(const ba_prefill *c, int64_t list) {
+/* The budget of a list head: its own number, or the one that all list heads share. */
+static double budget_of(const ba_prefill *c, int64_t list_head) {
     const ba_tensor *t = &c->args->budgets;
-    return ((const double *)t->data)[t->dims[0] > 1 ? list * t->strides[0] : 0];
+    return ((const double *)t->data)[t->dims[0] > 1 ? list_head * t->strides[0] : 0];
 }
 
 /* Tails of one class differ by less than a 32nd of an octave. Class 0 holds all below 2^-OCTAVES. */
@@ -264,8 +269,8 @@ enum { OCTAVES = 16, CLASS_SHIFT = 18, CLASS_ZERO = (127 - OCTAVES) << (23 - CLA
 
 static int class_of(double tail) { return (int)ba_min(BA_TAIL_CLASSES - 1, ba_max(0, (bits_of((float)tail) >> CLASS_SHIFT) - CLASS_ZERO)); }
 
-/* Counts each block of a row twice: in the first BA_TAIL_CLASSES bins by the class of the least tail that it may have, and in as many bins behind
- * these by the class of the largest. */
+/* Counts each block of a block row twice: in the first BA_TAIL_CLASSES bins by the class of the least tail that it may have, and in as many bins
+ * behind these by the class of the largest. */
 static void count_buckets(int64_t *bins, const ba_outline *o, const int32_t *counts) {
     for (int i = 0, class = class_of(o->bounds[0]); i < BUCKETS; i++) {
         const int below = class_of(o->bounds[i + 1]);
@@ -275,39 +280,40 @@ static void count_buckets(int64_t *bins, const ba_outline *o, const int32_t *cou
     }
 }
 
-/* Empties a row, and copies its scores to the caller's array. */
-static void begin_row(const ba_prefill *c, const kept_row *r, int64_t batch, int64_t list, int64_t row, const float *scores) {
+/* Empties a block row, and copies its scores to the caller's array. */
+static void begin_block_row(const ba_prefill *c, const kept_words *r, int64_t batch, int64_t list_head, int64_t block_row, const float *scores) {
     const ba_tensor *t = &c->args->scores;
     for (int64_t w = 0; w < c->words; w++) r->words[w * r->step] = 0;
     *r->count = 0;
     if (!ba_given(t)) return;
-    float *to = (float *)t->data + place_of(t, batch, list, row);
+    float *to = (float *)t->data + offset_of(t, batch, list_head, block_row);
     for (int64_t b = 0; b < c->p.block_columns; b++) to[b * t->strides[3]] = scores[b];
 }
 
-static void keep_best(const kept_row *r, const float *scores, ba_range seen) {
+static void keep_best(const kept_words *r, const float *scores, ba_range seen) {
     int64_t best = seen.lo;
     for (int64_t b = seen.lo + 1; b < seen.hi; b++) best = scores[b] > scores[best] ? b : best;
     keep(r, best);
 }
 
-static void keep_by_threshold(const kept_row *r, const float *scores, ba_range seen, double threshold) {
+static void keep_by_threshold(const kept_words *r, const float *scores, ba_range seen, double threshold) {
     for (int64_t b = seen.lo; b < seen.hi; b++)
         if ((double)scores[b] >= threshold && !is_kept(r, b)) keep(r, b);
 }
 
 /* Keeps the best of the visible blocks until `number` are kept, the forced ones included. */
-static void keep_by_number(const kept_row *r, const ba_strip_scratch *s, const float *scores, ba_range seen, const uint64_t *visible, double number) {
+static void keep_by_number(const kept_words *r, const ba_band_scratch *s, const float *scores, ba_range seen, const uint64_t *visible,
+                           double number) {
     int64_t n = 0;
     for (int64_t b = seen.lo; b < seen.hi; b++)
-        if (!is_kept(r, b) && ba_is_visible(visible, b)) s->places[n++] = place_in_order(scores[b], b);
-    if (n) sort_places(s->places, s->other_places, n);
+        if (!is_kept(r, b) && ba_is_visible(visible, b)) s->sort_keys[n++] = sort_key_of(scores[b], b);
+    if (n) sort_by_key(s->sort_keys, s->other_sort_keys, n);
     const int64_t kept = ba_min(n, ba_max(0, (int64_t)fmin(number, INT32_MAX) - *r->count));
-    for (int64_t i = 0; i < kept; i++) keep(r, column_of(s->places[i]));
+    for (int64_t i = 0; i < kept; i++) keep(r, column_of(s->sort_keys[i]));
 }
 
 /* Copies the scores of the blocks that compete for what the forced blocks leave; the others get -1. */
-static void find_free_scores(const kept_row *r, const float *scores, ba_range seen, const uint64_t *visible, float *free_scores) {
+static void find_free_scores(const kept_words *r, const float *scores, ba_range seen, const uint64_t *visible, float *free_scores) {
     memcpy(free_scores + seen.lo, scores + seen.lo, (size_t)(seen.hi - seen.lo) * sizeof *scores);
     for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++)
         for (uint64_t left = r->words[word * r->step] | (visible ? ba_bits_within(word, seen) & ~visible[word] : 0); left; left &= left - 1)
@@ -315,55 +321,55 @@ static void find_free_scores(const kept_row *r, const float *scores, ba_range se
 }
 
 /* Keeps the blocks of the highest scores: as many as it takes for the scores of the others to sum up to at most `least`. */
-static void keep_by_mass(const kept_row *r, const ba_strip_scratch *s, const ba_outline *o, const float *free_scores, ba_range seen, double least) {
+static void keep_by_mass(const kept_words *r, const ba_band_scratch *s, const ba_outline *o, const float *free_scores, ba_range seen, double least) {
     int first = 0, last = BUCKETS - 1; /* the buckets whose tails may be on either side of `least` */
     while (first < BUCKETS && o->bounds[first + 1] > least) first++;
     while (last >= first && o->bounds[last] <= least) last--;
-    split_row(o, free_scores, seen.lo, seen.hi, first, last, r, s->middle);
+    split_block_row(o, free_scores, seen.lo, seen.hi, first, last, r, s->middle);
     double tail = o->bounds[last + 1];
     for (int64_t i = sort_middle(s, free_scores, seen.lo, seen.hi, s->middle) - 1; i >= 0; i--) {
-        const int64_t b = column_of(s->places[i]); /* from the lowest score on, so that a small score is not lost in the rounding of a large sum */
+        const int64_t b = column_of(s->sort_keys[i]); /* from the lowest score on, so that a small score is not lost in the rounding of a large sum */
         tail += (double)free_scores[b];
         if (tail > least) keep(r, b);
     }
 }
 
-void ba_budget_row(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list, int64_t row, const float *scores) {
+void ba_budget_block_row(const ba_prefill *c, const ba_band_scratch *s, int64_t batch, int64_t list_head, int64_t block_row, const float *scores) {
     const ba_budget budget = c->args->budget;
-    const kept_row r = kept_row_of(c, batch, list, row);
-    const ba_range seen = ba_prefill_blocks(c, batch, row);
-    const uint64_t *visible = ba_visible_blocks(c, batch, row);
-    begin_row(c, &r, batch, list, row, scores);
+    const kept_words r = kept_words_of(c, batch, list_head, block_row);
+    const ba_range seen = ba_prefill_blocks(c, batch, block_row);
+    const uint64_t *visible = ba_visible_blocks(c, batch, block_row);
+    begin_block_row(c, &r, batch, list_head, block_row, scores);
     if (seen.lo == seen.hi) return;
-    keep_forced(c, &r, batch, row, seen);
-    if (*r.count == 0) keep_best(&r, scores, seen); /* so that no row is empty */
+    keep_forced(c, &r, batch, block_row, seen);
+    if (*r.count == 0) keep_best(&r, scores, seen); /* so that no block row is empty */
     if (budget == BA_BUDGET_THRESHOLD) {
-        keep_by_threshold(&r, scores, seen, budget_of(c, list));
+        keep_by_threshold(&r, scores, seen, budget_of(c, list_head));
         return;
     }
     if (budget == BA_BUDGET_TOP_K) {
-        keep_by_number(&r, s, scores, seen, visible, budget_of(c, list));
+        keep_by_number(&r, s, scores, seen, visible, budget_of(c, list_head));
         return;
     }
-    /* The budgets that look at tails. A density is shared later, when the outlines of all rows are known. */
+    /* The budgets that look at tails. A density is shared later, when the outlines of all block rows are known. */
     const bool shares = budget == BA_BUDGET_DENSITY;
-    float *free_scores = shares ? tails_of(c, batch, list, row) : s->free_scores;
-    ba_outline own, *o = shares ? outline_of(c, batch, list, row) : &own;
+    float *free_scores = shares ? tails_of(c, batch, list_head, block_row) : s->free_scores;
+    ba_outline own, *o = shares ? outline_of(c, batch, list_head, block_row) : &own;
     int32_t counts[BUCKETS];
     find_free_scores(&r, scores, seen, visible, free_scores);
     draw_outline(o, free_scores, seen.lo, seen.hi, counts);
     if (shares) count_buckets(s->bins, o, counts);
-    else keep_by_mass(&r, s, o, free_scores, seen, 1 - budget_of(c, list));
+    else keep_by_mass(&r, s, o, free_scores, seen, 1 - budget_of(c, list_head));
 }
 
 /* ---- Density ----------------------------------------------------------------------------------------------------
  *
- * A share is the lists of a sequence that share one density: all of them, or each by itself. It keeps a certain number of blocks, those with the
- * largest tails. The outlines of all rows bound the least tail among them: it is in the range of classes [least_class, most_class]. Then each row is
- * split by this range, and of the blocks in the middle the tails are computed. The least of them is found without sorting them all. The bits of a
- * tail, which is not negative, read as an integer, rise with it. Such an integer has three digits of 11, 11 and 10 bits. Counting the tails by their
- * first digit tells with which digit the least tail begins, and how many blocks are still to be found among the tails that begin so. Counting these
- * by their second digit, and those that are left by their third, tells the rest. */
+ * A share is the list heads of a sequence that share one density: all of them, or each by itself. It keeps a certain number of blocks, those with the
+ * largest tails. The outlines of all block rows bound the least tail among them: it is in the range of classes [least_class, most_class]. Then each
+ * block row is split by this range, and of the blocks in the middle the tails are computed. The least of them is found without sorting them all. The
+ * bits of a tail, which is not negative, read as an integer, rise with it. Such an integer has three digits of 11, 11 and 10 bits. Counting the tails
+ * by their first digit tells with which digit the least tail begins, and how many blocks are still to be found among the tails that begin so.
+ * Counting these by their second digit, and those that are left by their third, tells the rest. */
 
 enum { DIGITS = 3 };
 static const struct {
@@ -373,8 +379,8 @@ static const struct {
 /* The number of shares of a sequence. */
 static int64_t shares_of(const ba_prefill *c) { return c->args->budgets.dims[0]; }
 
-static ba_share *share_of(const ba_prefill *c, int64_t batch, int64_t list) {
-    return c->shares + batch * shares_of(c) + (shares_of(c) > 1 ? list : 0);
+static ba_share *share_of(const ba_prefill *c, int64_t batch, int64_t list_head) {
+    return c->shares + batch * shares_of(c) + (shares_of(c) > 1 ? list_head : 0);
 }
 
 static int64_t *bins_of(const ba_prefill *c, const ba_share *share) { return c->bins + (share - c->shares) * BA_BUDGET_BINS; }
@@ -385,41 +391,41 @@ static void add_to_bins(int64_t *all, const int64_t *bins, int64_t n) {
         if (bins[i]) __atomic_fetch_add(&all[i], bins[i], __ATOMIC_RELAXED);
 }
 
-void ba_budget_count(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t list) {
-    add_to_bins(bins_of(c, share_of(c, batch, list)), s->bins, 2 * BA_TAIL_CLASSES);
+void ba_budget_count(const ba_prefill *c, const ba_band_scratch *s, int64_t batch, int64_t list_head) {
+    add_to_bins(bins_of(c, share_of(c, batch, list_head)), s->bins, 2 * BA_TAIL_CLASSES);
 }
 
-/* The largest class with at least `places` tails in it and above. */
-static int largest_class(const int64_t *counts, int64_t places) {
+/* The largest class with at least `tails` tails in it and above. */
+static int largest_class(const int64_t *counts, int64_t tails) {
     int n = BA_TAIL_CLASSES - 1;
-    for (int64_t above = counts[n]; n > 0 && above < places; above += counts[n]) n--;
+    for (int64_t above = counts[n]; n > 0 && above < tails; above += counts[n]) n--;
     return n;
 }
 
-/* Splits the rows of a list, and sets the tails of the blocks in the middle. */
-static void split_list(void *context, int64_t item, int worker) {
+/* Splits the block rows of a list head, and sets the tails of the blocks in the middle. */
+static void split_list_head(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
-    const int64_t batch = item / c->lists, list = item % c->lists;
-    ba_share *share = share_of(c, batch, list);
+    const int64_t batch = item / c->list_heads, list_head = item % c->list_heads;
+    ba_share *share = share_of(c, batch, list_head);
     if (share->none) return;
-    ba_strip_scratch s;
-    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    ba_band_scratch s;
+    ba_band_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     int64_t all = 0;
-    for (int64_t row = 0; row < c->p.block_rows; row++) {
-        const ba_range seen = ba_prefill_blocks(c, batch, row);
+    for (int64_t block_row = 0; block_row < c->p.block_rows; block_row++) {
+        const ba_range seen = ba_prefill_blocks(c, batch, block_row);
         if (seen.lo == seen.hi) continue;
-        ba_outline *o = outline_of(c, batch, list, row);
-        const kept_row r = kept_row_of(c, batch, list, row);
-        float *tails = tails_of(c, batch, list, row);
-        uint64_t *middle = middle_of(c, batch, list, row);
+        ba_outline *o = outline_of(c, batch, list_head, block_row);
+        const kept_words r = kept_words_of(c, batch, list_head, block_row);
+        float *tails = tails_of(c, batch, list_head, block_row);
+        uint64_t *middle = middle_of(c, batch, list_head, block_row);
         int first = 0, last = BUCKETS - 1;
         while (first < BUCKETS && class_of(o->bounds[first + 1]) > share->most_class) first++;
         while (last >= first && class_of(o->bounds[last]) < share->least_class) last--;
-        all += split_row(o, tails, seen.lo, seen.hi, first, last, &r, middle);
+        all += split_block_row(o, tails, seen.lo, seen.hi, first, last, &r, middle);
         double tail = o->bounds[last + 1];
         const float most = (float)o->bounds[first]; /* to which rounding may not add, or the tail might be in another class */
         for (int64_t i = sort_middle(&s, tails, seen.lo, seen.hi, middle) - 1; i >= 0; i--) {
-            const int64_t b = column_of(s.places[i]);
+            const int64_t b = column_of(s.sort_keys[i]);
             tail += (double)tails[b];
             tails[b] = fminf((float)tail, most);
             const int class = class_of((double)tails[b]);
@@ -432,27 +438,27 @@ static void split_list(void *context, int64_t item, int worker) {
             for (uint64_t left = middle[word]; left; left &= left - 1) tails[seen.lo + n++] = tails[word * 64 + __builtin_ctzll(left)];
         o->in_middle = (int32_t)n;
     }
-    __atomic_fetch_sub(&share->places, all, __ATOMIC_RELAXED);
+    __atomic_fetch_sub(&share->to_keep, all, __ATOMIC_RELAXED);
 }
 
-/* Counts the tails of a list that begin with the digits that are known, by the digit in turn, in the bins of its share. The others are counted in
- * spare bins, because a branch would be mispredicted: in several ones, because an addition waits for the one before. */
+/* Counts the tails of a list head that begin with the digits that are known, by the digit in turn, in the bins of its share. The others are counted
+ * in spare bins, because a branch would be mispredicted: in several ones, because an addition waits for the one before. */
 static void count_tails(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
-    const int64_t batch = item / c->lists, list = item % c->lists;
-    const ba_share *share = share_of(c, batch, list);
+    const int64_t batch = item / c->list_heads, list_head = item % c->list_heads;
+    const ba_share *share = share_of(c, batch, list_head);
     if (share->none) return;
-    ba_strip_scratch s;
-    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    ba_band_scratch s;
+    ba_band_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     int64_t *bins = s.bins;
     memset(bins, 0, (BA_BUDGET_BINS + BA_SPARE_BINS) * sizeof *bins);
     const int shift = digits[c->digit].shift;
     const uint32_t least = share->least, end = (uint32_t)1 << digits[c->digit].bits;
-    for (int64_t row = 0; row < c->p.block_rows; row++) {
-        const ba_range seen = ba_prefill_blocks(c, batch, row);
+    for (int64_t block_row = 0; block_row < c->p.block_rows; block_row++) {
+        const ba_range seen = ba_prefill_blocks(c, batch, block_row);
         if (seen.lo == seen.hi) continue;
-        const float *tails = tails_of(c, batch, list, row) + seen.lo;
-        const int32_t n = outline_of(c, batch, list, row)->in_middle;
+        const float *tails = tails_of(c, batch, list_head, block_row) + seen.lo;
+        const int32_t n = outline_of(c, batch, list_head, block_row)->in_middle;
         for (int32_t i = 0; i < n; i++) {
             const uint32_t bin = ((uint32_t)bits_of(tails[i]) - least) >> shift; /* `end` or more where the tail begins with other digits */
             bins[bin < end ? bin : (uint32_t)BA_BUDGET_BINS + (i & (BA_SPARE_BINS - 1))]++;
@@ -461,31 +467,31 @@ static void count_tails(void *context, int64_t item, int worker) {
     add_to_bins(bins_of(c, share), bins, BA_BUDGET_BINS);
 }
 
-/* Finds one more digit of the least tail. The tails in the highest bins are kept: going down from the last bin, they use up places, until a bin holds
- * at least as many as are left. Its number is the digit. */
+/* Finds one more digit of the least tail. The tails in the highest bins are kept: going down from the last bin, they lower the number to keep, until
+ * a bin holds at least as many as are left. Its number is the digit. */
 static void find_digit(const ba_prefill *c, ba_share *share) {
     const int64_t *bins = bins_of(c, share);
     uint32_t bin = ((uint32_t)1 << digits[c->digit].bits) - 1;
-    for (; bin > 0 && bins[bin] < share->places; bin--) /* bin 0 ends it only where the caller's `counts` shares memory with another array */
-        share->places -= bins[bin];
+    for (; bin > 0 && bins[bin] < share->to_keep; bin--) /* bin 0 ends it only where the caller's `counts` shares memory with another array */
+        share->to_keep -= bins[bin];
     share->least |= bin << digits[c->digit].shift;
-    share->has_all = bins[bin] == share->places;
+    share->has_all = bins[bin] == share->to_keep;
 }
 
-/* Keeps the blocks in the middle of a list's rows whose tails are above the least, and where all blocks with exactly the least are kept, also
- * these. */
+/* Keeps the blocks in the middle of a list head's block rows whose tails are above the least, and where all blocks with exactly the least are kept,
+ * also these. */
 static void keep_tails(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
-    const int64_t batch = item / c->lists, list = item % c->lists;
-    const ba_share *share = share_of(c, batch, list);
+    const int64_t batch = item / c->list_heads, list_head = item % c->list_heads;
+    const ba_share *share = share_of(c, batch, list_head);
     const int32_t least = (int32_t)(share->least + !share->has_all);
     (void)worker;
     if (share->none) return;
-    for (int64_t row = 0; row < c->p.block_rows; row++) {
-        const ba_range seen = ba_prefill_blocks(c, batch, row);
-        const float *tails = tails_of(c, batch, list, row) + seen.lo;
-        const uint64_t *middle = middle_of(c, batch, list, row);
-        const kept_row r = kept_row_of(c, batch, list, row);
+    for (int64_t block_row = 0; block_row < c->p.block_rows; block_row++) {
+        const ba_range seen = ba_prefill_blocks(c, batch, block_row);
+        const float *tails = tails_of(c, batch, list_head, block_row) + seen.lo;
+        const uint64_t *middle = middle_of(c, batch, list_head, block_row);
+        const kept_words r = kept_words_of(c, batch, list_head, block_row);
         for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++) { /* without branches, which would be mispredicted */
             uint64_t kept = 0;
             for (uint64_t left = middle[word]; left; left &= left - 1) kept |= bits_of(*tails++) >= least ? left & -left : 0;
@@ -495,43 +501,43 @@ static void keep_tails(void *context, int64_t item, int worker) {
     }
 }
 
-/* Keeps the first blocks of a list with exactly the least tail, as long as the share has places left. */
-static void keep_ties(const ba_prefill *c, ba_share *share, int64_t batch, int64_t list) {
-    for (int64_t row = 0; row < c->p.block_rows && share->places > 0; row++) {
-        const ba_range seen = ba_prefill_blocks(c, batch, row);
-        const float *tails = tails_of(c, batch, list, row) + seen.lo;
-        const uint64_t *middle = middle_of(c, batch, list, row);
-        const kept_row r = kept_row_of(c, batch, list, row);
+/* Keeps the first blocks of a list head with exactly the least tail, as many as the share still is to keep. */
+static void keep_ties(const ba_prefill *c, ba_share *share, int64_t batch, int64_t list_head) {
+    for (int64_t block_row = 0; block_row < c->p.block_rows && share->to_keep > 0; block_row++) {
+        const ba_range seen = ba_prefill_blocks(c, batch, block_row);
+        const float *tails = tails_of(c, batch, list_head, block_row) + seen.lo;
+        const uint64_t *middle = middle_of(c, batch, list_head, block_row);
+        const kept_words r = kept_words_of(c, batch, list_head, block_row);
         for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++)
-            for (uint64_t left = middle[word]; left && share->places > 0; left &= left - 1) {
+            for (uint64_t left = middle[word]; left && share->to_keep > 0; left &= left - 1) {
                 if ((uint32_t)bits_of(*tails++) != share->least) continue;
                 keep(&r, word * 64 + __builtin_ctzll(left));
-                share->places--;
+                share->to_keep--;
             }
     }
 }
 
 /* Sets how many blocks a share keeps beside the ones that always are. */
-static void open_share(const ba_prefill *c, int64_t batch, int64_t first, int64_t lists) {
+static void open_share(const ba_prefill *c, int64_t batch, int64_t first, int64_t list_heads) {
     int64_t all = 0, kept = 0;
-    for (int64_t row = 0; row < c->p.block_rows; row++) {
-        const ba_range seen = ba_prefill_blocks(c, batch, row);
-        all += ba_count_visible(c, ba_visible_blocks(c, batch, row), seen) * lists;
-        for (int64_t list = first; list < first + lists; list++) kept += *kept_row_of(c, batch, list, row).count;
+    for (int64_t block_row = 0; block_row < c->p.block_rows; block_row++) {
+        const ba_range seen = ba_prefill_blocks(c, batch, block_row);
+        all += ba_count_visible(c, ba_visible_blocks(c, batch, block_row), seen) * list_heads;
+        for (int64_t list_head = first; list_head < first + list_heads; list_head++) kept += *kept_words_of(c, batch, list_head, block_row).count;
     }
     ba_share *share = share_of(c, batch, first);
-    *share = (ba_share){.places = ba_min((int64_t)(budget_of(c, first) * (double)all + 0.5), all) - kept};
-    share->none = share->places <= 0;
+    *share = (ba_share){.to_keep = ba_min((int64_t)(budget_of(c, first) * (double)all + 0.5), all) - kept};
+    share->none = share->to_keep <= 0;
     const int64_t *bins = bins_of(c, share);
-    share->least_class = largest_class(bins, share->places);
-    share->most_class = largest_class(bins + BA_TAIL_CLASSES, share->places);
+    share->least_class = largest_class(bins, share->to_keep);
+    share->most_class = largest_class(bins + BA_TAIL_CLASSES, share->to_keep);
 }
 
 ba_status ba_budget_share(ba_prefill *c, int threads) {
-    const int64_t shares = c->p.batch * shares_of(c), lists = c->lists / shares_of(c), items = c->p.batch * c->lists;
+    const int64_t shares = c->p.batch * shares_of(c), list_heads = c->list_heads / shares_of(c), items = c->p.batch * c->list_heads;
     ba_status status = BA_OK;
-    for (int64_t i = 0; i < shares; i++) open_share(c, i / shares_of(c), i % shares_of(c) * lists, lists);
-    status = ba_parallel(threads, items, split_list, c);
+    for (int64_t i = 0; i < shares; i++) open_share(c, i / shares_of(c), i % shares_of(c) * list_heads, list_heads);
+    status = ba_parallel(threads, items, split_list_head, c);
     for (c->digit = 0; status == BA_OK && c->digit < DIGITS; c->digit++) {
         memset(c->bins, 0, (size_t)shares * BA_BUDGET_BINS * sizeof *c->bins);
         status = ba_parallel(threads, items, count_tails, c);
@@ -540,8 +546,8 @@ ba_status ba_budget_share(ba_prefill *c, int threads) {
     }
     if (status == BA_OK) status = ba_parallel(threads, items, keep_tails, c);
     for (int64_t i = 0; status == BA_OK && i < items; i++) {
-        ba_share *share = share_of(c, i / c->lists, i % c->lists);
-        if (!share->none && !share->has_all) keep_ties(c, share, i / c->lists, i % c->lists);
+        ba_share *share = share_of(c, i / c->list_heads, i % c->list_heads);
+        if (!share->none && !share->has_all) keep_ties(c, share, i / c->list_heads, i % c->list_heads);
     }
     return status;
 }

@@ -1,11 +1,11 @@
-/* Turns rows of queries and groups of keys into vectors of reals whose product is the score.
+/* Pools queries and keys: turns a few, or one, into a vector of reals. The product of a pooled query and a pooled key is the score.
  *
- * For a mean query q, and the largest and the smallest element of each channel of a group of keys, the bound is
+ * For a mean query q, and the largest and the smallest element of each channel of some keys, the bound is
  *
  *     max(q, 0) . largest + min(q, 0) . smallest = q . (largest + smallest) / 2 + |q| . (largest - smallest) / 2,
  *
- * so that the bound, or the mean of it and of q . mean key, is one product of [q, |q|] and a vector of the group. For bfloat16 inputs, means are
- * rounded to bfloat16, and the group's vector is, too: these are the numbers that kernels for pairs multiply, and every level chooses by them. */
+ * so that the bound, or the mean of it and of q . mean key, is one product of [q, |q|] and the pooled key. For bfloat16 inputs, means are rounded
+ * to bfloat16, and the pooled key is, too: these are the numbers that kernels for pairs multiply, and every level chooses by them. */
 #include <math.h>
 #include <string.h>
 
@@ -14,13 +14,13 @@
 #include "ops/scratch.h"
 #include "ops/select/select_prefill_call.h"
 
-/* Reals of what a group of keys is pooled to: its mean, largest and smallest elements, each with room for packing. */
+/* Reals of one of the three rows that keys are pooled to: their mean, largest and smallest elements, each with room for packing. */
 static int64_t pooled_step(const ba_prefill *c) { return ba_round_up(c->p.head_dim, BA_PACK_PAD); }
 
 static bool is_bfloat16(const ba_prefill *c) { return c->p.dtype == BA_BFLOAT16; }
 
 int64_t ba_features_lay_out(const ba_prefill *c, char *base, ba_features *s) {
-    const int64_t step = pooled_step(c), tokens = ba_max(ba_min(c->row_tokens, c->p.q_len), ba_min(c->group_tokens, c->p.kv_len));
+    const int64_t step = pooled_step(c), tokens = ba_max(ba_min(c->q_tokens, c->p.q_len), ba_min(c->k_tokens, c->p.kv_len));
     const bool widens = c->args->chooser == BA_CHOOSER_POOLED && c->p.dtype == BA_FLOAT16;
     int64_t used = 0;
     s->wide = ba_take(base, &used, ba_max(2, widens ? tokens : 0) * step * c->real_size);
@@ -77,13 +77,13 @@ static void add_magnitudes_bfloat16(uint16_t *to, int64_t dim) {
     for (int64_t d = 0; d < dim; d++) to[dim + d] = to[d] & 0x7fff;
 }
 
-/* Writes `to` from the bfloat16 numbers of a row or group, of which there are c->depth. */
+/* Writes `to` from the bfloat16 numbers of a pooled query or key, of which there are c->depth. */
 static void widen_numbers(const ba_prefill *c, void *to, const void *numbers) {
     const void *packed;
     c->kernels->cache[BA_BFLOAT16]->pack(to, &packed, &numbers, NULL, 1, c->depth);
 }
 
-/* The numbers of a group whose mean, largest and smallest elements are the reals at mean, mean + step and mean + 2 * step. */
+/* The numbers of a pooled key from the keys' mean, largest and smallest elements, reals at mean, mean + step and mean + 2 * step. */
 static void join_ranges(const ba_prefill *c, void *to, const char *mean) {
     const int64_t step = pooled_step(c) * c->real_size, dim = c->p.head_dim;
     const bool both = c->args->term == BA_TERM_BOTH;
@@ -93,8 +93,8 @@ static void join_ranges(const ba_prefill *c, void *to, const char *mean) {
     else join_ranges_double(to, (const double *)mean, a, b, of_mean, of_bound, dim);
 }
 
-/* A pooled group of bfloat16 keys. */
-static void group_of_bfloat16(const ba_prefill *c, const ba_features *s, int64_t n, void *to) {
+/* Pools n bfloat16 keys. */
+static void pooled_key_of_bfloat16(const ba_prefill *c, const ba_features *s, int64_t n, void *to) {
     const int64_t dim = c->p.head_dim, step = pooled_step(c);
     uint16_t *narrow = (uint16_t *)s->narrow;
     if (c->args->term == BA_TERM_MEAN) {
@@ -112,13 +112,13 @@ static void group_of_bfloat16(const ba_prefill *c, const ba_features *s, int64_t
     if (numbers != to) widen_numbers(c, to, numbers);
 }
 
-void ba_features_of_group(const ba_prefill *c, const ba_features *s, int64_t batch, int64_t kv_head, int64_t group, void *to) {
-    const int64_t dim = c->p.head_dim, begin = group * c->group_tokens;
-    const int64_t n = ba_min(c->group_tokens, ba_kv_span(&c->p, batch).valid - begin);
+void ba_features_of_key(const ba_prefill *c, const ba_features *s, int64_t batch, int64_t kv_head, int64_t pooled_key, void *to) {
+    const int64_t dim = c->p.head_dim, begin = pooled_key * c->k_tokens;
+    const int64_t n = ba_min(c->k_tokens, ba_kv_span(&c->p, batch).valid - begin);
     for (int64_t i = 0; i < n; i++) s->pointers[i] = ba_key_row(&c->p, &c->p.k, c->p.kv_element_size, batch, kv_head, begin + i);
     if (c->args->chooser == BA_CHOOSER_ANTIDIAGONAL) {
         for (int64_t i = 0; i < n; i++) copy_row(c, s, (char *)to + i * dim * c->number_size, s->pointers[i]);
-        memset((char *)to + n * dim * c->number_size, 0, (size_t)((c->group_tokens - n) * dim * c->number_size));
+        memset((char *)to + n * dim * c->number_size, 0, (size_t)((c->k_tokens - n) * dim * c->number_size));
         return;
     }
     if (c->args->chooser != BA_CHOOSER_POOLED) {
@@ -128,7 +128,7 @@ void ba_features_of_group(const ba_prefill *c, const ba_features *s, int64_t bat
     const int64_t ahead = begin + ba_max(n, ba_work.choose.ahead_tokens);
     prefetch_tokens(ba_key_row(&c->p, &c->p.k, c->p.kv_element_size, batch, kv_head, ahead), c->p.k.token_stride * c->p.kv_element_size,
                     ba_min(n, ba_kv_span(&c->p, batch).valid - ahead), dim * c->p.kv_element_size);
-    if (is_bfloat16(c)) group_of_bfloat16(c, s, n, to);
+    if (is_bfloat16(c)) pooled_key_of_bfloat16(c, s, n, to);
     else if (c->args->term == BA_TERM_MEAN) pool_tokens(c, s, n, to, NULL, NULL);
     else {
         const int64_t step = pooled_step(c) * c->real_size;
@@ -137,14 +137,14 @@ void ba_features_of_group(const ba_prefill *c, const ba_features *s, int64_t bat
     }
 }
 
-void ba_features_of_row(const ba_prefill *c, const ba_features *s, int64_t batch, int64_t head, int64_t row, void *to) {
-    const int64_t dim = c->p.head_dim, begin = row * c->row_tokens;
-    const int64_t n = ba_min(c->row_tokens, ba_q_span(&c->p, batch).valid - begin);
+void ba_features_of_query(const ba_prefill *c, const ba_features *s, int64_t batch, int64_t head, int64_t pooled_query, void *to) {
+    const int64_t dim = c->p.head_dim, begin = pooled_query * c->q_tokens;
+    const int64_t n = ba_min(c->q_tokens, ba_q_span(&c->p, batch).valid - begin);
     for (int64_t i = 0; i < n; i++) s->pointers[i] = ba_query_row(&c->p, &c->p.q, c->p.element_size, batch, head, begin + i);
     switch (c->args->chooser) {
     case BA_CHOOSER_ANTIDIAGONAL: /* in reverse order, so that the last query is multiplied with the first key */
-        memset(to, 0, (size_t)(c->row_tokens * dim * c->number_size));
-        for (int64_t i = 0; i < n; i++) copy_row(c, s, (char *)to + (c->row_tokens - 1 - i) * dim * c->number_size, s->pointers[i]);
+        memset(to, 0, (size_t)(c->q_tokens * dim * c->number_size));
+        for (int64_t i = 0; i < n; i++) copy_row(c, s, (char *)to + (c->q_tokens - 1 - i) * dim * c->number_size, s->pointers[i]);
         return;
     case BA_CHOOSER_SAMPLED_ROWS:
     case BA_CHOOSER_VERTICAL_SLASH: copy_row(c, s, to, s->pointers[n - 1]); return;

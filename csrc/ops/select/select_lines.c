@@ -29,11 +29,11 @@ static lines lines_of(const ba_prefill *c, int64_t batch, int64_t here) {
 }
 
 /* Adds `weight` times the weights [key][lane] of keys [begin, end). Lane i is the query at token first_token + i. */
-static void add_weights(const ba_prefill *c, const ba_strip_scratch *s, const lines *l, int64_t rows, int64_t first_token, int64_t begin, int64_t end,
+static void add_weights(const ba_prefill *c, const ba_band_scratch *s, const lines *l, int64_t lanes, int64_t first_token, int64_t begin, int64_t end,
                         double weight) {
     for (int64_t key = begin; key < end; key++) {
         double mass = 0;
-        for (int64_t i = 0; i < rows; i++) {
+        for (int64_t i = 0; i < lanes; i++) {
             const double p = ba_get_real(s->chunk, (key - begin) * c->lanes + i, c->real_size) * weight;
             if (!(p > 0)) continue;
             mass += p;
@@ -45,23 +45,23 @@ static void add_weights(const ba_prefill *c, const ba_strip_scratch *s, const li
 
 /* Weights need a query's log-sum-exp, so the last queries are scored against all keys in two passes: the first finds the log-sum-exps and leaves them
  * in s->m, and the second adds up the weights. */
-bool ba_lines_find(const ba_prefill *c, const ba_strip_scratch *s, int64_t batch, int64_t head, int64_t here) {
+bool ba_lines_find(const ba_prefill *c, const ba_band_scratch *s, int64_t batch, int64_t head, int64_t here) {
     const int64_t q_valid = ba_q_span(&c->p, batch).valid, keys = ba_kv_span(&c->p, batch).valid, queries = ba_min(c->args->pool_q, q_valid);
-    const char *groups = c->groups + here / c->p.group * c->pair_bytes;
+    const char *pooled_keys = c->pooled_keys + here / c->p.group * c->batch_head_bytes;
     if (queries == 0 || keys == 0) return true;
     const lines l = lines_of(c, batch, here);
     memset(l.columns, 0, (size_t)c->p.block_columns * sizeof *l.columns);
     memset(l.slash, 0, (size_t)l.distances * sizeof *l.slash);
     for (int64_t first = q_valid - queries; first < q_valid; first += c->lanes) {
-        const int64_t rows = ba_min(c->lanes, q_valid - first);
-        ba_panel_rows at = ba_panel_open(c, s, batch, head, first, rows);
+        const int64_t lanes = ba_min(c->lanes, q_valid - first);
+        ba_panel_sight at = ba_panel_open(c, s, batch, head, first, lanes);
         for (int pass = 0; pass < 2 && at.hi > 0; pass++) {
             for (int64_t begin = at.lo, end; begin < at.hi; begin = end) {
                 if (ba_stopped()) return false;
                 end = ba_min(begin + c->chunk, at.hi);
-                ba_point_to_groups(c, s, groups, begin, end);
-                ba_panel_score(c, s, &at, &(ba_group_range){begin, begin, end, end, end}, 1, s->chunk, s->alphas);
-                if (pass == 1) add_weights(c, s, &l, rows, first + l.shift, begin, end, 1 / (double)queries);
+                ba_point_to_pooled_keys(c, s, pooled_keys, begin, end);
+                ba_panel_score(c, s, &at, &(ba_pooled_range){begin, begin, end, end, end}, 1, s->chunk, s->alphas);
+                if (pass == 1) add_weights(c, s, &l, lanes, first + l.shift, begin, end, 1 / (double)queries);
             }
             at.known = true;
             if (pass == 0)
@@ -94,12 +94,12 @@ static double sums_to(const lines *l, int64_t d) {
  * all x up to d. For all queries first .. end - 1 together, with shift = l.shift - 1, the mass is
  *
  *     S(end + shift - from) - S(first + shift - from) - S(end + shift - to) + S(first + shift - to). */
-void ba_lines_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip, int64_t head) {
-    const int64_t q_valid = ba_q_span(&c->p, strip->batch).valid, keys = ba_kv_span(&c->p, strip->batch).valid;
-    const lines l = lines_of(c, strip->batch, strip->batch * c->p.heads + head - c->first_pair * c->p.group);
-    for (int64_t r = 0; r < strip->rows; r++) {
-        const int64_t first = (strip->first + r) * c->p.block_q, end = ba_min(first + c->p.block_q, q_valid), shift = l.shift - 1;
-        const ba_range seen = ba_prefill_blocks(c, strip->batch, strip->first + r);
+void ba_lines_score(const ba_prefill *c, const ba_band_scratch *s, const ba_band *band, int64_t head) {
+    const int64_t q_valid = ba_q_span(&c->p, band->batch).valid, keys = ba_kv_span(&c->p, band->batch).valid;
+    const lines l = lines_of(c, band->batch, band->batch * c->p.heads + head - c->first_batch_head * c->p.group);
+    for (int64_t r = 0; r < band->block_rows; r++) {
+        const int64_t first = (band->first + r) * c->p.block_q, end = ba_min(first + c->p.block_q, q_valid), shift = l.shift - 1;
+        const ba_range seen = ba_prefill_blocks(c, band->batch, band->first + r);
         for (int64_t b = seen.lo; b < seen.hi; b++) {
             const int64_t from = b * c->p.block_kv, to = ba_min(from + c->p.block_kv, keys);
             const double slash =

@@ -1,5 +1,5 @@
-/* Selects the blocks of keys that each block of queries attends. Groups of keys are made first; then rows of queries are multiplied with them, one
- * strip of rows of blocks after the other; then the budget of each row, or of a whole sequence, decides which blocks are kept. */
+/* Selects the blocks of keys that each block of queries attends. Pooled keys are made first; then pooled queries are multiplied with them, one band
+ * of block rows after the other; then the budget of each block row, or of a whole sequence, decides which blocks are kept. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -15,7 +15,7 @@
 #include "ops/scratch.h"
 #include "ops/select/select_prefill.h"
 
-enum { MOST_DEPTH = 1 << 16 }; /* numbers per row or group */
+enum { MOST_DEPTH = 1 << 16 }; /* numbers of a pooled query or key */
 
 /* ---- Checks ------------------------------------------------------------------------------------------------------- */
 
@@ -84,28 +84,28 @@ ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
     c->p = attention.problem;
     ba_close_attention(&attention);
     BA_TRY(check_sizes(a));
-    c->lists = a->per_kv_head ? c->p.kv_heads : c->p.heads;
-    c->list_heads = c->p.heads / c->lists;
-    BA_TRY(check_budgets(a, c->lists));
+    c->list_heads = a->per_kv_head ? c->p.kv_heads : c->p.heads;
+    c->shared_heads = c->p.heads / c->list_heads;
+    BA_TRY(check_budgets(a, c->list_heads));
     c->words = ba_ceil_div(c->p.block_columns, 64);
-    c->kept_shape = (ba_tensor){.dtype = BA_INT64, .ndim = 4, .dims = {c->p.batch, c->lists, c->p.block_rows, c->words}};
-    c->counts_shape = (ba_tensor){.dtype = BA_INT32, .ndim = 3, .dims = {c->p.batch, c->lists, c->p.block_rows}};
-    c->scores_shape = (ba_tensor){.dtype = BA_FLOAT32, .ndim = 4, .dims = {c->p.batch, c->lists, c->p.block_rows, c->p.block_columns}};
+    c->kept_shape = (ba_tensor){.dtype = BA_INT64, .ndim = 4, .dims = {c->p.batch, c->list_heads, c->p.block_rows, c->words}};
+    c->counts_shape = (ba_tensor){.dtype = BA_INT32, .ndim = 3, .dims = {c->p.batch, c->list_heads, c->p.block_rows}};
+    c->scores_shape = (ba_tensor){.dtype = BA_FLOAT32, .ndim = 4, .dims = {c->p.batch, c->list_heads, c->p.block_rows, c->p.block_columns}};
     c->lists_shape = (ba_tensor){.dtype = BA_INT32, .ndim = 4, .dims = {c->p.batch, c->p.heads, c->p.block_rows, 1}};
     int64_t bytes = (int64_t)sizeof(float);
     for (int i = 0; i < 4; i++)
         if (__builtin_mul_overflow(bytes, ba_max(1, c->scores_shape.dims[i]), &bytes))
             return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected scores below 2^63 bytes, got shape %s", ba_shape_text(&c->scores_shape).chars);
-    const int64_t row_tokens = a->chooser == BA_CHOOSER_SAMPLED_ROWS ? a->call.block_q / a->pool_q : a->pool_q;
-    c->row_tokens = a->chooser == BA_CHOOSER_VERTICAL_SLASH ? 1 : ba_min(row_tokens, c->p.block_q);
-    c->group_tokens = ba_min(a->pool_k, c->p.block_kv);
-    c->rows_per_block = ba_max(1, c->p.block_q / c->row_tokens);
-    c->groups_per_block = ba_max(1, c->p.block_kv / c->group_tokens);
+    const int64_t q_tokens = a->chooser == BA_CHOOSER_SAMPLED_ROWS ? a->call.block_q / a->pool_q : a->pool_q;
+    c->q_tokens = a->chooser == BA_CHOOSER_VERTICAL_SLASH ? 1 : ba_min(q_tokens, c->p.block_q);
+    c->k_tokens = ba_min(a->pool_k, c->p.block_kv);
+    c->q_per_block = ba_max(1, c->p.block_q / c->q_tokens);
+    c->k_per_block = ba_max(1, c->p.block_kv / c->k_tokens);
     const bool ranges = a->chooser == BA_CHOOSER_POOLED && a->term != BA_TERM_MEAN;
-    c->depth = c->p.head_dim * (ranges ? 2 : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? c->row_tokens : 1);
+    c->depth = c->p.head_dim * (ranges ? 2 : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? c->q_tokens : 1);
     if (c->depth > MOST_DEPTH)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("stride") ": expected at most %" PRId64 " tokens with D = %" PRId64 ", got %" PRId64,
-                       MOST_DEPTH / c->p.head_dim, c->p.head_dim, c->row_tokens);
+                       MOST_DEPTH / c->p.head_dim, c->p.head_dim, c->q_tokens);
     return BA_OK;
 }
 
@@ -118,44 +118,48 @@ ba_status ba_set_prefill_outputs(const ba_select_prefill_args *a, ba_prefill *c)
 
 /* ---- Items ---------------------------------------------------------------------------------------------------------- */
 
-static int64_t groups_of(const ba_prefill *c, int64_t batch) { return ba_ceil_div(ba_kv_span(&c->p, batch).valid, c->group_tokens); }
+static int64_t pooled_keys_of(const ba_prefill *c, int64_t batch) { return ba_ceil_div(ba_kv_span(&c->p, batch).valid, c->k_tokens); }
 
-/* Makes ba_work.choose.groups groups of one (batch entry, KV head) pair. */
-static void make_groups(void *context, int64_t item, int worker) {
+/* Makes ba_work.choose.pooled_keys pooled keys of one KV head of a batch entry. */
+static void make_pooled_keys(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
-    const int64_t here = item % c->pairs, pair = c->first_pair + here, batch = pair / c->p.kv_heads;
-    const int64_t begin = item / c->pairs * ba_work.choose.groups, end = ba_min(begin + ba_work.choose.groups, groups_of(c, batch));
-    ba_strip_scratch s;
-    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    const int64_t here = item % c->batch_heads, batch_head = c->first_batch_head + here, batch = batch_head / c->p.kv_heads;
+    const int64_t begin = item / c->batch_heads * ba_work.choose.pooled_keys,
+                  end = ba_min(begin + ba_work.choose.pooled_keys, pooled_keys_of(c, batch));
+    ba_band_scratch s;
+    ba_band_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
     for (int64_t g = begin; g < end; g++)
-        ba_features_of_group(c, &s.features, batch, pair % c->p.kv_heads, g, c->groups + here * c->pair_bytes + g * c->pitch * c->number_size);
+        ba_features_of_key(c, &s.features, batch, batch_head % c->p.kv_heads, g,
+                           c->pooled_keys + here * c->batch_head_bytes + g * c->pitch * c->number_size);
 }
 
-/* Scores one strip of a list and decides what its rows keep. The last strips come first, because they take the longest in causal calls. */
-static void score_strip(void *context, int64_t item, int worker) {
+/* Scores one band of a list head and decides what its block rows keep. The last bands come first, because they take the longest in causal calls. */
+static void score_band(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
-    /* item = (strips behind this one * pairs in memory + pair) * lists per pair + list */
-    const int64_t lists = c->lists / c->p.kv_heads, list = item % lists, pair = c->first_pair + item / lists % c->pairs;
-    const int64_t behind = item / lists / c->pairs;
-    ba_strip strip = {.batch = pair / c->p.kv_heads, .list = pair % c->p.kv_heads * lists + list};
-    strip.first = (c->strips - 1 - behind) * c->strip_rows;
-    strip.rows = ba_min(c->strip_rows, c->p.block_rows - strip.first);
-    ba_strip_scratch s;
-    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
-    if (!ba_strip_score(c, &s, &strip)) return;
+    /* item = (bands behind this one * KV heads in memory + KV head) * list heads per KV head + list head */
+    const int64_t list_heads = c->list_heads / c->p.kv_heads, list_head = item % list_heads,
+                  batch_head = c->first_batch_head + item / list_heads % c->batch_heads;
+    const int64_t behind = item / list_heads / c->batch_heads;
+    ba_band band = {.batch = batch_head / c->p.kv_heads, .list_head = batch_head % c->p.kv_heads * list_heads + list_head};
+    band.first = (c->bands - 1 - behind) * c->band_rows;
+    band.block_rows = ba_min(c->band_rows, c->p.block_rows - band.first);
+    ba_band_scratch s;
+    ba_band_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    if (!ba_band_score(c, &s, &band)) return;
     const bool counts_tails = c->args->budget == BA_BUDGET_DENSITY;
     if (counts_tails) memset(s.bins, 0, 2 * BA_TAIL_CLASSES * sizeof *s.bins);
-    for (int64_t r = 0; r < strip.rows; r++) ba_budget_row(c, &s, strip.batch, strip.list, strip.first + r, s.scores + r * c->p.block_columns);
-    if (counts_tails) ba_budget_count(c, &s, strip.batch, strip.list);
+    for (int64_t r = 0; r < band.block_rows; r++)
+        ba_budget_block_row(c, &s, band.batch, band.list_head, band.first + r, s.scores + r * c->p.block_columns);
+    if (counts_tails) ba_budget_count(c, &s, band.batch, band.list_head);
 }
 
 /* Finds the lines of one query head. */
 static void find_lines(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
-    const int64_t pair = c->first_pair + item / c->p.group;
-    ba_strip_scratch s;
-    ba_strip_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
-    ba_lines_find(c, &s, pair / c->p.kv_heads, pair % c->p.kv_heads * c->p.group + item % c->p.group, item);
+    const int64_t batch_head = c->first_batch_head + item / c->p.group;
+    ba_band_scratch s;
+    ba_band_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
+    ba_lines_find(c, &s, batch_head / c->p.kv_heads, batch_head % c->p.kv_heads * c->p.group + item % c->p.group, item);
 }
 
 /* ---- The call ------------------------------------------------------------------------------------------------------- */
@@ -165,12 +169,12 @@ static int64_t lay_out_tails(const ba_prefill *c, int64_t *begin) {
     int64_t all = 0;
     for (int64_t b = 0; b < c->p.batch; b++) {
         if (begin) begin[b] = all;
-        all += c->lists * ba_ceil_div(ba_q_span(&c->p, b).valid, c->p.block_q) * ba_prefill_columns(c, b);
+        all += c->list_heads * ba_ceil_div(ba_q_span(&c->p, b).valid, c->p.block_q) * ba_prefill_columns(c, b);
     }
     return all;
 }
 
-/* Bytes of the lines of one (batch entry, KV head) pair. */
+/* Bytes of the lines of one KV head of a batch entry. */
 static int64_t lines_bytes(const ba_prefill *c) {
     return c->args->chooser == BA_CHOOSER_VERTICAL_SLASH ? c->p.group * ba_lines_doubles(c) * (int64_t)sizeof(double) : 0;
 }
@@ -180,31 +184,32 @@ static int64_t shares_in(const ba_prefill *c) { return c->args->budget == BA_BUD
 
 /* Lays out the memory of a call. */
 static int64_t lay_out_call(ba_prefill *c, int threads, char *base) {
-    const int64_t lines = lines_bytes(c), shares = shares_in(c), rows = shares ? c->p.batch * c->lists * c->p.block_rows : 0;
+    const int64_t lines = lines_bytes(c), shares = shares_in(c), block_rows = shares ? c->p.batch * c->list_heads * c->p.block_rows : 0;
     int64_t used = 0;
     c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
-    used += ba_rows_lay_out(c, base ? base + used : NULL, &c->rows);
-    c->groups = ba_take(base, &used, c->pairs * c->pair_bytes);
-    c->lines = lines ? ba_take(base, &used, c->pairs * lines) : NULL;
+    used += ba_notes_lay_out(c, base ? base + used : NULL, &c->notes);
+    c->pooled_keys = ba_take(base, &used, c->batch_heads * c->batch_head_bytes);
+    c->lines = lines ? ba_take(base, &used, c->batch_heads * lines) : NULL;
     c->tails_begin = ba_take(base, &used, shares ? c->p.batch * (int64_t)sizeof(int64_t) : 0);
     c->tails = ba_take(base, &used, shares ? lay_out_tails(c, c->tails_begin) * (int64_t)sizeof(float) : 0);
-    c->outlines = ba_take(base, &used, rows * (int64_t)sizeof(ba_outline));
-    c->middles = ba_take(base, &used, rows * c->words * (int64_t)sizeof(uint64_t));
+    c->outlines = ba_take(base, &used, block_rows * (int64_t)sizeof(ba_outline));
+    c->middles = ba_take(base, &used, block_rows * c->words * (int64_t)sizeof(uint64_t));
     c->shares = ba_take(base, &used, shares * (int64_t)sizeof(ba_share));
     c->bins = ba_take(base, &used, shares * BA_BUDGET_BINS * (int64_t)sizeof(int64_t));
     return used;
 }
 
 static ba_status run(ba_prefill *c, int threads) {
-    ba_status status = c->rows.seen ? ba_parallel(threads, c->p.batch * c->p.block_rows, ba_note_row, c) : BA_OK;
-    /* All (batch entry, KV head) pairs take turns, as many at once as have room for their groups: c->pairs becomes the number in this round. */
-    const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->pairs, lists = c->lists / c->p.kv_heads; /* lists: per pair */
-    const int64_t runs = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->group_tokens), ba_work.choose.groups);
-    for (c->first_pair = 0; status == BA_OK && c->first_pair < all; c->first_pair += at_once) {
-        c->pairs = ba_min(at_once, all - c->first_pair);
-        status = ba_parallel(threads, c->pairs * runs, make_groups, c);
-        if (status == BA_OK && c->lines) status = ba_parallel(threads, c->pairs * c->p.group, find_lines, c);
-        if (status == BA_OK) status = ba_parallel(threads, c->pairs * lists * c->strips, score_strip, c);
+    ba_status status = c->notes.seen ? ba_parallel(threads, c->p.batch * c->p.block_rows, ba_note_block_row, c) : BA_OK;
+    /* The KV heads of all batch entries take turns, as many at once as have room for their pooled keys: c->batch_heads becomes their number in this
+     * round. */
+    const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->batch_heads, list_heads = c->list_heads / c->p.kv_heads; /* per KV head */
+    const int64_t runs = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->k_tokens), ba_work.choose.pooled_keys);
+    for (c->first_batch_head = 0; status == BA_OK && c->first_batch_head < all; c->first_batch_head += at_once) {
+        c->batch_heads = ba_min(at_once, all - c->first_batch_head);
+        status = ba_parallel(threads, c->batch_heads * runs, make_pooled_keys, c);
+        if (status == BA_OK && c->lines) status = ba_parallel(threads, c->batch_heads * c->p.group, find_lines, c);
+        if (status == BA_OK) status = ba_parallel(threads, c->batch_heads * list_heads * c->bands, score_band, c);
     }
     if (status == BA_OK && c->args->budget == BA_BUDGET_DENSITY) status = ba_budget_share(c, threads);
     return status;
@@ -214,7 +219,7 @@ static ba_status run(ba_prefill *c, int threads) {
 static void keep_nothing(const ba_prefill *c) {
     const ba_tensor *counts = &c->args->counts;
     for (int64_t b = 0; b < c->p.batch; b++)
-        for (int64_t l = 0; l < c->lists; l++)
+        for (int64_t l = 0; l < c->list_heads; l++)
             for (int64_t r = 0; r < c->p.block_rows; r++)
                 ((int32_t *)counts->data)[b * counts->strides[0] + l * counts->strides[1] + r * counts->strides[2]] = 0;
 }
@@ -231,28 +236,29 @@ ba_status ba_run_prefill(ba_prefill *c) {
     c->family = pairs ? own : c->kernels->vector[c->real];
     c->real_size = c->family->real_size;
     c->number_size = pairs ? (int64_t)sizeof(uint16_t) : c->real_size;
-    c->scale = c->p.scale / (c->args->chooser == BA_CHOOSER_ANTIDIAGONAL ? (double)c->row_tokens : 1) * BA_LOG2_E;
+    c->scale = c->p.scale / (c->args->chooser == BA_CHOOSER_ANTIDIAGONAL ? (double)c->q_tokens : 1) * BA_LOG2_E;
     c->lanes = c->family->lanes[0];
     c->chunk = ba_tuning_at(level)->chunk_keys;
     c->pitch = ba_round_up(c->depth, BA_PACK_PAD);
-    const int64_t groups = ba_ceil_div(c->p.kv_len, c->group_tokens), rows = ba_ceil_div(c->p.q_len, c->row_tokens);
-    c->pair_bytes = groups * c->pitch * c->number_size;
-    c->pairs = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, ba_work.choose.group_bytes / ba_max(1, c->pair_bytes + lines_bytes(c))));
-    const double work =
-        (double)c->p.batch * (double)c->p.heads * ((double)rows * (double)groups * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);
-    const int64_t most_items = ba_max(c->p.batch * c->lists * c->p.block_rows, ba_ceil_div(c->pairs * groups, ba_work.choose.groups));
+    const int64_t pooled_keys = ba_ceil_div(c->p.kv_len, c->k_tokens), pooled_queries = ba_ceil_div(c->p.q_len, c->q_tokens);
+    c->batch_head_bytes = pooled_keys * c->pitch * c->number_size;
+    c->batch_heads = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, ba_work.choose.pooled_bytes / ba_max(1, c->batch_head_bytes + lines_bytes(c))));
+    const double work = (double)c->p.batch * (double)c->p.heads *
+                        ((double)pooled_queries * (double)pooled_keys * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);
+    const int64_t most_items =
+        ba_max(c->p.batch * c->list_heads * c->p.block_rows, ba_ceil_div(c->batch_heads * pooled_keys, ba_work.choose.pooled_keys));
     const int threads = ba_threads_of_call(c->args->call.num_threads, work, ba_work.small_products, most_items);
-    /* How many rows of blocks fit a panel as a whole. 0: several panels share one, and the next row of blocks begins with a new panel. */
-    const int64_t panel_blocks = c->lanes / c->rows_per_block;
-    c->panel_rows = panel_blocks ? panel_blocks * c->rows_per_block : c->lanes;
-    /* Several panels read a chunk of groups together, where there are strips enough for all threads. Their number changes no bit. */
-    for (c->panels = BA_STRIP_PANELS;; c->panels /= 2) {
-        c->strip_rows = ba_min(c->p.block_rows, panel_blocks ? c->panels * panel_blocks : 1);
-        c->strips = ba_ceil_div(c->p.block_rows, c->strip_rows);
-        if (c->panels == 1 || c->p.batch * c->lists * c->strips >= ba_work.choose.strips * threads) break;
+    /* How many block rows fit a panel as a whole. 0: several panels share one, and the next block row begins with a new panel. */
+    const int64_t panel_blocks = c->lanes / c->q_per_block;
+    c->panel_queries = panel_blocks ? panel_blocks * c->q_per_block : c->lanes;
+    /* Several panels read a chunk of pooled keys together, where there are bands enough for all threads. Their number changes no bit. */
+    for (c->panels = BA_BAND_PANELS;; c->panels /= 2) {
+        c->band_rows = ba_min(c->p.block_rows, panel_blocks ? c->panels * panel_blocks : 1);
+        c->bands = ba_ceil_div(c->p.block_rows, c->band_rows);
+        if (c->panels == 1 || c->p.batch * c->list_heads * c->bands >= ba_work.choose.bands * threads) break;
     }
-    ba_strip_scratch unused;
-    c->scratch_bytes = ba_strip_lay_out(c, NULL, &unused);
+    ba_band_scratch unused;
+    c->scratch_bytes = ba_band_lay_out(c, NULL, &unused);
     char *memory;
     BA_TRY(ba_get_scratch(lay_out_call(c, threads, NULL), &memory));
     lay_out_call(c, threads, memory);
@@ -272,12 +278,12 @@ ba_status ba_select_prefill(const ba_select_prefill_args *args) {
 
 /* ---- Lists ------------------------------------------------------------------------------------------------------------ */
 
-static void set_entry(const ba_tensor *lists, int64_t place, int64_t column) {
+static void set_entry(const ba_tensor *lists, int64_t at, int64_t column) {
     switch (lists->dtype) {
-    case BA_UINT16: ((uint16_t *)lists->data)[place] = (uint16_t)column; break;
-    case BA_INT16: ((int16_t *)lists->data)[place] = (int16_t)column; break;
-    case BA_INT32: ((int32_t *)lists->data)[place] = (int32_t)column; break;
-    default: ((int64_t *)lists->data)[place] = column; break;
+    case BA_UINT16: ((uint16_t *)lists->data)[at] = (uint16_t)column; break;
+    case BA_INT16: ((int16_t *)lists->data)[at] = (int16_t)column; break;
+    case BA_INT32: ((int32_t *)lists->data)[at] = (int32_t)column; break;
+    default: ((int64_t *)lists->data)[at] = column; break;
     }
 }
 
@@ -290,13 +296,13 @@ static int64_t largest_entry(ba_dtype dtype) {
     }
 }
 
-/* The words of a row; NULL where there are none. */
-static const uint64_t *words_of(const ba_tensor *kept, int64_t batch, int64_t list, int64_t row) {
+/* The words of a block row; NULL where there are none. */
+static const uint64_t *words_of(const ba_tensor *kept, int64_t batch, int64_t list_head, int64_t block_row) {
     if (kept->dims[3] == 0) return NULL;
-    return (const uint64_t *)kept->data + batch * kept->strides[0] + list * kept->strides[1] + row * kept->strides[2];
+    return (const uint64_t *)kept->data + batch * kept->strides[0] + list_head * kept->strides[1] + block_row * kept->strides[2];
 }
 
-/* Checks that the lists have room for the fullest row, and a dtype that holds the last column of all rows. */
+/* Checks that the lists have room for the fullest block row, and a dtype that holds the last column of all. */
 static ba_status check_room(const ba_tensor *kept, const ba_tensor *lists) {
     int64_t fullest = 0, last = -1;
     for (int64_t b = 0; b < kept->dims[0]; b++)
@@ -334,21 +340,21 @@ ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists) {
     ba_drop_unused_strides(&from);
     ba_drop_unused_strides(&to);
     BA_TRY(check_room(&from, &to));
-    const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3];
+    const int64_t shared_heads = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1, width = lists->dims[3];
     int64_t steps = 0;
     for (int64_t b = 0; b < kept->dims[0]; b++)
         for (int64_t l = 0; l < kept->dims[1]; l++)
             for (int64_t r = 0; r < kept->dims[2]; r++) {
-                BA_TRY(ba_look_after(&steps, width * group));
+                BA_TRY(ba_look_after(&steps, width * shared_heads));
                 const uint64_t *words = words_of(&from, b, l, r);
-                const int64_t place = b * to.strides[0] + l * group * to.strides[1] + r * to.strides[2];
+                const int64_t at = b * to.strides[0] + l * shared_heads * to.strides[1] + r * to.strides[2];
                 int64_t n = 0;
                 for (int64_t w = 0; w < kept->dims[3]; w++)
                     for (uint64_t word = words[w * from.strides[3]]; word; word &= word - 1, n++)
-                        for (int64_t g = 0; g < group; g++)
-                            set_entry(&to, place + g * to.strides[1] + n * to.strides[3], w * 64 + __builtin_ctzll(word));
+                        for (int64_t g = 0; g < shared_heads; g++)
+                            set_entry(&to, at + g * to.strides[1] + n * to.strides[3], w * 64 + __builtin_ctzll(word));
                 for (; n < width; n++)
-                    for (int64_t g = 0; g < group; g++) set_entry(&to, place + g * to.strides[1] + n * to.strides[3], -1);
+                    for (int64_t g = 0; g < shared_heads; g++) set_entry(&to, at + g * to.strides[1] + n * to.strides[3], -1);
             }
     return BA_OK;
 }

@@ -1,24 +1,24 @@
-/* Scores of blocks. Rows are the lanes of a panel, as in attention, and are multiplied with one chunk of groups after the other. The weights of a
- * chunk are relative to the maximum so far. Each block keeps its sum of weights, and each chunk the factor by which it has raised the maximum; when
- * all chunks are done, these factors and the sum of all weights turn the sums into shares. */
+/* Scores of blocks. Pooled queries are the lanes of a panel, as queries are in attention, and are multiplied with one chunk of pooled keys after the
+ * other. The weights of a chunk are relative to the maximum so far. Each block keeps its sum of weights, and each chunk the factor by which it has
+ * raised the maximum; when all chunks are done, these factors and the sum of all weights turn the sums into shares. */
 #include <string.h>
 
 #include "core/pool.h"
 #include "ops/select/select_prefill_call.h"
 
-/* The end of the chunk of groups that begins at `begin`: a chunk is some whole blocks, or a part of one block. */
+/* The end of the chunk of pooled keys that begins at `begin`: a chunk is some whole blocks, or a part of one block. */
 static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
-    const int64_t per_block = c->groups_per_block;
+    const int64_t per_block = c->k_per_block;
     const int64_t in_blocks = c->chunk - c->chunk % per_block;
     if (per_block <= c->chunk) return (begin / in_blocks + 1) * in_blocks; /* the same borders for every panel */
     return ba_min(begin + c->chunk, (begin / per_block + 1) * per_block);
 }
 
-/* A panel while its strip is scored. */
+/* A panel while its band is scored. */
 typedef struct scored_panel {
-    ba_strip_scratch s;
-    ba_panel_rows at;
-    int64_t first, rows; /* of the head */
+    ba_band_scratch s;
+    ba_panel_sight at;
+    int64_t first, queries; /* pooled queries of the head */
     int64_t first_block, end_block;
     int32_t chunks;
 } scored_panel;
@@ -31,15 +31,15 @@ typedef struct scored_panel {
         else                                                                                                                                         \
             for (int64_t i = 0; i < n; i++) to[i] = from[2 * i] + from[2 * i + 1];                                                                   \
     }                                                                                                                                                \
-    /* Turns the sums of a panel into shares, and joins those of the rows of each row of blocks to the scores of the strip. It goes backwards: what  \
+    /* Turns the sums of a panel into shares, and joins those of each block row's lanes to the scores of the band. It goes backwards: what           \
      * the sums of a chunk are to be multiplied with is the product of the alphas of all chunks behind it, over the sum of all weights. */           \
-    static void close_panel_##real(const ba_prefill *c, const scored_panel *p, const ba_strip *strip, double *scores) {                              \
-        const int64_t lanes = c->lanes, pitch = ba_head_pitch(c), together = ba_min(c->rows_per_block, lanes); /* lanes of a row of blocks */        \
+    static void close_panel_##real(const ba_prefill *c, const scored_panel *p, const ba_band *band, double *scores) {                                \
+        const int64_t lanes = c->lanes, pitch = ba_head_pitch(c), together = ba_min(c->q_per_block, lanes); /* lanes of a block row */               \
         const bool largest = c->args->largest != 0;                                                                                                  \
         real factor[BA_MAX_LANES], shares[2][BA_MAX_LANES];                                                                                          \
         for (int64_t i = 0; i < lanes; i++) {                                                                                                        \
             const real l = ((const real *)p->s.l)[i];                                                                                                \
-            factor[i] = i >= p->rows || l == 0 ? 0 : 1 / l;                                                                                          \
+            factor[i] = i >= p->queries || l == 0 ? 0 : 1 / l;                                                                                       \
         }                                                                                                                                            \
         int32_t chunk = p->chunks - 1;                                                                                                               \
         for (int64_t block = p->end_block - 1; block >= p->first_block; block--) {                                                                   \
@@ -53,8 +53,8 @@ typedef struct scored_panel {
             int64_t size = together;                                                                                                                 \
             int at = 0;                                                                                                                              \
             for (int64_t n = lanes / 2; size % 2 == 0; n /= 2, size /= 2, at = !at) halve_##real(shares[!at], shares[at], n, largest);               \
-            double *score = scores + (p->first / c->rows_per_block - strip->first) * pitch + block;                                                  \
-            for (int64_t lane = 0; lane * together < p->rows * size; lane += size, score += pitch) {                                                 \
+            double *score = scores + (p->first / c->q_per_block - band->first) * pitch + block;                                                      \
+            for (int64_t lane = 0; lane * together < p->queries * size; lane += size, score += pitch) {                                              \
                 real joined = shares[at][lane];                                                                                                      \
                 for (int64_t i = lane + 1; i < lane + size; i++)                                                                                     \
                     joined = !largest ? joined + shares[at][i] : shares[at][i] > joined ? shares[at][i] : joined;                                    \
@@ -65,10 +65,10 @@ typedef struct scored_panel {
 DEFINE_CLOSE(float)
 DEFINE_CLOSE(double)
 
-/* Scores the groups of a range that the panel sees, and adds up their blocks. */
-static void score_chunk(const ba_prefill *c, scored_panel *p, const ba_group_range *range) {
-    const int64_t per_block = c->groups_per_block, line = c->lanes * c->real_size;
-    ba_group_range own = *range;
+/* Scores the pooled keys of a range that the panel sees, and adds up their blocks. */
+static void score_chunk(const ba_prefill *c, scored_panel *p, const ba_pooled_range *range) {
+    const int64_t per_block = c->k_per_block, line = c->lanes * c->real_size;
+    ba_pooled_range own = *range;
     own.begin = ba_max(own.begin, p->first_block * per_block);
     own.end = ba_min(own.end, p->at.hi);
     if (own.begin >= own.end) return;
@@ -77,17 +77,17 @@ static void score_chunk(const ba_prefill *c, scored_panel *p, const ba_group_ran
     p->chunks++;
 }
 
-/* Adds the scores of rows first .. first + rows - 1 of one query head, which lie in the strip, to s->head. The panels score one chunk of groups after
- * the other, so that a chunk is read from memory once. */
-static void score_panels(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip, int64_t head, int64_t first, int64_t rows) {
-    const int64_t per_block = c->groups_per_block, pair = strip->batch * c->p.kv_heads + head / c->p.group - c->first_pair;
-    const char *groups = c->groups + pair * c->pair_bytes;
-    scored_panel panels[BA_STRIP_PANELS];
+/* Adds the scores of pooled queries first .. first + queries - 1 of one query head, which lie in the band, to s->head. The panels score one chunk of
+ * pooled keys after the other, so that a chunk is read from memory once. */
+static void score_panels(const ba_prefill *c, const ba_band_scratch *s, const ba_band *band, int64_t head, int64_t first, int64_t queries) {
+    const int64_t per_block = c->k_per_block, batch_head = band->batch * c->p.kv_heads + head / c->p.group - c->first_batch_head;
+    const char *pooled_keys = c->pooled_keys + batch_head * c->batch_head_bytes;
+    scored_panel panels[BA_BAND_PANELS];
     int64_t n = 0, lo = INT64_MAX, hi = 0;
-    for (int64_t at = 0; at < rows; at += c->panel_rows, n++) {
+    for (int64_t at = 0; at < queries; at += c->panel_queries, n++) {
         scored_panel *p = &panels[n];
-        *p = (scored_panel){.s = ba_strip_of_panel(c, s, n), .first = first + at, .rows = ba_min(c->panel_rows, rows - at)};
-        p->at = ba_panel_open(c, &p->s, strip->batch, head, p->first, p->rows);
+        *p = (scored_panel){.s = ba_band_of_panel(c, s, n), .first = first + at, .queries = ba_min(c->panel_queries, queries - at)};
+        p->at = ba_panel_open(c, &p->s, band->batch, head, p->first, p->queries);
         if (p->at.hi == 0) continue;
         p->first_block = p->at.lo / per_block;
         p->end_block = ba_ceil_div(p->at.hi, per_block);
@@ -97,46 +97,47 @@ static void score_panels(const ba_prefill *c, const ba_strip_scratch *s, const b
     for (int64_t begin = lo, end; begin < hi; begin = end) {
         end = ba_min(chunk_end(c, begin), hi);
         const int64_t next_end = end < hi ? ba_min(chunk_end(c, end), hi) : end;
-        ba_point_to_groups(c, s, groups, begin, next_end);
+        ba_point_to_pooled_keys(c, s, pooled_keys, begin, next_end);
         for (int64_t i = 0; i < n; i++) { /* each panel prefetches a share of the next chunk */
             const int64_t next = end + (next_end - end) * i / n;
-            score_chunk(c, &panels[i], &(ba_group_range){begin, begin, end, next, end + (next_end - end) * (i + 1) / n});
+            score_chunk(c, &panels[i], &(ba_pooled_range){begin, begin, end, next, end + (next_end - end) * (i + 1) / n});
         }
     }
-    for (int64_t i = 0; i < n; i++) (c->real_size == 4 ? close_panel_float : close_panel_double)(c, &panels[i], strip, s->head);
+    for (int64_t i = 0; i < n; i++) (c->real_size == 4 ? close_panel_float : close_panel_double)(c, &panels[i], band, s->head);
 }
 
-/* ---- A strip ----------------------------------------------------------------------------------------------------- */
+/* ---- A band ----------------------------------------------------------------------------------------------------- */
 
-/* Adds a query head's scores to those of its list, each row divided by its sum. Where the sum is not positive, all visible blocks score the same. */
-static void add_head(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip) {
-    for (int64_t r = 0; r < strip->rows; r++) {
-        const ba_range seen = ba_prefill_blocks(c, strip->batch, strip->first + r);
-        const uint64_t *visible = ba_visible_blocks(c, strip->batch, strip->first + r);
+/* Adds a query head's scores to those of its list head, each block row's divided by their sum. Where the sum is not positive, all visible blocks
+ * score the same. */
+static void add_head(const ba_prefill *c, const ba_band_scratch *s, const ba_band *band) {
+    for (int64_t r = 0; r < band->block_rows; r++) {
+        const ba_range seen = ba_prefill_blocks(c, band->batch, band->first + r);
+        const uint64_t *visible = ba_visible_blocks(c, band->batch, band->first + r);
         const int64_t blocks = ba_count_visible(c, visible, seen);
         double *head = s->head + r * ba_head_pitch(c);
         float *scores = s->scores + r * c->p.block_columns;
         double sum = 0;
         for (int64_t b = seen.lo; b < seen.hi && visible; b++) head[b] = ba_is_visible(visible, b) ? head[b] : 0;
         for (int64_t b = seen.lo; b < seen.hi; b++) sum += head[b];
-        const double weight = 1 / (sum > 0 ? sum * (double)c->list_heads : (double)blocks * (double)c->list_heads);
+        const double weight = 1 / (sum > 0 ? sum * (double)c->shared_heads : (double)blocks * (double)c->shared_heads);
         for (int64_t b = seen.lo; b < seen.hi; b++) scores[b] += (float)((sum > 0 ? head[b] : ba_is_visible(visible, b)) * weight);
     }
 }
 
-bool ba_strip_score(const ba_prefill *c, const ba_strip_scratch *s, const ba_strip *strip) {
-    const size_t places = (size_t)(strip->rows * c->p.block_columns);
-    const int64_t q_rows = ba_ceil_div(ba_q_span(&c->p, strip->batch).valid, c->row_tokens);
-    const int64_t begin = strip->first * c->rows_per_block, end = ba_min(q_rows, (strip->first + strip->rows) * c->rows_per_block);
-    memset(s->scores, 0, places * sizeof *s->scores);
-    for (int64_t h = 0; h < c->list_heads && begin < end; h++) {
-        memset(s->head, 0, (size_t)(strip->rows * ba_head_pitch(c)) * sizeof *s->head);
-        if (c->lines) ba_lines_score(c, s, strip, strip->list * c->list_heads + h);
-        for (int64_t first = begin; first < end && !c->lines; first += c->panels * c->panel_rows) {
+bool ba_band_score(const ba_prefill *c, const ba_band_scratch *s, const ba_band *band) {
+    const size_t numbers = (size_t)(band->block_rows * c->p.block_columns);
+    const int64_t pooled_queries = ba_ceil_div(ba_q_span(&c->p, band->batch).valid, c->q_tokens);
+    const int64_t begin = band->first * c->q_per_block, end = ba_min(pooled_queries, (band->first + band->block_rows) * c->q_per_block);
+    memset(s->scores, 0, numbers * sizeof *s->scores);
+    for (int64_t h = 0; h < c->shared_heads && begin < end; h++) {
+        memset(s->head, 0, (size_t)(band->block_rows * ba_head_pitch(c)) * sizeof *s->head);
+        if (c->lines) ba_lines_score(c, s, band, band->list_head * c->shared_heads + h);
+        for (int64_t first = begin; first < end && !c->lines; first += c->panels * c->panel_queries) {
             if (ba_stopped()) return false;
-            score_panels(c, s, strip, strip->list * c->list_heads + h, first, ba_min(c->panels * c->panel_rows, end - first));
+            score_panels(c, s, band, band->list_head * c->shared_heads + h, first, ba_min(c->panels * c->panel_queries, end - first));
         }
-        add_head(c, s, strip);
+        add_head(c, s, band);
     }
     return true;
 }

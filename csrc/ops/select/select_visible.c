@@ -1,7 +1,7 @@
-/* What rows of blocks see. Where the queries are the last tokens and have no kv_ranges, both ends of what a query sees never fall from one query to
- * the next, and the last query sees some key, so that the first and the last query of a row say what the row sees. With kv_ranges, each query may see
- * any run of keys, and with q_begin, queries may stand so far behind the keys that a window shows them none. What a row of blocks sees and always
- * keeps is then noted before the scores are made, once for all heads. */
+/* What block rows see. Where the queries are the last tokens and have no kv_ranges, both ends of what a query sees never fall from one query to the
+ * next, and the last query sees some key, so that the first and the last query of a block row say what it sees. With kv_ranges, each query may see
+ * any run of keys, and with q_begin, queries may stand so far behind the keys that a window shows them none. What a block row sees and always keeps
+ * is then noted before the scores are made, once for all heads. */
 #include <string.h>
 
 #include "core/pool.h"
@@ -26,21 +26,21 @@ ba_range ba_prefill_keys(const ba_prefill *c, int64_t batch, int64_t first, int6
 }
 
 ba_range ba_prefill_blocks(const ba_prefill *c, int64_t batch, int64_t block_row) {
-    if (c->rows.seen) return c->rows.seen[batch * c->p.block_rows + block_row];
+    if (c->notes.seen) return c->notes.seen[batch * c->p.block_rows + block_row];
     const int64_t q_valid = ba_q_span(&c->p, batch).valid, first = block_row * c->p.block_q;
     if (first >= q_valid) return (ba_range){0, 0};
     const ba_range keys = ba_prefill_keys(c, batch, first, ba_min(first + c->p.block_q, q_valid) - 1);
     return (ba_range){keys.lo / c->p.block_kv, ba_ceil_div(keys.hi, c->p.block_kv)};
 }
 
-int64_t ba_rows_lay_out(const ba_prefill *c, char *base, ba_rows *rows) {
+int64_t ba_notes_lay_out(const ba_prefill *c, char *base, ba_notes *notes) {
     const int64_t n = are_noted(c) ? c->p.batch * c->p.block_rows : 0, bits = n * c->words * (int64_t)sizeof(uint64_t);
     int64_t used = 0;
-    *rows = (ba_rows){0};
+    *notes = (ba_notes){0};
     if (n == 0) return 0;
-    rows->seen = ba_take(base, &used, n * (int64_t)sizeof(ba_range));
-    rows->visible = ba_take(base, &used, bits);
-    rows->forced = ba_take(base, &used, bits);
+    notes->seen = ba_take(base, &used, n * (int64_t)sizeof(ba_range));
+    notes->visible = ba_take(base, &used, bits);
+    notes->forced = ba_take(base, &used, bits);
     return used;
 }
 
@@ -49,13 +49,13 @@ static void set_run(uint64_t *words, int64_t lo, int64_t hi) {
     for (int64_t word = lo / 64; word * 64 < hi; word++) words[word] |= ba_bits_within(word, (ba_range){lo, hi});
 }
 
-void ba_note_row(void *context, int64_t item, int worker) {
+void ba_note_block_row(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const ba_select_prefill_args *a = c->args;
-    const int64_t batch = item / c->p.block_rows, row = item % c->p.block_rows, block = c->p.block_kv;
-    const int64_t q_valid = ba_q_span(&c->p, batch).valid, rows = ba_ceil_div(q_valid, c->p.block_q), columns = ba_prefill_columns(c, batch);
-    const int64_t first = row * c->p.block_q, end = ba_min(first + c->p.block_q, q_valid);
-    uint64_t *visible = c->rows.visible + item * c->words, *forced = c->rows.forced + item * c->words;
+    const int64_t batch = item / c->p.block_rows, block_row = item % c->p.block_rows, block = c->p.block_kv;
+    const int64_t q_valid = ba_q_span(&c->p, batch).valid, block_rows = ba_ceil_div(q_valid, c->p.block_q), columns = ba_prefill_columns(c, batch);
+    const int64_t first = block_row * c->p.block_q, end = ba_min(first + c->p.block_q, q_valid);
+    uint64_t *visible = c->notes.visible + item * c->words, *forced = c->notes.forced + item * c->words;
     ba_range seen = {INT64_MAX, 0};
     (void)worker;
     memset(visible, 0, (size_t)c->words * sizeof *visible);
@@ -75,8 +75,8 @@ void ba_note_row(void *context, int64_t item, int worker) {
         if (a->recent == 0 || newest < keys.lo) continue;
         set_run(forced, ba_max(own.lo, newest / block - ba_min(newest / block, a->recent - 1)), newest / block + 1);
     }
-    c->rows.seen[item] = seen.hi ? seen : (ba_range){0, 0};
-    const bool whole = row < a->first_rows || row >= rows - ba_min(rows, a->last_rows);
+    c->notes.seen[item] = seen.hi ? seen : (ba_range){0, 0};
+    const bool whole = block_row < a->first_rows || block_row >= block_rows - ba_min(block_rows, a->last_rows);
     set_run(forced, whole ? 0 : columns - ba_min(columns, a->last_columns), columns);
     for (int64_t word = 0; word < c->words; word++) forced[word] &= visible[word];
 }
