@@ -220,9 +220,10 @@ class Stages:
 
     # ---- What travels -------------------------------------------------------------------------------------------------
 
-    def _held_keys(self, worker: int, head: int) -> list[Part]:
+    def _held_keys(self, worker: int, head: int, shards: list[ndarray] | None = None) -> list[Part]:
+        """The keys of this rank that a worker needs, in its shards of keys or in others of their form."""
         runs = self.routes.kv_runs(self.rank, worker, head)
-        return [Part(x, range(head, head + 1), self._entry(runs), runs.local, runs.length) for x in self.keys]
+        return [Part(x, range(head, head + 1), self._entry(runs), runs.local, runs.length) for x in shards or self.keys]
 
     def _window_keys(self, holder: int, head: int, windows: list[ndarray]) -> list[Part]:
         runs = self.routes.kv_runs(holder, self.rank, head)
@@ -296,8 +297,6 @@ class Stages:
 
     def _make_pieces(self, head: int) -> None:
         """The pieces of a stage: parts of shards where this rank holds all of their rows, else copies, with its own rows in place."""
-        group = self.problem.group
-        heads = slice(head * group, (head + 1) * group)
         made = self.pieces[head] = []
         for first, end in self.routes.computed[head].of(self.rank):
             begin, after = int(self.problem.row_at[first]), int(self.problem.row_at[end])
@@ -305,13 +304,17 @@ class Stages:
             held = len(own) == 1 and own[0][:2] == (begin, after)
             if held:
                 local = slice(own[0][2], own[0][2] + after - begin)
-                ins, outs = ([x[:, heads, local] for x in side] for side in (self.inputs, self.outputs))
+                ins, outs = ([self._group_of(head, x)[:, :, local] for x in side] for side in (self.inputs, self.outputs))
             else:
                 ins, outs = ([self._buffer(x, after - begin) for x in side] for side in (self.inputs, self.outputs))
                 for a, b, place in own:
                     for buffer, shard in zip(ins, self.inputs, strict=True):
-                        buffer[:, :, a - begin : b - begin] = shard[:, heads, place : place + b - a]
+                        buffer[:, :, a - begin : b - begin] = self._group_of(head, shard)[:, :, place : place + b - a]
             made.append(Piece(head, first, end, begin, ins, outs, held))
+
+    def _group_of(self, head: int, shard: ndarray) -> ndarray:
+        """The query heads of a KV head."""
+        return shard[:, head * self.problem.group : (head + 1) * self.problem.group]
 
     def _buffer(self, shard: ndarray, tokens: int) -> ndarray:
         """Room for rows of one KV head's query heads, in the order of axes that the layout has."""
@@ -367,10 +370,9 @@ class Stages:
 
     def _store_own(self, piece: Piece) -> None:
         """Copy what this rank computed of its own rows into its shards."""
-        heads = slice(piece.head * self.problem.group, (piece.head + 1) * self.problem.group)
         for a, b, local in self.routes.q_held.overlap(self.rank, piece.begin, piece.begin + piece.outputs[0].shape[2]):
             for buffer, shard in zip(piece.outputs, self.outputs, strict=True):
-                shard[:, heads, local : local + b - a] = buffer[:, :, a - piece.begin : b - piece.begin]
+                self._group_of(piece.head, shard)[:, :, local : local + b - a] = buffer[:, :, a - piece.begin : b - piece.begin]
 
 
 @in_usual_mode
@@ -391,7 +393,7 @@ class Sums:
     def __init__(self, stages: Stages, totals: list[ndarray]) -> None:
         self.stages, self.totals = stages, totals
         self.parts: list[ndarray] = []
-        self.pending: tuple[Transfer, list[tuple[int, int, list[ndarray]]], Any] | None = None
+        self.pending: tuple[Transfer, list[tuple[list[Part], list[Part]]], Any] | None = None
 
     def open(self) -> None:
         """Zeros for the parts of one stage, in `parts`."""
@@ -400,7 +402,7 @@ class Sums:
     def send(self, heads: list[int | None], waiter: Waiter) -> None:
         """Start to send the parts of this step, in which rank p computed KV head ``heads[p]``, and add those of the step before."""
         stages, requests = self.stages, []
-        arriving: list[tuple[int, int, list[ndarray]]] = []
+        arriving: list[tuple[list[Part], list[Part]]] = []
         own = heads[stages.rank]
         for worker, head in enumerate(heads):
             if head is None:
@@ -408,15 +410,16 @@ class Sums:
             runs = stages.routes.kv_runs(stages.rank, worker, head)
             if not len(runs.length):
                 continue
-            total = int(runs.length.sum())
-            buffers = [np.empty((len(x) if stages._entry(runs) is None else 1, 1, total, x.shape[-1]), x.dtype) for x in self.totals]
-            packed = np.cumsum(runs.length) - runs.length
-            into = [Part(x, range(1), None if stages._entry(runs) is None else np.zeros_like(packed), packed, runs.length) for x in buffers]
+            to = stages._held_keys(worker, head, self.totals)
+            packed, total = np.cumsum(runs.length) - runs.length, int(runs.length.sum())
+            entry = None if to[0].entry is None else np.zeros_like(packed)
+            shapes = [(len(x) if entry is None else 1, 1, total, x.shape[-1]) for x in self.totals]
+            into = [Part(np.empty(s, x.dtype), range(1), entry, packed, runs.length) for s, x in zip(shapes, self.totals, strict=True)]
             if worker == stages.rank:
                 copy(stages._window_keys(worker, head, self.parts), into)
             else:
                 requests.append(_started(stages.comm.Irecv, worker, into, RETURN))
-            arriving.append((worker, head, buffers))
+            arriving.append((into, to))
         for holder in range(stages.size):
             if own is not None and holder != stages.rank:
                 parts = [part for part in stages._window_keys(holder, own, self.parts) if len(part.length)]
@@ -432,13 +435,8 @@ class Sums:
             return
         transfer, arriving, _ = self.pending
         transfer.wait()
-        for worker, head, buffers in arriving:
-            runs = self.stages.routes.kv_runs(self.stages.rank, worker, head)
-            at = 0
-            for n, length in enumerate(runs.length.tolist()):
-                entry = slice(None) if self.stages._entry(runs) is None else slice(int(runs.entry[n]), int(runs.entry[n]) + 1)
-                local = int(runs.local[n])
-                for total, buffer in zip(self.totals, buffers, strict=True):
-                    _add(buffer[:, 0, at : at + length], total[entry, head, local : local + length])
-                at += length
+        for into, to in arriving:
+            for part, total in zip(into, to, strict=True):
+                for n in range(len(part.length)):
+                    _add(part.stretch(n), total.stretch(n))
         self.pending = None
