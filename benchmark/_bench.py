@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -78,19 +77,23 @@ def sizes(text: str, count: int) -> tuple[int, ...]:
 block_shape = checked(lambda text: sizes(text, 2), bool, "two positive sizes such as 128x512 (queries x keys)")
 
 
-def parser_of(doc: str | None, *, repeats: int | None = 3, warmup: int | None = 1, threads: str = "several") -> argparse.ArgumentParser:
+def parser_of(
+    doc: str | None, *, repeats: int | None = 3, warmup: int | None = 1, one_count: bool = False, measured: bool = True
+) -> argparse.ArgumentParser:
     """A parser with the options that all scripts have. Where `repeats` or `warmup` is None, the script fills it in."""
     most = blitz_attn.get_num_threads()
     result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.set_defaults(isa=None)
     timing = result.add_argument_group("timing")
-    if threads == "one":
-        timing.add_argument("--threads", type=positive, default=most, help="number of threads (%(default)s)")
-    if threads == "several":
-        timing.add_argument("--threads", type=positive, nargs="+", default=sorted({1, most}), help="numbers of threads (%(default)s)")
-    timing.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
-    timing.add_argument("--repeats", type=positive, default=repeats, help="timed turns, of which the median counts (%(default)s)")
-    timing.add_argument("--warmup", type=natural, default=warmup, help="turns before them (%(default)s)")
-    timing.add_argument("--seed", type=natural, default=1234, help="of operands and lists (%(default)s)")
+    if measured:
+        if one_count:
+            timing.add_argument("--threads", type=positive, default=most, help="number of threads (%(default)s)")
+        else:
+            timing.add_argument("--threads", type=positive, nargs="+", default=sorted({1, most}), help="numbers of threads (%(default)s)")
+        timing.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
+        timing.add_argument("--repeats", type=positive, default=repeats, help="timed turns, of which the median counts (%(default)s)")
+        timing.add_argument("--warmup", type=natural, default=warmup, help="turns before them (%(default)s)")
+    result.add_argument("--seed", type=natural, default=1234, help="of operands and lists (%(default)s)")
     outputs = result.add_argument_group("outputs")
     outputs.add_argument("--csv", type=writable, metavar="FILE", help="also write the rows as CSV")
     outputs.add_argument("--json", type=writable, metavar="FILE", help="the same as JSON, with every timing")
@@ -178,7 +181,6 @@ class Report:
         self.wrong = 0
 
     def line(self, text: str) -> None:
-        self.progress.clear()
         self.lines.append(text)
         print(text, flush=True)
 
@@ -203,12 +205,10 @@ class Report:
 
     def note(self, text: str) -> None:
         """A line on standard error."""
-        self.progress.clear()
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Keep what was printed, where that is wanted. An earlier run's results are replaced only now, when this one has ended."""
-        self.progress.clear()
         if self.wrong:
             self.note(f"{self.script}: {self.wrong} rows with wrong results")
         if self.args.save is not None:
@@ -308,6 +308,9 @@ def read_head(text: str) -> dict[str, str]:
 # ---- Progress --------------------------------------------------------------------------------------------------
 
 
+PROGRESS_EVERY = 20.0  # seconds
+
+
 def duration(seconds: float) -> str:
     """A time span as a person says it: 40 s, 3 min 20 s, 2 h 05 min."""
     seconds = round(seconds)
@@ -319,32 +322,20 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Share done and time left, on stderr: one line that rewrites itself on a terminal, else a line now and then."""
+    """Share done and time left, on stderr: a line now and then."""
 
     def __init__(self) -> None:
         self.done = 0.0
         self.start = self.last = time.monotonic()
-        self.live = sys.stderr.isatty()
-        self.shown = False
-
-    def clear(self) -> None:
-        if self.shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self.shown = False
 
     def add(self, share: float, label: str = "") -> None:
         """So large a share of the whole run is done."""
         self.done += share
         now = time.monotonic()
-        if not self.done or now - self.last < (0.2 if self.live else 30.0):
-            return
-        self.last = now
-        left = (now - self.start) / self.done * max(1 - self.done, 0.0)
-        text = f"{100 * min(self.done, 1):3.0f} %  about {duration(left)} left  {label}"
-        if self.live:
-            text = "\r" + text[: shutil.get_terminal_size().columns - 1] + "\x1b[K"
-            self.shown = True
-        print(text, end="" if self.live else "\n", file=sys.stderr, flush=True)
+        if self.done and now - self.last > PROGRESS_EVERY:
+            self.last = now
+            left = (now - self.start) / self.done * max(1 - self.done, 0.0)
+            print(f"{100 * min(self.done, 1):3.0f} %  about {duration(left)} left  {label}", file=sys.stderr, flush=True)
 
 
 # ---- Timing ----------------------------------------------------------------------------------------------------
@@ -390,7 +381,7 @@ class Contender:
             self.samples.append(taken)
             if isinstance(result, float):
                 self.values.append(result)
-        else:
+        elif not isinstance(result, float):  # a limit is measured once a turn, as long as it takes
             self.calls = max(1, math.ceil(SHORTEST_SAMPLE / max(taken, 1e-7)))
 
 

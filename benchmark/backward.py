@@ -5,11 +5,9 @@
     python benchmark/backward.py --isa avx2 --dtypes float32      # what a CPU with AVX2 gets
     python benchmark/backward.py -S 16384 --sparsities 0 0.9 --no-torch
 
-A row is one call of the backward pass. GFLOP/s counts five products a query-key pair that is attended, 2 (3 D + 2 D_v) operations, and
-Share_of_F holds them against the fp32 FMA peak of the same threads, measured in the same turns. Share_of_ideal is the speed-up over the
-dense row of the same dtype and threads, over 1 / (1 - s), s being the share of pairs that the list really drops. Backward/forward is the
-time over that of our own forward call with the same arguments. Torch is scaled_dot_product_attention's backward, dense or causal: for
-sparse rows the time of its dense one. Its forward pass is not in its time, nor is ours. README.md beside this file says more.
+A row is one call of the backward pass. Backward/forward is its time over that of our own forward call with the same arguments. Torch is
+scaled_dot_product_attention's backward, dense or causal: for sparse rows the time of its dense one. Its forward pass is not in its time,
+nor is ours. README.md beside this file explains the other columns.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any
 import _bench  # noqa: F401  (finds the library of this checkout)
 import roofline
 from _bench import Contender, Report, block_shape, columns, command, in_turns, parameters, parser_of, positive, share, yes
-from blitz_attn import _core, sabi
+from blitz_attn import _core
 from operations import DTYPES, Attention, Gradients, draw
 from other_libraries import UnavailableError, imported_torch, torch_tensor
 
@@ -50,10 +48,7 @@ def torch_call(gradients: Gradients, threads: int) -> Callable[[], Any]:
 
 def asked_of(dtype: str, causal: bool, sparsity: float, args: argparse.Namespace) -> Attention:
     dense = draw(dtype, args.heads, args.seq, args.head_dim, seed=args.seed, causal=causal)
-    if not sparsity:
-        return dense
-    lists = sabi.random_with_frame(args.seq, args.seq, args.block_shape, sparsity, heads=args.heads, seed=args.seed)
-    return dense.over(lists, args.block_shape)
+    return dense.sparse(sparsity, args.block_shape, args.seed) if sparsity else dense
 
 
 def measure(dtype: str, causal: bool, args: argparse.Namespace, report: Report, part: float) -> None:

@@ -6,10 +6,7 @@
     python benchmark/benchmark.py --headline --resume headline.log | tee all.log # goes on where a stopped run ended
     python benchmark/benchmark.py --input smollm2.npz                            # a real model's q, k, v (see capture.py)
 
-The first columns are upstream's, in upstream's order and widths. Ref_Latency is dense attention over the same operands, timed in turns
-with the block-sparse calls; Our_Latency is the median of the repeats. Outputs_equal compares rows with a float64 reference (rtol 0.01,
-atol 0.001). Then: GFLOP/s of the work that the list asks for; the share of the ideal speed-up 1/(1-s), s being what the list really
-drops; and the share of F, the fp32 FMA peak of the same threads, measured in the same run. README.md beside this file says more.
+The first columns are upstream's, in upstream's order and widths. README.md beside this file explains all.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -152,11 +148,7 @@ class Cell:
         return 4.0 * (1 - self.sparsity) * self.batch * self.heads * self.head_dim * self.tokens**2
 
     def job(self, dense: Attention, args: argparse.Namespace) -> Job:
-        lists = sabi.random_with_frame(
-            self.tokens, None, self.block_shape, self.sparsity, frame=None if self.sparsity == 0 else self.frame,
-            batch=self.batch, heads=self.heads, seed=args.seed, sort=args.sorted,
-        )  # fmt: skip
-        return Job(self.values(), dense.over(lists, self.block_shape))
+        return Job(self.values(), dense.sparse(self.sparsity, self.block_shape, args.seed, self.frame, args.sorted))
 
 
 def groups_of(args: argparse.Namespace, report: Report) -> Iterator[list[Cell]]:
@@ -285,28 +277,13 @@ def captured(args: argparse.Namespace, report: Report, parameter_line: str, mach
             error = testing.error_of(dense.out, exact, dense.bits).relative
             report.row(job.values | {"Kept_mass": float(np.nanmean(recall)), "Output_error": error})
     report.foot()
-    for line in summary(report.rows):
-        report.line(line)
-
-
-def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Means over the layers, a line for each block shape, chooser and sparsity. The lines are comments to whoever reads the table."""
-    groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["block_shape"], row["Chooser"], row["sparsity"]), []).append(row)
-    yield "# mean over the layers"
-    yield "# block_shape   Chooser sparsity Speed_up Share_of_ideal Kept_mass Output_error"
-    for (shape, chooser, sparsity), group in sorted(groups.items()):
-        speed_up = statistics.fmean(row["Ref_Latency_[usec]"] / row["Our_Latency_[usec]"] for row in group)
-        ideal, mass, error = (statistics.fmean(row[name] for row in group) for name in ("Share_of_ideal", "Kept_mass", "Output_error"))
-        yield f"# {shape:>11} {chooser:>9} {sparsity:>8.2f} {speed_up:>8.2f} {ideal:>14.3f} {mass:>9.4f} {error:>12.2e}"
 
 
 # ---- The command ---------------------------------------------------------------------------------------------------
 
 
 def parser() -> argparse.ArgumentParser:
-    result = parser_of(__doc__, repeats=None, warmup=None, threads="one")
+    result = parser_of(__doc__, repeats=None, warmup=None, one_count=True)
     what = result.add_argument_group("what to run")
     what.add_argument("--headline", action="store_true", help="upstream's sweep: S=118806, H=3, D=128, bfloat16, 11 sparsities, frames")
     what.add_argument("--input", type=readable, metavar="FILE", help="run on the queries, keys and values that capture.py saved")

@@ -7,11 +7,9 @@
     python benchmark/decode.py --shapes 4x32x8x4096 --dtypes float16        # B x H x Hkv x S of one's own
 
 Cells: `L2`, `L3` and `DRAM` have as many tokens as make K and V sit in that level (8 KV heads; 1 for L2); `ragged` is one long request
-among 15 short ones; the others are upstream's 13 configurations. Pages lie in random order. The limit of a cell is the time to
-read its K and V once at the read bandwidth of memory of that size, or the time of its arithmetic (every query head of a group needs
-2 flop an element of K and of V) at F, whichever is longer. Both are measured with the same threads right before each of our calls, and
-the share is the median over the turns, as is the ratio to each peer: the bandwidth of a machine that others use too changes within
-seconds. README.md beside this file explains the columns.
+among 15 short ones; the others are upstream's 13 configurations. Pages lie in random order. The limit of a cell is the time to read its K
+and V once, or that of its arithmetic, whichever is longer. Both are measured right before each of our calls, and the share is the median
+over the turns, for the bandwidth of a machine that others use too changes within seconds. README.md explains the columns.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@
 B = 1. Timed in turns: our own dense causal attention, native sparse attention, the same with the gradient (forward with context, then
 backward), and the parts of the forward pass by themselves. Dense attention is measured as long as a call is expected to take no more than
 --dense-seconds; beyond that its time is that of the longest measured length, grown with N^2, and `Dense_by` says so: `N^2` in place of
-`run`. Shares are those of the parts among each other; `Parts` is their sum over the whole call. Peaks are the process's largest resident
-memory during a call, inputs included. README.md beside this file explains the columns.
+`run`. `Parts` is the sum of the parts over the whole call. Peaks are the process's largest resident memory during a call, inputs included.
 """
 
 from __future__ import annotations
@@ -177,24 +176,20 @@ class Problem:
         return np.allclose(got, exact, rtol=RTOL, atol=max(ATOL, 2.0**-7 * abs(exact).max()))
 
 
-class Dense:
-    """Dense times measured so far with one number of threads, and their growth beyond."""
-
-    def __init__(self) -> None:
-        self.longest: dict[str, tuple[int, float]] = {}
-
-    def expected(self, what: str, tokens: int) -> float:
-        """Seconds at this length; 0 before the first measurement."""
-        measured, seconds = self.longest.get(what, (tokens, 0.0))
-        return seconds * (tokens / measured) ** 2
+Longest = dict[tuple[str, int], tuple[int, float]]  # pass and threads -> the longest length that dense attention ran, and its seconds
 
 
-def measure(
-    problem: Problem, threads: int, dense: Dense, passes: Sequence[str], args: argparse.Namespace, report: Report, share: float
-) -> None:
+def measure(problem: Problem, threads: int, longest: Longest, passes: Sequence[str], report: Report, share: float) -> None:
     """Time everything at one length with one number of threads."""
+    args = problem.args
+
+    def expected(name: str) -> float:
+        """Seconds of dense attention at this length, grown from the longest that was measured; 0 before the first measurement."""
+        tokens, seconds = longest.get((name, threads), (1, 0.0))
+        return seconds * (problem.tokens / tokens) ** 2
+
     names = ["forward", "both"] if "backward" in passes else ["forward"]
-    afforded = [name for name in names if 0 < args.dense_seconds >= dense.expected(name, problem.tokens)]
+    afforded = [name for name in names if 0 < args.dense_seconds >= expected(name)]
     calls: dict[str, Callable[[], Any]] = {f"nsa {name}": getattr(problem, name) for name in names}
     calls |= {f"dense {name}": getattr(problem, f"dense_{name}") for name in afforded}
     blitz_attn.set_num_threads(threads)
@@ -208,7 +203,7 @@ def measure(
             equal = problem.is_equal()
     blitz_attn.set_num_threads(None)
     seconds = {name: contender.median for name, contender in timed.items()}
-    dense.longest |= {name: (problem.tokens, seconds[f"dense {name}"]) for name in afforded}
+    longest |= {(name, threads): (problem.tokens, seconds[f"dense {name}"]) for name in afforded}
     values: dict[str, Any] = {
         "N": problem.tokens,
         "mode": args.mode,
@@ -218,10 +213,10 @@ def measure(
         "D": args.head_dim,
         "threads": threads,
         "Outputs_equal": yes(equal),
-        "Dense_by": "run" if afforded == names else "N^2" if dense.longest else None,
+        "Dense_by": "run" if afforded == names else "N^2" if expected("forward") else None,
     }
     for name, name_of_pass in zip(names, ("fwd", "f+b"), strict=False):
-        own, baseline = seconds[f"nsa {name}"], dense.expected(name, problem.tokens)
+        own, baseline = seconds[f"nsa {name}"], expected(name)
         values[f"NSA_{name_of_pass}_[ms]"] = own * 1e3
         values[f"{name_of_pass.capitalize()}_peak_[MiB]"] = peaks[name]
         if baseline:
@@ -264,7 +259,7 @@ def main(args: argparse.Namespace, report: Report) -> None:
     args.repeats = args.repeats or (2 if args.quick else 3)
     sizes = {"BLOCK": args.block, "STRIDE": args.stride, "SELECTED": args.selected, "WINDOW": args.window, "TILE": args.tile}
     report.head(parameters(**sizes, WEIGHTS=args.weights, ISA=_core.isa_active(), REPEATS=args.repeats, SEED=args.seed), _core.cpu_model())
-    dense = {threads: Dense() for threads in args.threads}
+    longest: Longest = {}
     for tokens in lengths:
         needed, there = bytes_needed(tokens, args), 0.85 * memory_available()
         passes = [name for name in args.passes if needed[name] <= there]
@@ -273,7 +268,7 @@ def main(args: argparse.Namespace, report: Report) -> None:
         if passes:
             problem = Problem(tokens, args)
             for threads in args.threads:
-                measure(problem, threads, dense[threads], passes, args, report, tokens / sum(lengths) / len(args.threads))
+                measure(problem, threads, longest, passes, report, tokens / sum(lengths) / len(args.threads))
             del problem
     report.foot()
 

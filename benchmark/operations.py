@@ -97,6 +97,12 @@ class Attention:
         """The same arrays, and another list or none."""
         return replace(self, lists=lists, block_shape=block_shape)
 
+    def sparse(self, sparsity: float, block_shape: tuple[int, int], seed: int, frame: Any = None, sort: bool = True) -> Attention:
+        """The same over a random list that drops a share of the blocks."""
+        batch, heads, s_q, _ = self.views[0].shape
+        options = {"frame": frame if sparsity else None, "batch": batch, "heads": heads, "seed": seed, "sort": sort}
+        return self.over(sabi.random_with_frame(s_q, self.views[1].shape[2], block_shape, sparsity, **options), block_shape)
+
     @property
     def bits(self) -> str | None:
         """The dtype's name where the arrays are bare bits."""
@@ -422,9 +428,7 @@ class Operation:
 def attention(dtype: str, tokens: int, *, heads: int = HEADS, head_dim: int = HEAD_DIM, block: int = 0, **rules: Any) -> Attention:
     """Attention of one of the set's sizes: over lists of 0.9 sparsity of blocks of `block` tokens, where that is not 0."""
     asked = draw(dtype, heads, tokens, head_dim, seed=SEED, **rules)
-    if not block:
-        return asked
-    return asked.over(sabi.random_with_frame(tokens, tokens, (block, block), 0.9, heads=heads, seed=SEED), (block, block))
+    return asked.sparse(0.9, (block, block), SEED) if block else asked
 
 
 def forward(name: str, dtype: str, tokens: int | None = None, *, level: str | None = None, **asked: Any) -> Operation:

@@ -7,10 +7,9 @@
 
 Contenders are what is installed of NumPy (three lines), torch (scaled_dot_product_attention), flex (torch's flex_attention, compiled, with
 an equal BlockMask), onnxruntime (MultiHeadAttention), OpenVINO and JAX; `pip install .[peers]` brings them. Each is asked for the same
-result, and timed only if its error against float64 is within the dtype's. Rows: `Share_of_limit` is GFLOP/s of what is attended over the
-machine's limit on the same threads (F, or P for bfloat16 where the CPU has tiles); `Over_ours` is the time over this library's: above 1,
-this library is quicker. A contender that cannot do a cell, or would take longer than --most-seconds for it, has a row without a time, and
-the reason behind a #.
+result, and timed only if its error against float64 is within the dtype's. `Over_ours` is the time over this library's: above 1, this
+library is quicker. A contender that cannot do a cell, or would take longer than --most-seconds for it, has a row without a time, and the
+reason behind a #.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,7 @@ import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 import roofline
 from _bench import Contender, Report, above_zero, columns, command, in_turns, parameters, parser_of, positive, share
-from blitz_attn import _core, sabi
+from blitz_attn import _core
 from operations import Attention, draw, is_feasible, memory_available
 from other_libraries import BLOCK, OURS, Step, UnavailableError, pause, reason_of
 from other_libraries import PREFILL_PEERS as PEERS
@@ -41,7 +40,6 @@ PROBE_SECONDS = 0.03
 # Threads that slept are woken one by one, some on the same CPU, and tiles and wide vectors need a while to come up to speed: without calls
 # ahead of the clock, a call of half a millisecond takes anything up to 16.
 SETTLE_SECONDS = 0.03
-AHEAD_FROM, NEAR_ENOUGH = 512, 0.9  # below this length a peer may be ahead by a tenth
 
 COLUMNS = columns(
     "dtype:9 D:4 rule:7 sparsity:8.2f H:3 S:6 threads:7 contender:12 Equal:6 Error:8.1e Time_[usec]:12.1f GFLOP/s:8.1f "
@@ -62,10 +60,7 @@ class Cell:
 
     def draw(self, args: argparse.Namespace) -> Attention:
         dense = draw(self.dtype, args.heads, self.tokens, self.head_dim, seed=args.seed, causal=self.causal)
-        if not self.sparsity:
-            return dense
-        shape = (BLOCK, BLOCK)
-        return dense.over(sabi.random_with_frame(self.tokens, None, shape, self.sparsity, heads=args.heads, seed=args.seed), shape)
+        return dense.sparse(self.sparsity, (BLOCK, BLOCK), args.seed) if self.sparsity else dense
 
 
 def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
@@ -151,41 +146,20 @@ class Table:
                 self.report.row(values, reasons.get((threads, name), ""))
 
 
-# ---- What a whole table says ---------------------------------------------------------------------------------------
-
-
-def by_cell(rows: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
-    """The rows of each cell by contender."""
-    cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        cells.setdefault(tuple(row[name] for name in CELL_COLUMNS), {})[row["contender"]] = row
-    return cells
-
-
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line a cell: our rate and its share, and everybody else's time over ours."""
+    """A line a cell: our rate and its share, and everybody else's time over ours; then how many cells have somebody ahead."""
     names = [name for name in PEERS if any(row["contender"] == name for row in rows)]
-    head = [column for column in COLUMNS if column.name in (*CELL_COLUMNS, "GFLOP/s", "Share_of_limit")]
-    ratios = columns(" ".join(f"{name}/ours:{len(name) + 5}.2f" for name in names))
-    yield "# " + " ".join(f"{column.name:>{column.width}}" for column in (*head, *ratios))
-    for found in by_cell(rows).values():
-        values = found[OWN] | {f"{name}/ours": found.get(name, {}).get("Over_ours") for name in names}
-        yield "# " + " ".join(column.text(values.get(column.name)) for column in (*head, *ratios))
-
-
-def verdict(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Where a peer is ahead: at all from 512 tokens on, by more than a tenth below; the worst first."""
-    ahead = []
-    for row in rows:
-        ratio = row.get("Over_ours")
-        if row["contender"] != OWN and ratio is not None and ratio <= (1.0 if row["S"] >= AHEAD_FROM else NEAR_ENOUGH):
-            ahead.append((ratio, row))
-    cells = sum(len(found) > 1 for found in by_cell(rows).values())
-    lost = len(by_cell(row for _, row in ahead))
-    yield f"# cells with a peer ahead (below {AHEAD_FROM} tokens: by more than a tenth): {lost} of {cells}"
-    for ratio, row in sorted(ahead, key=lambda pair: pair[0]):
-        what = "causal" if row["rule"] == "causal" else f"sparsity {row['sparsity']:g}"
-        yield f"# {ratio:.2f}  {row['contender']}: {row['dtype']} D={row['D']} S={row['S']} {what}, threads {row['threads']}"
+    shown = [column for column in COLUMNS if column.name in (*CELL_COLUMNS, "GFLOP/s", "Share_of_limit")]
+    shown += columns(" ".join(f"{name}/ours:{len(name) + 5}.2f" for name in names))
+    cells: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:  # ours come first
+        cell = cells.setdefault(tuple(row[name] for name in CELL_COLUMNS), dict(row))
+        cell[f"{row['contender']}/ours"] = row.get("Over_ours")
+    yield "# " + " ".join(f"{column.name:>{column.width}}" for column in shown)
+    for cell in cells.values():
+        yield "# " + " ".join(column.text(cell.get(column.name)) for column in shown)
+    ahead = sum(any((cell[f"{name}/ours"] or 1.0) < 1 for name in names) for cell in cells.values())
+    yield f"# cells with a peer ahead: {ahead} of {len(cells)}"
 
 
 # ---- The command ---------------------------------------------------------------------------------------------------
@@ -226,7 +200,7 @@ def main(args: argparse.Namespace, report: Report) -> None:
     for cell, cost in zip(cells, costs, strict=True):
         table.measure(cell, cost / sum(costs))
     report.foot()
-    for line in (*summary(report.rows), *verdict(report.rows)):
+    for line in summary(report.rows):
         report.line(line)
 
 
