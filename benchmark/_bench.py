@@ -133,6 +133,9 @@ def command(parser: Callable[[], argparse.ArgumentParser], shown: Sequence[Colum
                     raise
                 print(f"{script}: {error}", file=sys.stderr)
                 return 2
+            except KeyboardInterrupt:
+                print(f"\n{script}: stopped", file=sys.stderr)
+                return 130
             finally:
                 report.write_rows()
             return 1 if report.wrong else 0

@@ -56,6 +56,7 @@ class Layers:
         self.summary_bytes = 2 * self.count * args.kv_heads * args.head_dim * item
         self.picked_bytes = min(self.blocks * args.page, context) * token_bytes(args.dtype, args.kv_heads, args.head_dim)
         self.layers = min(MOST_LAYERS, max(1, -(-largest // self.summary_bytes)))
+        self.few = min(self.layers, max(1, -(-2 * largest // self.kv_bytes)))  # for what reads all of K: it finds nothing in a cache
         self.pool_pages = max(self.count, -(-largest * self.count // self.kv_bytes))
         self.args = args
 
@@ -82,11 +83,11 @@ class Layers:
         self.selected = [np.zeros((1, args.kv_heads, self.blocks), np.int32) for _ in range(self.layers)]
         self.bits = bits_options(cache.k)
 
-    def each(self, *parts: Callable[[int], None]) -> Callable[[], None]:
+    def each(self, layers: int, *parts: Callable[[int], None]) -> Callable[[], None]:
         """A call of the parts for one layer after the other."""
 
         def run() -> None:
-            for layer in range(self.layers):
+            for layer in range(layers):
                 for part in parts:
                     part(layer)
 
@@ -132,24 +133,26 @@ class Layers:
 def measure(layers: Layers, args: argparse.Namespace, report: Report, share: float) -> None:
     """Time everything; a row for each number of threads."""
     isa = _core.isa_active()
-    layers.each(layers.build)()
+    count, few = layers.layers, layers.few
+    layers.each(count, layers.build)()
     some = layers.steps[0].cache.memory[: 1 << 28]
     for threads in args.threads:
         blitz_attn.set_num_threads(threads)
         calls = {  # summaries are read far from where they are selected by, with other memory read in between
             "limit": lambda threads=threads: _core.probe_read(isa, some, PROBE_SECONDS, threads),
-            "dense": layers.each(layers.dense),
+            "dense": layers.each(few, layers.dense),
             "once": lambda threads=threads: _core.probe_read(isa, layers.summaries, None, threads),
-            "build": layers.each(layers.build),
-            "select": layers.each(layers.select),
-            "attend": layers.each(layers.attend),
-            "both": layers.each(layers.select, layers.attend),
+            "build": layers.each(few, layers.build),
+            "select": layers.each(count, layers.select),
+            "attend": layers.each(count, layers.attend),
+            "both": layers.each(count, layers.select, layers.attend),
         }
         timed = {name: Contender(f"context {layers.context}", call) for name, call in calls.items()}
         timed["both"].before_last = lambda: poison(layers.steps[0].out)
         list(in_turns(list(timed.values()), args, report.progress, share / len(args.threads)))  # "both" comes last
         blitz_attn.set_num_threads(None)
-        seconds = {name: timed[name].median / layers.layers for name in ("dense", "build", "select", "attend", "both")}
+        seconds = {name: timed[name].median / few for name in ("dense", "build")}
+        seconds |= {name: timed[name].median / count for name in ("select", "attend", "both")}
         read, read_select, sparse_bytes = timed["limit"].value, timed["once"].value, layers.summary_bytes + layers.picked_bytes
         report.row(
             {
