@@ -78,7 +78,7 @@ def dense_call(asked: Attention, args: argparse.Namespace) -> Callable[[], Any]:
     q, k, v = asked.views[:3]
     options = {"is_causal": asked.causal, "scale": asked.options.get("scale"), "enable_gqa": k.shape[1] != q.shape[1]}
     try:
-        return torch_sdpa([tuple(torch_tensor(x, asked.dtype) for x in (q, k, v))], args.threads, **options)[0]
+        return torch_sdpa([tuple(torch_tensor(x, asked.dtype) for x in (q, k, v))], args.threads, **options)
     except UnavailableError as reason:
         raise ValueError(f"--reference: {reason}") from None
 

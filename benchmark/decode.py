@@ -122,8 +122,7 @@ def peer_calls(step: Decode, args: argparse.Namespace, notes: dict[str, None]) -
     for name, threads in itertools.product(args.peers, args.threads):
         try:
             run, fetch = DECODE_PEERS[name](pieces, threads)
-            run()
-            if not step.is_equal(testing.round_to(fetch(), query_dtype(step.cache.dtype))):
+            if not step.is_equal(testing.round_to(fetch(run()), query_dtype(step.cache.dtype))):
                 raise UnavailableError(f"{step.cache.dtype}: its result is not equal to float64's within the tolerance, so it is not timed")
             calls[name, threads] = run
         except UnavailableError as reason:

@@ -21,8 +21,8 @@ from _bench import Contender
 from blitz_attn import sabi
 from operations import Attention, Decode
 
-Step = Callable[[], Any]
-Fetch = Callable[[], np.ndarray]  # the result in the shape of the queries, float32
+Step = Callable[[], Any]  # returns the library's own result
+Fetch = Callable[[Any], np.ndarray]  # of that, the result in the shape of the queries, float32
 
 PAUSE_SECONDS = 0.03  # after a call on several threads: whoever ran may spin for a while
 
@@ -65,17 +65,16 @@ def torch_tensor(x: np.ndarray, dtype: str) -> Any:
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(x)
 
 
-def torch_sdpa(parts: list[tuple], threads: int, **options: Any) -> tuple[Step, list[Any]]:
-    """torch's scaled_dot_product_attention of each of the (q, k, v), and the list that a call fills with the results."""
+def torch_sdpa(parts: list[tuple], threads: int, **options: Any) -> Step:
+    """torch's scaled_dot_product_attention of each of the (q, k, v)."""
     torch = imported_torch()
-    results: list[Any] = []
 
-    def run() -> None:
+    def run() -> list[Any]:
         torch.set_num_threads(threads)
         with torch.no_grad():
-            results[:] = [torch.nn.functional.scaled_dot_product_attention(*part, **options) for part in parts]
+            return [torch.nn.functional.scaled_dot_product_attention(*part, **options) for part in parts]
 
-    return run, results
+    return run
 
 
 ONNX_KINDS = {"float32": "FLOAT", "float16": "FLOAT16"}
@@ -147,7 +146,7 @@ def openvino_sdpa(arrays: list[np.ndarray], dtype: str, threads: int, causal: bo
     def run(held: Any = arrays) -> None:  # the tensors know only the address of what they share: it must not be freed
         request.infer()
 
-    return run, lambda: np.array(request.get_output_tensor(0).data)
+    return run, lambda _: np.array(request.get_output_tensor(0).data)
 
 
 # ---- A whole sequence -------------------------------------------------------------------------------------------
@@ -157,13 +156,7 @@ BLOCK = 128  # queries and keys a block
 
 def blitz(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     """This library. Like the others it makes its own output."""
-    results: list[Any] = []
-    call = asked.call(threads, out=None)
-
-    def run() -> None:
-        results[:] = [call()]
-
-    return run, lambda: results[0]
+    return asked.call(threads, out=None), lambda result: result
 
 
 @functools.cache
@@ -185,26 +178,24 @@ def numpy_lines(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     mask = asked.mask
     if asked.causal:
         mask = np.tril(np.ones((1, 1, q.shape[2], k.shape[2]), bool))
-    results: list[np.ndarray] = []
 
-    def run() -> None:
+    def run() -> np.ndarray:
         blas.limit(limits=threads)
         a, b, c = (x.astype(np.float32, copy=False) for x in (q, k, v))
         scores = a @ b.swapaxes(-1, -2) * scale
         if mask is not None:
             np.putmask(scores, np.broadcast_to(~mask, scores.shape), -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        results[:] = [(weights @ c / weights.sum(axis=-1, keepdims=True)).astype(q.dtype, copy=False)]
+        return (weights @ c / weights.sum(axis=-1, keepdims=True)).astype(q.dtype, copy=False)
 
-    return run, lambda: results[0]
+    return run, lambda result: result
 
 
 def torch_prefill(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     """torch's scaled_dot_product_attention: dense, is_causal, or with a bool mask."""
     parts = [tuple(torch_tensor(x, asked.dtype) for x in asked.views[:3])]
     mask = None if asked.mask is None else imported_torch().from_numpy(asked.mask)
-    run, results = torch_sdpa(parts, threads, attn_mask=mask, is_causal=asked.causal)
-    return run, lambda: results[0].float().numpy()
+    return torch_sdpa(parts, threads, attn_mask=mask, is_causal=asked.causal), lambda results: results[0].float().numpy()
 
 
 @functools.cache
@@ -244,19 +235,18 @@ def torch_flex(asked: Attention, threads: int) -> tuple[Step, Fetch]:
         none = (torch.zeros_like(counts), torch.zeros_like(full))
         blocks = BlockMask.from_kv_blocks(*none, counts, full, BLOCK_SIZE=BLOCK, seq_lengths=(tokens, tokens))
     q, k, v = (torch_tensor(x, asked.dtype) for x in asked.views[:3])
-    results: list[Any] = []
 
-    def run() -> None:
+    def run() -> Any:
         torch.set_num_threads(threads)
         with torch.no_grad():
-            results[:] = [flex(q, k, v, block_mask=blocks)]
+            return flex(q, k, v, block_mask=blocks)
 
     try:
         run()  # compiles
     except Exception as error:
         torch.compiler.reset()  # else it runs uncompiled from now on, where the list does not count
         raise UnavailableError(f"does not compile: {reason_of(error)}") from None
-    return run, lambda: results[0].float().numpy()
+    return run, lambda result: result.float().numpy()
 
 
 def onnxruntime_mha(asked: Attention, threads: int) -> tuple[Step, Fetch]:
@@ -276,7 +266,7 @@ def onnxruntime_mha(asked: Attention, threads: int) -> tuple[Step, Fetch]:
 
     result = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(flat, q.dtype))
     run = onnx_bound(session, fed, [result])
-    return run, lambda: result.numpy().reshape(1, tokens, heads, head_dim).swapaxes(1, 2).astype(np.float32)
+    return run, lambda _: result.numpy().reshape(1, tokens, heads, head_dim).swapaxes(1, 2).astype(np.float32)
 
 
 def openvino_prefill(asked: Attention, threads: int) -> tuple[Step, Fetch]:
@@ -305,13 +295,8 @@ def jax_sdpa(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     q, k, v = (jax.device_put(jnp.asarray(x.swapaxes(1, 2)), device) for x in asked.views[:3])
     mask = None if asked.mask is None else jax.device_put(jnp.asarray(asked.mask), device)
     attend = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=asked.causal))
-    results: list[Any] = []
-
-    def run() -> None:
-        results[:] = [attend(q, k, v, mask=mask).block_until_ready()]
-
-    run()  # compiles
-    return run, lambda: np.asarray(results[0].swapaxes(1, 2).astype(jnp.float32))
+    attend(q, k, v, mask=mask)  # compiles
+    return lambda: attend(q, k, v, mask=mask).block_until_ready(), lambda result: np.asarray(result.swapaxes(1, 2).astype(jnp.float32))
 
 
 @dataclass(frozen=True)
@@ -365,8 +350,7 @@ def torch_decode(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
     dtype = pieces.step.cache.dtype
     q = torch_tensor(pieces.step.q[:, :, None], dtype)
     parts = [(q[first:last], torch_tensor(k, dtype), torch_tensor(v, dtype)) for first, last, k, v in pieces.groups]
-    run, results = torch_sdpa(parts, threads, enable_gqa=True)
-    return run, lambda: imported_torch().cat(results)[:, :, 0].float().numpy()
+    return torch_sdpa(parts, threads, enable_gqa=True), lambda results: imported_torch().cat(results)[:, :, 0].float().numpy()
 
 
 def onnxruntime_gqa(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
@@ -390,7 +374,7 @@ def onnxruntime_gqa(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
     result = value(np.zeros(shapes[0], step.q.dtype))
     lengths = [np.full(batch, tokens - 1, np.int32), np.full(1, tokens, np.int32)]
     run = onnx_bound(session, [step.q.reshape(batch, 1, -1), *newest, *past, *lengths], [result, *past])
-    return run, lambda: result.numpy().reshape(batch, heads, -1).astype(np.float32)
+    return run, lambda _: result.numpy().reshape(batch, heads, -1).astype(np.float32)
 
 
 def openvino_decode(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
@@ -400,7 +384,7 @@ def openvino_decode(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
     batch, heads, head_dim = step.q.shape
     kv_heads = k.shape[1]
     run, fetch = openvino_sdpa([step.q.reshape(batch, kv_heads, heads // kv_heads, head_dim), k, v], step.cache.dtype, threads)
-    return run, lambda: fetch().reshape(batch, heads, -1)
+    return run, lambda result: fetch(result).reshape(batch, heads, -1)
 
 
 DECODE_PEERS: dict[str, Callable[[Pieces, int], tuple[Step, Fetch]]] = {

@@ -91,9 +91,9 @@ class Table:
             try:
                 run, fetch = peer.make(asked, threads)
                 start = time.perf_counter()
-                run()
+                result = run()
                 seconds = time.perf_counter() - start
-                error = asked.error(fetch())
+                error = asked.error(fetch(result))
             except (RuntimeError, ValueError, MemoryError, NotImplementedError) as failure:  # how the others say that they cannot
                 raise UnavailableError(reason_of(failure)) from None
             self.rates[kind] = seconds / pairs

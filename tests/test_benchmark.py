@@ -152,7 +152,7 @@ def test_a_wrong_result_is_noticed(script, options, module, name, other, monkeyp
 
 def test_a_peer_that_answers_something_else_is_not_timed(monkeypatch, capsys):
     zeros = peers.PEERS["numpy"].__class__(
-        lambda asked, threads: (lambda: None, lambda: np.zeros(asked.q.shape, np.float32)), "numpy", (0, 0)
+        lambda asked, threads: (lambda: None, lambda _: np.zeros(asked.q.shape, np.float32)), "numpy", (0, 0)
     )
     monkeypatch.setitem(peers.PEERS, "jax", zeros)
     options = "-S 128 -H 1 -D 16 --dtypes float32 --sparsities 0 --no-causal --repeats 1 --threads 1 --peers jax"
