@@ -75,7 +75,7 @@ const arg_array *call_array(const py_call *call, int index);
 int call_expect_disjoint(const py_call *call);
 
 /* Fails where a summary page is listed twice, or holds keys, because the summaries are in the same pool of pages as the keys. */
-int call_expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tables *plan);
+int call_expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tables *opened);
 
 /* Whether both are the same elements of the same memory. */
 bool call_same_array(const ba_tensor *a, const ba_tensor *b);

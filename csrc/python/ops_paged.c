@@ -189,15 +189,15 @@ static int check_flat_mask(const ba_tensor *mask, const ba_problem *p) {
 
 static int open_paged(py_call *call, ba_paged_args *a, ba_attention *attention) {
     PyObject *const *const values = call->values;
-    const ba_page_tables *const plan = page_tables_of(values[PAGED_block_tables]);
+    const ba_page_tables *const opened = page_tables_of(values[PAGED_block_tables]);
     ba_status status;
     int return_lse;
     if (arg_flag(values[PAGED_return_lse], "return_lse", &return_lse) < 0 || call_read(call, false) < 0) return -1;
-    if (plan == NULL && read_requests(call, PAGED_block_tables, page_tokens(a), a) < 0) return -1;
+    if (opened == NULL && read_requests(call, PAGED_block_tables, page_tokens(a), a) < 0) return -1;
     if (read_split(values[PAGED_kv_split], a) < 0 || arg_out_dtype(values[PAGED_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
     if (read_counts(call, a) < 0) return -1;
     if (a->q.ndim == 3 && call_read_each(call, a->q.dims[1], 0, "") < 0) return -1; /* the library refuses other q */
-    if (plan != NULL) status = ba_open_paged(a, plan, attention);
+    if (opened != NULL) status = ba_open_paged(a, opened, attention);
     else INTERRUPTIBLE(status, ba_open_paged(a, NULL, attention)); /* page tables may be long, so checking them may take time */
     const arg_array *const mask = call_array(call, PAGED_attn_mask);
     if (arg_check(status) < 0 || check_flat_mask(&mask->tensor, &attention->problem) < 0) return -1;
@@ -256,36 +256,36 @@ static int expect_writable_scale(const py_call *call, int index) {
 }
 
 /* Compares the pages of summaries with those of the requests, whose tables are the plan's or the caller's. */
-static int expect_apart(const append_args *a, const ba_page_tables *plan) {
+static int expect_apart(const append_args *a, const ba_page_tables *opened) {
     ba_quest_metadata_args summaries = a->summaries;
     summaries.k_cache = a->cache.k_cache;
     summaries.kv_layout = a->cache.kv_layout;
     summaries.block_tables = a->cache.block_tables;
-    summaries.end = plan ? plan->seq_lens : a->cache.seq_lens;
-    summaries.batch = plan ? plan->batch : a->cache.batch;
-    return summaries.end ? call_expect_summary_pages(&summaries, plan) : 0; /* the library refuses requests without lengths */
+    summaries.end = opened ? opened->seq_lens : a->cache.seq_lens;
+    summaries.batch = opened ? opened->batch : a->cache.batch;
+    return summaries.end ? call_expect_summary_pages(&summaries, opened) : 0; /* the library refuses requests without lengths */
 }
 
-static int read_append(py_call *call, append_args *a, const ba_page_tables *plan) {
+static int read_append(py_call *call, append_args *a, const ba_page_tables *opened) {
     if (call_read(call, true) < 0) return -1;
     if (expect_writable_scale(call, APPEND_k_scale) < 0 || expect_writable_scale(call, APPEND_v_scale) < 0) return -1;
     if (a->slots != NULL) {
         const arg_list *const slots = call_list(call, APPEND_slot_mapping);
         if (arg_expect_count(slots, "slot_mapping", a->k.ndim > 0 ? a->k.dims[0] : 0, "one for each of " BA_ARG("k") "'s tokens") < 0) return -1;
-    } else if (plan == NULL && read_requests(call, APPEND_block_tables, page_tokens(&a->cache), &a->cache) < 0) return -1;
+    } else if (opened == NULL && read_requests(call, APPEND_block_tables, page_tokens(&a->cache), &a->cache) < 0) return -1;
     call->pages_by_token = a->cache.kv_layout == BA_NHD;
     if (call_expect_disjoint(call) < 0) return -1;
-    return ba_given(&a->summaries.metadata_tables) ? expect_apart(a, plan) : 0;
+    return ba_given(&a->summaries.metadata_tables) ? expect_apart(a, opened) : 0;
 }
 
 PyObject *py_append_paged_kv(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     BEGIN_CALL(append_paged_kv, append_args, {.cache = ba_paged_args_init()});
-    const ba_page_tables *const plan = call.values[APPEND_slot_mapping] == Py_None ? page_tables_of(call.values[APPEND_block_tables]) : NULL;
+    const ba_page_tables *const opened = call.values[APPEND_slot_mapping] == Py_None ? page_tables_of(call.values[APPEND_block_tables]) : NULL;
     ba_status status;
-    int failed = read_append(&call, &a, plan);
+    int failed = read_append(&call, &a, opened);
     if (!failed) {
         const ba_tensor *const v = call.values[APPEND_v] != Py_None ? &a.v : NULL;
-        INTERRUPTIBLE(status, ba_append(&a.k, v, a.slots, plan, &a.cache, ba_given(&a.summaries.metadata_tables) ? &a.summaries : NULL));
+        INTERRUPTIBLE(status, ba_append(&a.k, v, a.slots, opened, &a.cache, ba_given(&a.summaries.metadata_tables) ? &a.summaries : NULL));
         failed = arg_check(status);
     }
     return call_end(&call, failed);

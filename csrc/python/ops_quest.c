@@ -11,27 +11,27 @@
 
 OPERATION(quest_metadata, ba_quest_metadata_args, QUEST_METADATA, METADATA_meanblocks, METADATA)
 
-static int read_metadata(py_call *call, ba_quest_metadata_args *a, const ba_page_tables *plan) {
+static int read_metadata(py_call *call, ba_quest_metadata_args *a, const ba_page_tables *opened) {
     if (call_read(call, true) < 0) return -1;
-    if (plan != NULL) {
-        a->end = plan->seq_lens;
-        a->batch = plan->batch;
+    if (opened != NULL) {
+        a->end = opened->seq_lens;
+        a->batch = opened->batch;
     } else {
         if (call_hold(call, call->values[METADATA_block_tables], "block_tables", ARG_TABLES, 0, &a->block_tables) < 0) return -1;
         a->batch = call_list(call, METADATA_seq_lens)->count;
     }
     if (arg_expect_count(call_list(call, METADATA_start_lens), "start_lens", a->batch, "as many as " BA_ARG("seq_lens") " has") < 0) return -1;
     call->pages_by_token = a->kv_layout == BA_NHD;
-    return call_expect_disjoint(call) < 0 ? -1 : call_expect_summary_pages(a, plan);
+    return call_expect_disjoint(call) < 0 ? -1 : call_expect_summary_pages(a, opened);
 }
 
 PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     BEGIN_CALL(quest_metadata, ba_quest_metadata_args, {.batch = 0});
-    const ba_page_tables *const plan = page_tables_of(call.values[METADATA_block_tables]);
+    const ba_page_tables *const opened = page_tables_of(call.values[METADATA_block_tables]);
     ba_status status;
-    int failed = read_metadata(&call, &a, plan);
+    int failed = read_metadata(&call, &a, opened);
     if (!failed) {
-        INTERRUPTIBLE(status, plan ? ba_quest_metadata_by_tables(&a, plan) : ba_quest_metadata(&a));
+        INTERRUPTIBLE(status, opened ? ba_quest_metadata_by_tables(&a, opened) : ba_quest_metadata(&a));
         failed = arg_check(status);
     }
     return call_end(&call, failed);
@@ -90,13 +90,13 @@ static int add_window(const ba_select_args *a, const int64_t *tokens_since, int6
 }
 
 /* Reads tables, lengths and numbers of queries, or takes all but the tables of summaries from opened tables, which stand in the place of seq_lens. */
-static int read_select_requests(py_call *call, ba_select_args *a, const ba_page_tables *plan, bool tokens) {
+static int read_select_requests(py_call *call, ba_select_args *a, const ba_page_tables *opened, bool tokens) {
     const char *const name = tokens ? "block_tables" : "metadata_block_tables";
-    if ((plan == NULL || !tokens) && call_hold(call, call->values[SELECT_tables], name, ARG_TABLES, 0, &a->tables) < 0) return -1;
-    if (plan != NULL) {
-        a->seq_lens = plan->seq_lens;
-        a->cu_q = plan->cu_q;
-        a->batch = plan->batch;
+    if ((opened == NULL || !tokens) && call_hold(call, call->values[SELECT_tables], name, ARG_TABLES, 0, &a->tables) < 0) return -1;
+    if (opened != NULL) {
+        a->seq_lens = opened->seq_lens;
+        a->cu_q = opened->cu_q;
+        a->batch = opened->batch;
         return 0;
     }
     if (call_read_list(call, SELECT_seq_lens) < 0 || call_read_list(call, SELECT_q_lens) < 0) return -1;
@@ -122,13 +122,13 @@ static int read_scored(py_call *call, ba_select_args *a) {
 }
 
 /* Everything that is read before outputs exist. */
-static int read_select(py_call *call, ba_select_args *a, const ba_page_tables *plan) {
+static int read_select(py_call *call, ba_select_args *a, const ba_page_tables *opened) {
     PyObject *const *const values = call->values;
     if (arg_method(values[SELECT_method], &a->method) < 0 || call_read(call, false) < 0 || read_scored(call, a) < 0) return -1;
     const bool tokens = a->method == BA_SELECT_MAX;
-    if (read_select_requests(call, a, plan, tokens) < 0) return -1;
+    if (read_select_requests(call, a, opened, tokens) < 0) return -1;
     a->page_size = a->a.ndim == 4 ? a->a.dims[tokens && a->kv_layout == BA_HND ? 2 : 1] : 1;
-    if (plan != NULL) a->page_size = plan->page_size;
+    if (opened != NULL) a->page_size = opened->page_size;
     else if (values[SELECT_block_size] != Py_None && arg_int64(values[SELECT_block_size], "block_size", &a->page_size) < 0) return -1;
     if (call_read_each(call, 0, a->batch, "one per request") < 0) return -1;
     int64_t *const recent = call_list(call, SELECT_recent)->values, *const since = call_list(call, SELECT_tokens_since_metadata_update)->values;
@@ -168,14 +168,14 @@ static int make_results(py_call *call, ba_select_args *a, bool return_counts, bo
 
 PyObject *py_select_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     BEGIN_CALL(select_blocks, ba_select_args, {.batch = 0});
-    const ba_page_tables *const plan = page_tables_of(call.values[SELECT_seq_lens]);
+    const ba_page_tables *const opened = page_tables_of(call.values[SELECT_seq_lens]);
     int return_counts, return_scores;
     ba_status status;
     int failed = arg_flag(call.values[SELECT_return_counts], "return_counts", &return_counts) < 0 ||
-                 arg_flag(call.values[SELECT_return_scores], "return_scores", &return_scores) < 0 || read_select(&call, &a, plan) < 0 ||
+                 arg_flag(call.values[SELECT_return_scores], "return_scores", &return_scores) < 0 || read_select(&call, &a, opened) < 0 ||
                  make_results(&call, &a, return_counts, return_scores) < 0;
     if (!failed) {
-        INTERRUPTIBLE(status, plan ? ba_select_by_tables(&a, plan) : ba_select_blocks(&a));
+        INTERRUPTIBLE(status, opened ? ba_select_by_tables(&a, opened) : ba_select_blocks(&a));
         failed = arg_check(status);
     }
     return call_end(&call, failed);

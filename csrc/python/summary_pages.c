@@ -29,7 +29,7 @@ static void mark_opened(uint8_t *marks, int64_t count, const ba_page_tables *tab
         if (tables->page[i] >= 0 && tables->page[i] < count) marks[tables->page[i]] |= mark;
 }
 
-int call_expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tables *plan) {
+int call_expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tables *opened) {
     const ba_tensor *summary = a->maxblocks.ndim ? &a->maxblocks : a->minblocks.ndim ? &a->minblocks : &a->meanblocks;
     if (a->k_cache.ndim != 4 || summary->ndim != 4) return 0; /* the library refuses these */
     const int64_t size = a->k_cache.dims[a->kv_layout == BA_NHD ? 1 : 2], rows = summary->dims[1], count = summary->dims[0];
@@ -42,7 +42,7 @@ int call_expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tab
         return -1;
     }
     int64_t page = 0;
-    if (pool && plan) mark_opened(marks, count, plan, 1);
+    if (pool && opened) mark_opened(marks, count, opened, 1);
     else if (pool) mark_pages(marks, count, &a->block_tables, a, size, 1, 0, &page);
     const int status = mark_pages(marks, count, &a->metadata_tables, a, size * rows, 2, 1 | 2, &page);
     if (status < 0)

@@ -572,7 +572,7 @@ ba_status ba_select_blocks(const ba_select_args *args) {
     return select_blocks(args, NULL);
 }
 
-ba_status ba_select_by_plan(const ba_select_args *args, const ba_page_tables *opened) {
+ba_status ba_select_by_tables(const ba_select_args *args, const ba_page_tables *opened) {
     ba_select_args reused = *args;
     if (opened->q_begin)
         return ba_fail(
