@@ -1,12 +1,14 @@
-"""Problems of native sparse attention, and the tolerances of the upstream suite."""
+"""Problems of native sparse attention, the tolerances of the upstream suite, and the comparison with the reference."""
 
 import math
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
-from blitz_attn import reference, testing
-from cases import dtype_of
+import blitz_attn
+from blitz_attn import nsa, reference, testing
+from cases import ISA_LEVELS, bits_option, dtype_of, poisoned
 
 GRADIENTS = reference.NSAGradients._fields
 WEIGHTS = ("w_k_compress", "w_v_compress", "gate_proj_weight", "gates")
@@ -18,6 +20,17 @@ PAPER_STRIDES = {
     "compress_block_size": 12, "compress_stride": 4, "select_block_size": 20, "num_selected_blocks": 5, "init_blocks": 2, "local_blocks": 1,
     "window_size": 8,
 }  # fmt: skip
+
+MODES = {
+    "paper": PAPER,
+    "paper_strides": PAPER_STRIDES,
+    "paper_free": {**PAPER, "init_blocks": 0, "local_blocks": 0, "compress_stride": 16},
+    "paper_not_causal": {**PAPER, "causal": False},
+    "mslk": MSLK,
+    "mslk_not_causal": {**MSLK, "causal": False},
+}  # fmt: skip
+both_modes = pytest.mark.parametrize("mode", [PAPER, MSLK], ids=["paper", "mslk"])
+every_mode = pytest.mark.parametrize("mode", list(MODES))
 
 # Tolerances of the upstream suite, by what they are for.
 UPSTREAM = {
@@ -95,3 +108,57 @@ def alone(n, q, k, v, options, routing=None):
     if "gates" in options:
         own["gates"] = options["gates"][None, part]
     return (*(np.ascontiguousarray(x[part])[None] for x in (q, k, v)), own)
+
+
+# ---- Comparison -----------------------------------------------------------------------------------------------------
+
+
+def run(q, k, v, **options):
+    """(result over NaN, context)."""
+    out = poisoned((*q.shape[:-1], v.shape[-1]), q)
+    result, context = nsa.nsa(q, k, v, out=out, return_context=True, **bits_option(q), **options)
+    assert result is out
+    return out, context
+
+
+def gradients(q, k, v, seed=99, **options):
+    """dout, context and gradients."""
+    _, context = run(q, k, v, **options)
+    dout = tensors((*q.shape[:-1], v.shape[-1]), dtype=dtype_of(q), seed=seed)
+    return dout, context, nsa.nsa_backward(dout, context)
+
+
+def errors_close(values, exact, rough, dtype, factor, what):
+    ours, yardstick = testing.error_of(values, exact, dtype), testing.error_of(rough, exact)
+    assert testing.meets_error_rule(ours, yardstick, dtype, factor), f"{what}: error {ours}, of the plain computation {yardstick}"
+
+
+def check(q, k, v, *, levels=ISA_LEVELS, **options):
+    """Hold the result and all gradients against the float64 reference, by the error rule, at every instruction set level.
+
+    Blocks whose scores differ by less than rounding may be chosen either way, so the reference attends to what was chosen; of float64, it
+    chooses the same. Factors are those of `cases.check`, and 3 for gradients. Returns (result, gradients) of the highest level.
+    """
+    dtype, bits = dtype_of(q), bits_option(q)
+    previous = None
+    for level in levels:
+        with blitz_attn.isa(level):
+            out, _ = run(q, k, v, **options)
+            dout, context, grads = gradients(q, k, v, **options)
+        routing = context.block_indices
+        if previous is None or not np.array_equal(previous, routing):
+            frozen = {**options, **bits, "block_indices": routing}
+            exact, exact_context = reference.nsa(q, k, v, return_context=True, **frozen)
+            rough, rough_context = reference.nsa_same_precision(q, k, v, name=dtype, **frozen)
+            exact_grads, rough_grads = (reference.nsa_backward(dout, c) for c in (exact_context, rough_context))
+            previous = routing
+        errors_close(out, exact, rough, dtype, 2.0 if exact.size >= 2000 else 3.0, level)
+        assert grads._fields == GRADIENTS
+        for name, ours, true, plain in zip(GRADIENTS, grads, exact_grads, rough_grads, strict=True):
+            assert (ours is None) == (true is None), name
+            if true is not None:
+                assert dtype_of(ours) == dtype, name
+                errors_close(ours, true, plain, dtype, 3.0, f"{level}: {name}")
+    if dtype == "float64" and "block_indices" not in options:
+        np.testing.assert_array_equal(routing, reference.nsa(q, k, v, return_context=True, **options)[1].block_indices)
+    return out, grads
