@@ -214,7 +214,7 @@ def bits(x):
         ("k: expected dtype float32 like the tokens before, got float64", lambda c: c.append(K.astype(float), V.astype(float))),
         ("k: expected shape (2, N, 2, 8) like the tokens before, got (1, 40, 2, 8)", lambda c: c.append(K[:1], V[:1])),
         ("v: expected shape (2, N, 2, 6) like the tokens before, got (2, 40, 2, 5)", lambda c: c.append(K, V[..., :5])),
-        ("q: expected at most the 12 tokens of sequence 1, got 20 (lens= gives the tokens of each sequence)", lambda c: c.attend(Q[:, 20:])),
+        ("q: expected at most the 20 tokens of sequence 0, got 40 (lens= gives the tokens of each sequence)", lambda c: c.attend(Q)),
         ("lens: expected numbers from 0 to the tokens that each sequence has, got 13", lambda c: c.attend(Q[:, :20], lens=[20, 13])),
         ("q: expected a multiple of 2 heads, which the tokens have, got 3", lambda c: c.attend(Q[:, :1, :3])),
         ("q: expected a multiple of 2 heads, which the tokens have, got 3", lambda c: c.attend(Q[:, :1, :3], lens=[1, 1])),

@@ -81,8 +81,8 @@ def test_of_two_mistakes_a_call_in_chunks_names_the_same_one(name):
 # Lists or tables of integers, or a mask, wherever a public function takes them.
 INTEGERS = (
     "sabi", "kv_ranges", "q_lens", "kv_lens", "q_begin", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "block_tables", "seq_lens",
-    "indptr", "indices", "selected", "metadata_block_tables", "start_lens", "block_indices", "selected_indices", "recent", "lens", "lengths",
-    "attn_mask",
+    "indptr", "indices", "selected", "metadata_block_tables", "start_lens", "block_indices", "selected_indices", "recent", "lens",
+    "lengths", "attn_mask",
 )  # fmt: skip
 
 

@@ -345,7 +345,9 @@ def _grid(**more: Any) -> Callable[[Arena, int], dict[str, Any]]:
 
 def _lists(*names: str, columns: bool = False, **more: Any) -> Callable[[Arena, int], dict[str, Any]]:
     def make(a: Arena, v: int) -> dict[str, Any]:
-        call: dict[str, Any] = {name: a.integers([[[[0, 2], [1, -1 % 2**16 if v & 1 else -1]]]], ("int32", "uint16")[v % 2]) for name in names}
+        call: dict[str, Any] = {
+            name: a.integers([[[[0, 2], [1, -1 % 2**16 if v & 1 else -1]]]], ("int32", "uint16")[v % 2]) for name in names
+        }
         return call | ({"columns": 3} if columns or v & 2 else {}) | more
 
     return make
@@ -414,7 +416,12 @@ SABI = {
 
 
 def _torch_bsa(a: Arena, v: int) -> dict[str, Any]:
-    call: dict[str, Any] = {"query": a.floats(1, 2, 16, 8), "key": a.floats(1, 1, 24, 8), "value": a.floats(1, 1, 24, 8), "input_layout": "BNSD"}
+    call: dict[str, Any] = {
+        "query": a.floats(1, 2, 16, 8),
+        "key": a.floats(1, 1, 24, 8),
+        "value": a.floats(1, 1, 24, 8),
+        "input_layout": "BNSD",
+    }
     call |= {"num_heads": 2, "num_key_value_heads": 1}
     if v & 1:
         call |= {"sabi": a.integers([[[[0]]]], "uint16"), "actual_seq_lengths": [16], "actual_seq_lengths_kv": a.integers([20])}
