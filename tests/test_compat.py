@@ -6,13 +6,9 @@ import math
 import numpy as np
 import pytest
 
-import blitz_attn
 from blitz_attn import reference, testing
 from blitz_attn.compat import torch_bsa
 from blitz_attn.sabi import random_with_frame
-from cases import same_bits
-
-BLOCK = (128, 128)
 
 
 def qkv(batch=1, heads=2, q_len=300, kv_len=300, **options):
@@ -23,27 +19,6 @@ def bnsd(q, k, v, **options):
     """The drop-in's call in the words of its README."""
     arguments = {"num_heads": q.shape[1], "num_key_value_heads": k.shape[1], "input_layout": "BNSD", "softmax_lse_flag": True}
     return torch_bsa.blitz_sparse_attention(q, k, v, **arguments | options)
-
-
-def seen_by(rule, q_len, kv_len):
-    i, j = np.mgrid[:q_len, :kv_len]
-    return rule(i, j)
-
-
-def masked(q, k, v, mask, scale=1.0):
-    """float64 attention under a (q_len, kv_len) mask, written down directly."""
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    scores = np.where(mask, np.einsum("bhid,bhjd->bhij", q, k) * scale, -np.inf)
-    top = np.maximum(scores.max(-1, keepdims=True), -1e300)
-    weights = np.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(total > 0, weights @ v / total, 0), (top + np.log(total))[..., 0]
-
-
-def close(result, expected):
-    for got, want in zip(result, expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
 
 # ---- Upstream's README --------------------------------------------------------------------------------------------
@@ -103,13 +78,6 @@ def test_readme_cpp_example():
     np.testing.assert_allclose(lse, 17.5520, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_zero_input_gives_log_of_the_length(dtype):
-    zeros = np.zeros((1, 2, 700, 128), dtype)
-    _, lse = bnsd(zeros, zeros, zeros, actual_seq_lengths=[700], actual_seq_lengths_kv=[700])
-    np.testing.assert_allclose(lse, math.log(700), atol=1e-6)
-
-
 # ---- Defaults -----------------------------------------------------------------------------------------------------
 
 
@@ -121,148 +89,6 @@ def test_defaults():
     exact = reference.block_sparse_attention(q, k, v, sabi, layout="BSH", num_heads=1, scale=1.0)
     np.testing.assert_allclose(out, exact, rtol=0, atol=1e-4)
     assert (lse.shape, lse.dtype) == ((0,), np.float32)
-
-
-def test_positional_order():
-    q, k, v = qkv()
-    by_name = bnsd(q, k, v, scale_value=0.5, sparse_mode=3, block_shape=[256, 128])
-    by_place = torch_bsa.blitz_sparse_attention(q, k, v, None, None, None, None, 2, 0.5, None, None, "BNSD", 2, 3, True, [256, 128])
-    assert same_bits(by_name[0], by_place[0])
-    assert same_bits(by_name[1], by_place[1])
-
-
-def test_zero_key_value_heads_are_as_many_as_query_heads():
-    q, k, v = (x.transpose(0, 2, 1, 3).reshape(1, 300, 64) for x in qkv())
-    options = {"num_heads": 2, "scale_value": 0.2}
-    expected, _ = torch_bsa.blitz_sparse_attention(q, k, v, num_key_value_heads=2, **options)
-    assert same_bits(torch_bsa.blitz_sparse_attention(q, k, v, num_key_value_heads=0, **options)[0], expected)
-
-
-# ---- Layouts ------------------------------------------------------------------------------------------------------
-
-
-def test_bnsd_bsnd():
-    q, k, v = qkv(heads=4, kv_heads=2)
-    out, lse = bnsd(q, k, v)
-    swapped, same_lse = bnsd(q, k, v, input_layout="BNSD_BSND")
-    assert swapped.shape == (1, 300, 4, 32)
-    assert swapped.flags.c_contiguous
-    assert same_bits(np.ascontiguousarray(swapped.swapaxes(1, 2)), out)
-    assert same_bits(same_lse, lse)
-
-
-def test_bsnd_and_bsh():
-    q, k, v = qkv(batch=2, heads=4, kv_heads=2)
-    out, lse = bnsd(q, k, v)
-    turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
-    bsnd, bsnd_lse = bnsd(q=turned[0], k=turned[1], v=turned[2], input_layout="BSND", num_heads=4, num_key_value_heads=2)
-    flat = [x.reshape(2, 300, -1) for x in turned]
-    bsh, _ = bnsd(*flat, input_layout="BSH", num_heads=4, num_key_value_heads=2)
-    assert same_bits(np.ascontiguousarray(bsnd.swapaxes(1, 2)), out)
-    assert same_bits(bsnd_lse, lse)
-    assert same_bits(bsh.reshape(bsnd.shape), bsnd)
-
-
-def test_tnd():
-    """Upstream's lengths are cumulative without the leading 0; it gives no lse with this layout."""
-    q, k, v = (x[0].swapaxes(0, 1) for x in qkv())
-    out, lse = bnsd(q, k, v, input_layout="TND", actual_seq_lengths=[100, 300], actual_seq_lengths_kv=[40, 300], sparse_mode=3,
-                    num_heads=2, num_key_value_heads=2)  # fmt: skip
-    exact = reference.block_sparse_attention(
-        q, k, v, layout="TND", cu_seqlens_q=[0, 100, 300], cu_seqlens_kv=[0, 40, 300], scale=1.0, causal=True
-    )
-    np.testing.assert_allclose(out, exact, rtol=0, atol=1e-4)
-    assert lse.shape == (0,)
-
-
-# ---- Lengths ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"), [([200], [200, 200]), ([200, 31], [200, 31]), ([200, 31, 5], [200, 31]), (np.array([300, 0]), [300, 0])]
-)
-@pytest.mark.parametrize(("ours", "name"), [("q_lens", "actual_seq_lengths"), ("kv_lens", "actual_seq_lengths_kv")])
-def test_actual_lengths_mean_lengths_of_batch_entries(given, meant, ours, name):
-    q, k, v = qkv(batch=2)
-    expected = blitz_attn.block_sparse_attention(q, k, v, scale=1.0, return_lse=True, **{ours: meant})
-    out, lse = bnsd(q, k, v, **{name: given})
-    assert same_bits(out, expected[0])
-    assert same_bits(lse, expected[1])
-
-
-def test_batches_groups_and_lengths_are_sparse():
-    """Upstream's tests stay with one batch entry, equal heads and full lengths; lists hold beyond them here."""
-    q, k, v = qkv(batch=2, heads=4, kv_heads=2)
-    sabi = random_with_frame(300, 300, BLOCK, 0.5, batch=2, heads=4, dtype=np.uint16)
-    out, lse = bnsd(q, k, v, sabi=sabi, actual_seq_lengths=[300, 170], actual_seq_lengths_kv=[300, 280])
-    exact = reference.block_sparse_attention(q, k, v, sabi, scale=1.0, q_lens=[300, 170], kv_lens=[300, 280], return_lse=True)
-    close((out, lse), exact)
-    assert np.abs(out - bnsd(q, k, v)[0]).max() > 0.1
-
-
-def test_empty_rows_and_unsorted_lists():
-    q, k, v = qkv()
-    sabi = np.array([[[[2, 0, 65535], [65535, 65535, 65535], [1, 2, 0]]] * 2], np.uint16).reshape(1, 2, 3, 3)
-    out, lse = bnsd(q, k, v, sabi=sabi)
-    assert (out[:, :, 128:256] == 0).all()
-    assert (lse[:, :, 128:256] == -np.inf).all()
-    close((out, lse), reference.block_sparse_attention(q, k, v, sabi, scale=1.0, return_lse=True))
-
-
-def test_list_without_batch_axis_and_signed():
-    q, k, v = qkv()
-    sabi = np.array([[[2, 0], [-1, -1], [1, 2]], [[0, -1], [1, -1], [2, -1]]], np.int64)
-    assert same_bits(bnsd(q, k, v, sabi=sabi)[0], bnsd(q, k, v, sabi=sabi[None].astype(np.uint16))[0])
-
-
-# ---- Sparse modes -------------------------------------------------------------------------------------------------
-
-TRIANGLE = np.triu(np.ones((2048, 2048), bool), 1)  # upstream's compressed mask, True = masked
-
-
-@pytest.mark.parametrize(("q_len", "kv_len"), [(70, 70), (70, 200), (200, 70)])
-@pytest.mark.parametrize("precision", [0, 10])
-@pytest.mark.parametrize("atten_mask", [None, TRIANGLE], ids=["no_mask", "compressed_mask"])
-@pytest.mark.parametrize(
-    ("mode", "options", "rule"),
-    [
-        (2, {}, lambda i, j, shift: j <= i),
-        (3, {}, lambda i, j, shift: j <= i + shift),
-        (4, {"pre_tokens": 20, "next_tokens": 7}, lambda i, j, shift: (j >= i + shift - 20) & (j <= i + shift + 7)),
-        (4, {}, lambda i, j, shift: j <= i + shift),
-        (4, {"pre_tokens": 0, "next_tokens": 2147483647}, lambda i, j, shift: j >= i + shift),
-    ],
-    ids=["left_up", "right_down", "band", "band_default", "band_after"],
-)
-def test_modes(mode, options, rule, atten_mask, precision, q_len, kv_len):
-    q, k, v = qkv(q_len=q_len, kv_len=kv_len)
-    result = bnsd(q, k, v, sparse_mode=mode + precision, atten_mask=atten_mask, scale_value=0.1, **options)
-    close(result, masked(q, k, v, seen_by(lambda i, j: rule(i, j, kv_len - q_len), q_len, kv_len), 0.1))
-
-
-@pytest.mark.parametrize("precision", [0, 10])
-def test_mode_0_passes_over_the_tokens(precision):
-    q, k, v = qkv()
-    expected, _ = bnsd(q, k, v)
-    assert same_bits(bnsd(q, k, v, sparse_mode=precision, pre_tokens=3, next_tokens=3)[0], expected)
-
-
-@pytest.mark.parametrize("lengths", [((100, 140), (30, 30)), ((10, 4), (0, 4)), ((200, 150), (200, 70))], ids=str)
-def test_left_up_with_lengths(lengths):
-    q, k, v = qkv(batch=2, q_len=200, kv_len=150)
-    q_lens, kv_lens = map(list, zip(*lengths, strict=True))
-    out, lse = bnsd(q, k, v, sparse_mode=2, actual_seq_lengths=q_lens, actual_seq_lengths_kv=kv_lens, scale_value=0.1)
-    for b, (n, m) in enumerate(lengths):
-        exact = masked(q[b : b + 1, :, :n], k[b : b + 1, :, :m], v[b : b + 1, :, :m], seen_by(lambda i, j: j <= i, n, m), 0.1)
-        close((out[b : b + 1, :, :n], lse[b : b + 1, :, :n]), exact)
-        assert (out[b, :, n:] == 0).all()
-
-
-def test_mode_with_lists():
-    q, k, v = qkv()
-    sabi = np.array([[[[0, -1], [1, -1], [0, 2]]] * 2], np.int16).reshape(1, 2, 3, 2)
-    expected = reference.block_sparse_attention(q, k, v, sabi, scale=1.0, causal=True, return_lse=True)
-    close(bnsd(q, k, v, sabi=sabi, sparse_mode=3), expected)
 
 
 # ---- Refused ------------------------------------------------------------------------------------------------------
@@ -279,25 +105,19 @@ MASK = np.zeros((300, 300), bool)
         ({"atten_mask": [1], "sparse_mode": 3}, TypeError, r"^atten_mask: expected a bool array, got list"),
         ({"sparse_mode": 1}, ValueError, r"^sparse_mode: expected 0, 2, 3 or 4, got 1, which needs a full mask"),
         ({"sparse_mode": 5}, ValueError, r"^sparse_mode: expected 0 to 4 or 10 to 14, got 5"),
-        ({"sparse_mode": 15}, ValueError, r"^sparse_mode: expected 0 to 4 or 10 to 14, got 15"),
         (
             {"sparse_mode": 4, "pre_tokens": -1},
             ValueError,
             r"^pre_tokens, next_tokens: expected 0 or more with sparse_mode 4, got -1 and 0",
         ),
         ({"query": np.zeros((2, 2, 300, 32), np.float32)}, ValueError, r"^key: expected the 2 batch entries of query, got shape \(1, 2, "),
-        ({"input_layout": 3}, TypeError, r"^input_layout: expected a string, got int"),
-        ({"sparse_mode": "3"}, TypeError, r"^sparse_mode: expected an integer, got str"),
-        ({"pre_tokens": 1.5}, TypeError, r"^pre_tokens: expected an integer, got float"),
         ({"block_shape": ("x", 128)}, TypeError, r"^block_shape: expected integers, got <U"),
-        ({"num_key_value_heads": [2]}, TypeError, r"^num_key_value_heads: expected an integer, got list"),
         ({"softmax_lse_flag": [True]}, TypeError, r"^softmax_lse_flag: expected True or False, got list"),
         ({"actual_seq_lengths": 300}, ValueError, r"^actual_seq_lengths: expected one axis, got shape \(\)"),
         ({"actual_seq_lengths": [300.0]}, TypeError, r"^actual_seq_lengths: expected integers, got float64"),
         ({"sabi": "lists"}, TypeError, r"^sabi: expected an array, got str"),
         ({"input_layout": "NSD"}, ValueError, r"^input_layout: expected one of BSH, BSND, BNSD, BNSD_BSND, TND, got 'NSD'"),
         ({"block_shape": [64, 128]}, ValueError, r"^block_shape: expected two of \(128, 256, 512, 1024\), got \[64, 128\]"),
-        ({"block_shape": [128]}, ValueError, r"^block_shape: expected two of"),
         ({"num_heads": 3}, ValueError, r"^num_heads: expected 2 like query, got 3"),
         ({"num_key_value_heads": 1}, ValueError, r"^num_key_value_heads: expected 2 like key, got 1"),
         ({"scale_value": float("nan")}, ValueError, r"^scale_value: expected a finite number, got -?nan"),
@@ -311,7 +131,7 @@ MASK = np.zeros((300, 300), bool)
          r"^value: expected .* the batch, heads and tokens of key \(1, 2, 300, 32\)"),
         ({"key": np.zeros((1, 3, 300, 32), np.float32)}, ValueError, r"^key: expected a number of heads that divides query's 2, got 3"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_argument_is_named_as_upstream_names_it(options, error, pattern):
     q, k, v = qkv()
     arguments = {"query": q, "key": k, "value": v, "input_layout": "BNSD"} | options

@@ -1,4 +1,4 @@
-"""The library inside JAX: bits against the library's own calls, gradients against what JAX makes of plain operations, and transforms."""
+"""The library inside JAX: bits against the library's own calls, forward and backward, and transforms."""
 
 import inspect
 import subprocess
@@ -17,10 +17,8 @@ import blitz_attn  # noqa: E402
 from blitz_attn import sabi  # noqa: E402
 from blitz_attn.integrations import jax as functions  # noqa: E402
 from blitz_attn.integrations._jax import attention as attention_part  # noqa: E402
-from blitz_attn.integrations._jax import calls  # noqa: E402
 
 HEADS, KV_HEADS, TOKENS, DIM, V_DIM = 4, 2, 48, 16, 8
-i, j = np.arange(TOKENS)[:, None], np.arange(TOKENS)
 rng = np.random.default_rng(5)
 LISTS = sabi.from_block_mask(rng.random((2, HEADS, 3, 6)) < 0.4, dtype="int32")
 SHAPE = (16, 8)
@@ -31,20 +29,22 @@ ALIBI = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 SINKS = np.array([-1.0, 0.5, 2.0, 0.0], np.float32)
 ENDS = np.array([0, 20, 20, TOKENS], np.int32)
 
-# arguments that are arrays, others, and which pairs are seen, as far as they have a mask (B, H, Sq, Skv)
-RULES = {
-    "dense": ({}, {}, i >= 0),
-    "causal": ({}, {"causal": True}, j <= i),
-    "window": ({}, {"window": (4, 2)}, (i - j <= 4) & (j - i <= 2)),
-    "lists": ({"sabi": LISTS}, {"block_shape": SHAPE}, sabi.to_token_mask(LISTS, TOKENS, TOKENS, SHAPE)),
-    "lengths": ({"q_lens": np.array([48, 9]), "kv_lens": np.array([31, 48])}, {"causal": True}, None),
-    "offsets": ({"q_begin": np.int32(3), "q_total": np.int32(60)}, {"causal": True}, j <= i + 3),
-    "ranges": ({"kv_ranges": RANGES}, {}, (j >= RANGES[:, :1]) & (j < RANGES[:, 1:])),
-    "bias": ({"attn_mask": BIAS}, {"scale": 0.3}, i >= 0),
-    "mask": ({"attn_mask": HIDES}, {"causal": True}, HIDES & (j <= i)),
-    "alibi": ({"alibi_slopes": ALIBI}, {"causal": True}, j <= i),
-    "sinks": ({"sinks": SINKS, "attn_mask": BIAS}, {"causal": True}, j <= i),
-    "softcap": ({"sinks": SINKS}, {"softcap": 0.8}, i >= 0),
+RULES = {  # arguments that are arrays, and others
+    "dense": ({}, {}),
+    "causal": ({}, {"causal": True}),
+    "window": ({}, {"window": (4, 2)}),
+    "lists": ({"sabi": LISTS}, {"block_shape": SHAPE}),
+    "lengths": ({"q_lens": np.array([48, 9]), "kv_lens": np.array([31, 48])}, {"causal": True}),
+    "offsets": ({"q_begin": np.int32(3), "q_total": np.int32(60)}, {"causal": True}),
+    "ranges": ({"kv_ranges": RANGES}, {}),
+    "bias": ({"attn_mask": BIAS}, {"scale": 0.3}),
+    "mask": ({"attn_mask": HIDES}, {"causal": True}),
+    "alibi": ({"alibi_slopes": ALIBI}, {"causal": True}),
+    "sinks": ({"sinks": SINKS, "attn_mask": BIAS}, {"causal": True}),
+    "softcap": ({"sinks": SINKS}, {"softcap": 0.8}),
+    "BSND": ({"sinks": SINKS}, {"layout": "BSND", "causal": True}),
+    "BSH": ({}, {"layout": "BSH", "num_heads": HEADS, "num_kv_heads": KV_HEADS, "causal": True}),
+    "TND": ({"cu_seqlens_q": ENDS, "cu_seqlens_kv": ENDS}, {"layout": "TND", "causal": True}),
 }
 
 
@@ -53,9 +53,9 @@ def normal(n, shape, dtype="float32"):
     return jnp.asarray(np.random.default_rng(n).standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
 
 
-def inputs(dtype="float32", layout="BNSD", v_dim=V_DIM):
+def inputs(dtype="float32", layout="BNSD"):
     """q, k and v."""
-    shapes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, v_dim))
+    shapes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, V_DIM))
     made = [np.asarray(normal(n, (2, TOKENS, *shape), dtype)) for n, shape in enumerate(shapes)]
     if layout == "BNSD":
         made = [x.swapaxes(1, 2) for x in made]
@@ -72,27 +72,12 @@ def same(ours, theirs):
                for x, y in zip(ours, theirs, strict=True))  # fmt: skip
 
 
-def dense(q, k, v, *, seen, scale=None, attn_mask=None, alibi_slopes=None, sinks=None, softcap=None, **rules):
-    """The definition, in operations that JAX differentiates; a sink is one more score, without a value."""
-    k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
-    scores = jnp.einsum("bhid,bhjd->bhij", q, k) * (DIM**-0.5 if scale is None else scale)
-    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-    if attn_mask is not None and attn_mask.dtype != bool:
-        scores += attn_mask
-    if alibi_slopes is not None:
-        scores -= jnp.asarray(alibi_slopes)[:, None, None] * abs(i - j)
-    scores = jnp.where(seen, scores, -jnp.inf)
-    extra = jnp.full((*scores.shape[:3], 1), -jnp.inf) if sinks is None else jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
-    lse = jax.nn.logsumexp(jnp.concatenate([scores, extra], -1), -1)
-    return jnp.einsum("bhij,bhjd->bhid", jnp.exp(scores - jnp.where(lse == -jnp.inf, 0, lse)[..., None]), v), lse
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_bits_of_attention(rule, dtype):
     """Compiled and not: those of the library's own call. All arrays are traced."""
-    arrays, options, _ = RULES[rule]
-    q, k, v = inputs(dtype)
+    arrays, options = RULES[rule]
+    q, k, v = inputs(dtype, options.get("layout", "BNSD"))
     theirs = blitz_attn.block_sparse_attention(*(np.asarray(x) for x in (q, k, v)), **arrays, **options, return_lse=True)
     call = lambda q, k, v, arrays: functions.block_sparse_attention(q, k, v, **arrays, **options, return_lse=True)  # noqa: E731
     assert same(jax.jit(call)(q, k, v, arrays), theirs)
@@ -102,49 +87,30 @@ def test_bits_of_attention(rule, dtype):
     assert same(jax.jit(lambda *x: functions.block_sparse_attention(*x, **arrays, **options))(q, k, v), theirs[0])
 
 
-@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
-def test_layouts(layout):
-    q, k, v = inputs(layout=layout)
-    more = {"BSH": {"num_heads": HEADS, "num_kv_heads": KV_HEADS}}.get(layout, {})
-    lengths = {"cu_seqlens_q": ENDS, "cu_seqlens_kv": ENDS} if layout == "TND" else {}
-    call = lambda q, k, v, lengths: functions.block_sparse_attention(  # noqa: E731
-        q, k, v, layout=layout, causal=True, sinks=SINKS, return_lse=True, **more, **lengths
-    )
-    theirs = blitz_attn.block_sparse_attention(
-        *(np.asarray(x) for x in (q, k, v)), layout=layout, causal=True, sinks=SINKS, return_lse=True, **more, **lengths
-    )
-    assert same(jax.jit(call)(q, k, v, lengths), theirs)
-    weights = [np.cos(np.arange(x.size).reshape(x.shape)).astype(x.dtype) for x in theirs]
-    loss = lambda *x: sum((a * b).sum() for a, b in zip(call(*x, lengths), weights, strict=True))  # noqa: E731
-    expected = blitz_attn.block_sparse_attention_backward(
-        weights[0], *(np.asarray(x) for x in (q, k, v)), *theirs, dlse=weights[1], layout=layout, causal=True,
-        **more, **lengths,
-    )  # fmt: skip
-    assert same(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), expected)
-
-
 @pytest.mark.sampled("options")
-@pytest.mark.parametrize("rule", [rule for rule, (_, _, seen) in RULES.items() if seen is not None])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_gradients(rule, compiled):
-    """Of all that is learned, of a loss of both results, against JAX's gradients of the definition."""
-    arrays, options, seen = RULES[rule]
+    """Of all that is learned, of both results: those of the library. It has none of sinks, which follow from the results."""
+    arrays, options = RULES[rule]
     learned = {name: x for name, x in arrays.items() if name in ("attn_mask", "alibi_slopes", "sinks") and x.dtype != bool}
     rest = {name: x for name, x in arrays.items() if name not in learned}
-    q, k, v = inputs()
-    weights = [normal(n, shape) for n, shape in enumerate(((2, HEADS, TOKENS, V_DIM), (2, HEADS, TOKENS)))]
-
-    def loss(function, q, k, v, learned, **more):
-        out, lse = function(q, k, v, **learned, **rest, **options, **more)
-        return (out * weights[0]).sum() + (jnp.where(lse == -jnp.inf, 0, lse) * weights[1]).sum()
-
-    ours = lambda *given: loss(functions.block_sparse_attention, *given, return_lse=True)  # noqa: E731
-    theirs = lambda *given: loss(dense, *given, seen=seen)  # noqa: E731
-    gradient = jax.grad(ours, argnums=(0, 1, 2, 3))
-    got = (jax.jit(gradient) if compiled else gradient)(q, k, v, learned)
-    exact = jax.grad(theirs, argnums=(0, 1, 2, 3))(q, k, v, learned)  # not compiled as a whole, which takes longer
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    given = inputs(layout=options.get("layout", "BNSD"))
+    attend = lambda q, k, v, learned: functions.block_sparse_attention(q, k, v, **learned, **rest, **options, return_lse=True)  # noqa: E731
+    results, gradient = jax.vjp(jax.jit(attend) if compiled else attend, *given, learned)
+    weights = [normal(n, x.shape) for n, x in enumerate(results)]
+    *found, of_learned = gradient(tuple(weights))
+    host, (out, lse), (dout, dlse) = ([np.asarray(x) for x in arrays] for arrays in (given, results, weights))
+    rules = {name: x for name, x in arrays.items() if name != "sinks"} | options
+    *right, dmask, dslopes = blitz_attn.block_sparse_attention_backward(dout, *host, out, lse, dlse=dlse, bias_grads=True, **rules)
+    assert same(found, right)
+    exact = {"attn_mask": dmask, "alibi_slopes": dslopes}
+    if "sinks" in learned:
+        products = (dout * out).sum(-1)
+        products = products.swapaxes(1, 2) if options.get("layout") == "BSND" else products
+        exact["sinks"] = (np.exp(SINKS[:, None] - lse) * (dlse - products)).sum((0, 2))
+    for name, x in of_learned.items():
+        np.testing.assert_allclose(x, exact[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_gradient_of_one_result():
@@ -158,14 +124,13 @@ def test_gradient_of_one_result():
 
 
 def test_gradients_of_bfloat16_have_its_dtype():
-    q, k, v = inputs("bfloat16")
-    bias, sinks = jnp.asarray(BIAS, "bfloat16"), jnp.asarray(SINKS, "bfloat16")
+    given = [*inputs("bfloat16"), jnp.asarray(BIAS, "bfloat16"), jnp.asarray(SINKS, "bfloat16")]
     loss = lambda *x: functions.block_sparse_attention(*x[:3], attn_mask=x[3], sinks=x[4]).astype("float32").sum()  # noqa: E731
-    grads = jax.jit(jax.grad(loss, argnums=range(5)))(q, k, v, bias, sinks)
-    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, "bfloat16") for x in (q, k, v, bias, sinks)]
-    exact = jax.jit(jax.grad(loss, argnums=range(5)))(*(x.astype("float32") for x in (q, k, v, bias, sinks)))
-    for a, b in zip(grads, exact, strict=True):
-        np.testing.assert_allclose(a.astype("float32"), b, rtol=0.05, atol=0.05)
+    gradient = jax.jit(jax.grad(loss, argnums=range(5)))
+    grads, exact = gradient(*given), gradient(*(x.astype("float32") for x in given))
+    for x, grad, right in zip(given, grads, exact, strict=True):
+        assert (grad.shape, grad.dtype) == (x.shape, "bfloat16")
+        np.testing.assert_allclose(grad.astype("float32"), right, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -223,22 +188,6 @@ def test_subnormal_numbers_stay(dtype, scale):
             assert same(jax.jit(lambda *x: functions.block_sparse_attention(*x))(q, k, v), theirs)
 
 
-def test_equal_calls_are_compiled_once():
-    """A step of other options, or of other types of options, is another one."""
-
-    def step(**options):
-        options = calls.frozen(options)
-        return calls._OnBuffers(len, 4, calls._key_of(options), options)
-
-    assert step(block_shape=[8, 8], causal=True) == step(block_shape=(8, 8), causal=True)
-    assert hash(step(causal=True)) == hash(step(causal=True))
-    assert step(causal=True) != step(causal=False)
-    assert step(density=np.ones(3)) == step(density=(1.0, 1.0, 1.0))
-    assert step(density=np.ones(3)) != step(density=np.ones(2))
-    assert step(window=(4.0, 2)) != step(window=(4, 2))
-    assert step(window={}) != step(window={})
-
-
 def test_options_are_read_when_a_call_is_made():
     """What the caller changes later is not seen, and what was refused leaves nothing behind."""
     q, k, v = inputs()
@@ -276,8 +225,11 @@ JAX_RULES = {
 SIZED = ("bias", "mask", "both")  # whose arrays are of 30 queries and 40 keys
 
 
+CELLS = [(rule, (30, 40)) for rule in JAX_RULES] + [(rule, (40, 30)) for rule in JAX_RULES if rule not in SIZED]
+
+
 @pytest.mark.sampled("options")
-@pytest.mark.parametrize(("rule", "sizes"), [(rule, sizes) for rule in JAX_RULES for sizes in ((30, 40), (40, 30)) if sizes == (30, 40) or rule not in SIZED])
+@pytest.mark.parametrize(("rule", "sizes"), CELLS)
 def test_dot_product_attention(rule, sizes):
     """What JAX's own returns, and its gradients, with more keys than queries and fewer. Where no key is seen, JAX returns the mean of all
     values, and this library 0."""
@@ -313,22 +265,21 @@ def test_dot_product_attention_without_a_batch_and_with_lists():
     assert same(listed, functions.block_sparse_attention(q[None], k[None], v[None], LISTS[:1], block_shape=SHAPE, layout="BSND"))
 
 
-def test_dot_product_attention_names_its_arguments():
-    q, k, v = inputs(layout="BSND")
-    with pytest.raises(ValueError, match=r"^key: "):
-        functions.dot_product_attention(q, k[..., :5], v)
-    with pytest.raises(ValueError, match=r"^query: expected 4 axes"):
-        jax.jit(functions.dot_product_attention)(q[0, 0], k, v)
-    with pytest.raises(TypeError, match=r"^mask: expected bool, got float32"):
-        functions.dot_product_attention(q, k, v, mask=BIAS)
-    with pytest.raises(TypeError, match="^bias: expected numbers, got bool"):
-        functions.dot_product_attention(q, k, v, np.ones((TOKENS, TOKENS), bool))
-    with pytest.raises(ValueError, match="^bias: expected "):
-        functions.dot_product_attention(q, k, v, np.ones((TOKENS, 7), np.float32))
-    with pytest.raises(TypeError, match="^local_window_size: expected "):
-        functions.dot_product_attention(q, k, v, local_window_size=(1.5, 2))
-    with pytest.raises(ValueError, match=r"^key_value_seq_lengths: expected lengths from 0 to 48, got 49 at \[1\]"):
-        functions.dot_product_attention(q, k, v, key_value_seq_lengths=[3, 49])
+@pytest.mark.parametrize(
+    ("error", "sentence", "changes"),
+    [
+        (ValueError, "key: ", {"key": np.ones((2, TOKENS, KV_HEADS, 5), np.float32)}),
+        (TypeError, "mask: expected bool, got float32", {"mask": BIAS}),
+        (TypeError, "bias: expected numbers, got bool", {"bias": np.ones((TOKENS, TOKENS), bool)}),
+        (ValueError, "bias: expected ", {"bias": np.ones((TOKENS, 7), np.float32)}),
+        (TypeError, "local_window_size: expected ", {"local_window_size": (1.5, 2)}),
+        (ValueError, r"key_value_seq_lengths: expected lengths from 0 to 48, got 49 at \[1\]", {"key_value_seq_lengths": [3, 49]}),
+    ],
+)
+def test_dot_product_attention_names_its_arguments(error, sentence, changes):
+    call = dict(zip(("query", "key", "value"), inputs(layout="BSND"), strict=True)) | changes
+    with pytest.raises(error, match=f"^{sentence}"):
+        functions.dot_product_attention(**{name: jnp.asarray(x) if name in ("query", "key") else x for name, x in call.items()})
 
 
 # ---- Other operations -----------------------------------------------------------------------------------------------
@@ -403,36 +354,46 @@ def test_nsa(mode, form):
 # ---- Refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_sentences_while_tracing():
-    q, k, v = inputs()
-    with pytest.raises(TypeError, match="^q: expected a JAX array, got list"):
-        functions.block_sparse_attention([1.0], k, v)
-    for name, x in (("scale", 1.0), ("causal", True), ("num_threads", 1), ("softcap", 1.0)):
-        with pytest.raises(TypeError, match=f"^{name}: expected a Python value, got a tracer of JAX"):
-            jax.jit(lambda s, q, name=name: functions.block_sparse_attention(q, k, v, **{name: s}))(x, q)
-    with pytest.raises(TypeError, match="^window: expected a Python value, got a tracer of JAX"):
-        jax.jit(lambda s: functions.block_sparse_attention(q, k, v, window=(s, 0)))(1)
-    for count in (0, -1, 3, 64):
-        with pytest.raises(ValueError, match=f"^num_heads: expected a divisor of the last axis of q, 32, got {count}"):
-            jax.jit(lambda x, n=count: functions.block_sparse_attention(x, x, x, layout="BSH", num_heads=n))(jnp.ones((1, 8, 32)))
-    with pytest.raises(ValueError, match="^kv_lens: expected integers of 32 bits, .*, got 4294967301"):
-        functions.block_sparse_attention(q, k, v, kv_lens=np.array([2**32 + 5, 48]))
-    with pytest.raises(TypeError, match="^kv_lens: expected an array that JAX can hold, got list"):
-        functions.block_sparse_attention(q, k, v, kv_lens=[2**70, 48])
-    with pytest.raises(ValueError, match="^seq_lens: expected None with "):
-        functions.paged_attention(q[:, :, 0], k, v, (jnp.array([0, 1, 2]), jnp.array([0, 1]), jnp.array([2, 2])), jnp.array([999, 1]))
-    with pytest.raises(TypeError, match="^block_tables: expected an array, got NoneType"):
-        functions.paged_attention(q[:, :, 0], k, v, (jnp.array([0, 1, 2]), None, jnp.array([2, 2])))
-    with pytest.raises(ValueError, match=r"^k: expected 4 axes for layout BNSD, got shape \(4, 48, 16\)"):
-        jax.jit(functions.block_sparse_attention)(q, k.reshape(4, TOKENS, DIM), v)
-    with pytest.raises(ValueError, match="^layout: expected one of"):
-        jax.jit(lambda q: functions.block_sparse_attention(q, k, v, layout="BDSN"))(q)
-    with pytest.raises(TypeError, match="^sabi: expected an array that JAX can hold, got str"):
-        functions.block_sparse_attention(q, k, v, "all")
-    with pytest.raises(ValueError, match="^block_tables: expected an array or a tuple of 3 arrays, got a tuple of 2"):
-        functions.paged_attention(q[0], k, v, (k, v))
-    with pytest.raises(ValueError, match=r"^q: expected 3 axes, got shape \(2, 4, 48, 16\)"):
-        jax.jit(functions.paged_attention)(q, k, v, jnp.zeros((1, 1), int), jnp.ones(1, int))
+Q, K, V = inputs()
+TABLES = jnp.array([0, 1, 2]), jnp.array([0, 1]), jnp.array([2, 2])
+attend, paged = functions.block_sparse_attention, functions.paged_attention
+
+
+@pytest.mark.parametrize("count", [0, -1, 3, 64])
+def test_heads_that_do_not_divide(count):
+    with pytest.raises(ValueError, match=f"^num_heads: expected a divisor of the last axis of q, 32, got {count}"):
+        jax.jit(lambda x: attend(x, x, x, layout="BSH", num_heads=count))(jnp.ones((1, 8, 32)))
+
+
+@pytest.mark.parametrize(("name", "x"), [("scale", 1.0), ("causal", True), ("num_threads", 1), ("softcap", 1.0)])
+def test_options_that_are_traced(name, x):
+    with pytest.raises(TypeError, match=f"^{name}: expected a Python value, got a tracer of JAX"):
+        jax.jit(lambda s: attend(Q, K, V, **{name: s}))(x)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "call"),
+    [
+        (TypeError, "q: expected a JAX array, got list", lambda: attend([1.0], K, V)),
+        (TypeError, "window: expected a Python value, got a tracer of JAX", lambda: jax.jit(lambda s: attend(Q, K, V, window=(s, 0)))(1)),
+        (ValueError, "kv_lens: expected integers of 32 bits, .*, got 4294967301",
+         lambda: attend(Q, K, V, kv_lens=np.array([2**32 + 5, 48]))),
+        (TypeError, "kv_lens: expected an array that JAX can hold, got list", lambda: attend(Q, K, V, kv_lens=[2**70, 48])),
+        (ValueError, r"k: expected 4 axes for layout BNSD, got shape \(4, 48, 16\)",
+         lambda: jax.jit(attend)(Q, K.reshape(4, TOKENS, DIM), V)),
+        (ValueError, "query: expected 4 axes", lambda: jax.jit(functions.dot_product_attention)(Q[0, 0], K, V)),
+        (ValueError, "layout: expected one of", lambda: jax.jit(lambda q: attend(q, K, V, layout="BDSN"))(Q)),
+        (TypeError, "sabi: expected an array that JAX can hold, got str", lambda: attend(Q, K, V, "all")),
+        (ValueError, "seq_lens: expected None with ", lambda: paged(Q[:, :, 0], K, V, TABLES, jnp.array([999, 1]))),
+        (TypeError, "block_tables: expected an array, got NoneType", lambda: paged(Q[:, :, 0], K, V, (TABLES[0], None, TABLES[2]))),
+        (ValueError, "block_tables: expected an array or a tuple of 3 arrays, got a tuple of 2", lambda: paged(Q[0], K, V, (K, V))),
+        (ValueError, r"q: expected 3 axes, got shape \(2, 4, 48, 16\)",
+         lambda: jax.jit(paged)(Q, K, V, jnp.zeros((1, 1), int), jnp.ones(1, int))),
+    ],
+)  # fmt: skip
+def test_sentences_while_tracing(error, sentence, call):
+    with pytest.raises(error, match=f"^{sentence}"):
+        call()
 
 
 def test_sentences_while_running():
