@@ -262,30 +262,6 @@ def test_no_graph_break(backend, dynamic, low, grad):
             assert torch.equal(own, other)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_exports(strict):
-    """A graph that is exported without autocast, and run under it; and one that has it inside."""
-    given, request = tensors(), paged(torch.float32, torch.float32)
-
-    class Model(torch.nn.Module):
-        def __init__(self, run):
-            super().__init__()
-            self.run = run
-
-        def forward(self, q, k, v, request):
-            return self.run(q, k, v, request)
-
-    exported = torch.export.export(Model(several), (*given, request), strict=strict).module()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, found = several(*given, request), exported(*given, request)
-    for own, other in zip(found, expected, strict=True):
-        assert torch.equal(own, other)
-    inside = several_under_autocast(torch.bfloat16)
-    exported = torch.export.export(Model(inside), (*given, request), strict=strict).module()
-    for own, other in zip(exported(*given, request), inside(*given, request), strict=True):
-        assert torch.equal(own, other)
-
-
 def test_transforms():
     given = [torch.stack([x, 2 * x]) for x in tensors(AFTER_ROTARY)]
     attend = lambda q, k, v: functions.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731

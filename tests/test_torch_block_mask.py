@@ -65,51 +65,76 @@ def expected(q, k, v, seen):
 
 # ---- From a BlockMask -------------------------------------------------------------------------------------------------------
 
-RULES = {
-    "causal": (lambda b, h, i, j: i >= j, 90, {"causal": True, "window": None}),
-    "causal, more keys": (lambda b, h, i, j: i + 20 >= j, 70, {"causal": True, "window": None}),
-    "window": (lambda b, h, i, j: (i >= j) & (i - j <= 21), 90, {"causal": True, "window": (21, 0)}),
-    "both sides": (lambda b, h, i, j: (i - j).abs() <= 21, 90, {"causal": False, "window": (21, 21)}),
-    "right alone": (lambda b, h, i, j: j - i <= 5, 90, {"causal": False, "window": (-1, 5)}),
-    "left alone": (lambda b, h, i, j: i - j <= 5, 90, {"causal": False, "window": (5, -1)}),
-    "all": (lambda b, h, i, j: i >= 0, 90, {"causal": False, "window": None}),
-    "padding": (lambda b, h, i, j: (i < LENGTHS[b]) & (j < LENGTHS[b]), 90, {"causal": False, "window": None, "kv_lens": [61, 90]}),
-    "causal padding": (lambda b, h, i, j: (i >= j) & (i < LENGTHS[b]), 90, {"causal": True, "window": None, "q_lens": [61, 90]}),
-    "strictly causal": (lambda b, h, i, j: i > j, 90, {"causal": True, "window": None, "kv_lens": [89, 89]}),  # the last key is seen by none
-    "far keys": (lambda b, h, i, j: (i - j >= 9) & (i - j <= 20), 90, {"causal": True, "window": (11, 0), "kv_lens": [81, 81]}),
-    "heads": (lambda b, h, i, j: (i >= j) & ((j // 16 + h) % 2 == 0), 90, {"causal": True, "window": None}),
-}  # fmt: skip
+
+RULES = {  # the function of a mask, and arguments that say it
+    "causal": (lambda b, h, i, j: i >= j, {"causal": True, "window": None}),
+    "window": (lambda b, h, i, j: (i >= j) & (i - j <= 21), {"causal": True, "window": (21, 0)}),
+    "both sides": (lambda b, h, i, j: (i - j).abs() <= 21, {"causal": False, "window": (21, 21)}),
+    "right alone": (lambda b, h, i, j: j - i <= 5, {"causal": False, "window": (-1, 5)}),
+    "left alone": (lambda b, h, i, j: i - j <= 5, {"causal": False, "window": (5, -1)}),
+    "all": (lambda b, h, i, j: i >= 0, {"causal": False, "window": None}),
+    "padding": (lambda b, h, i, j: (i < LENGTHS[b]) & (j < LENGTHS[b]), {"causal": False, "window": None, "kv_lens": [61, 90]}),
+    "causal padding": (lambda b, h, i, j: (i >= j) & (i < LENGTHS[b]), {"causal": True, "window": None, "q_lens": [61, 90]}),
+    "strictly causal": (lambda b, h, i, j: i > j, {"causal": True, "window": None, "kv_lens": [89, 89]}),  # the last key is seen by none
+    "far keys": (lambda b, h, i, j: (i - j >= 9) & (i - j <= 20), {"causal": True, "window": (11, 0), "kv_lens": [81, 81]}),
+    "heads": (lambda b, h, i, j: (i >= j) & ((j // 16 + h) % 2 == 0), {"causal": True, "window": None}),
+}
+RUNS = {
+    "prefix": lambda b, h, i, j: (i >= j) | (j < 9),
+    "a band before the diagonal": lambda b, h, i, j: (i - j >= 9) & (i - j < 20) & (i < LENGTHS[b]) & (j < 70),
+    "two windows": lambda b, h, i, j: torch.where(i < 48, i - j <= 5, i - j <= 33) & (i >= j),
+    "full blocks beyond the window": lambda b, h, i, j: torch.where(i < 48, i - j <= 5, i >= 0),
+    "padding of keys alone, causal": lambda b, h, i, j: (i >= j) & (j < LENGTHS[b]),
+    "documents that are not given": lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j),
+    "heads with lists of their own": lambda b, h, i, j: ((i >= j) | (j < 9)) & ((j // 16 + h) % 2 == 0),
+}
+NO_RULE = {
+    "dilated": lambda b, h, i, j: (i - j) % 2 == 0,
+    "by token": lambda b, h, i, j: (i >= j) & (j != 5),
+    "beside whole blocks": lambda b, h, i, j: (i >= j) & ((j != 5) | (i > 40)),
+    "runs that heads do not share": lambda b, h, i, j: (i >= j) & (i - j < 9 + 3 * h),
+}
 
 
-@pytest.mark.parametrize("name", list(RULES))
+def arguments_of(mask_mod, block, batch=2):
+    """A mask and the arguments that it becomes, which attend as flex_attention and float64 do."""
+    q, k, v = problem()
+    mask = flex.create_block_mask(mask_mod, batch, 2, 90, 90, device="cpu", BLOCK_SIZE=block)
+    options = from_flex_block_mask(mask)
+    ours = attended(options, q, k, v)
+    right = expected(q, k, v, flex.create_mask(mask_mod, 2, 2, 90, 90, device="cpu"))
+    torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, flex.flex_attention(q, k, v, block_mask=mask))
+    return mask, options
+
+
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("block", [16, (32, 16)], ids=str)
 def test_rules_are_recognised(name, block, eager):
-    mask_mod, queries, found = RULES[name]
-    q, k, v = problem(queries)
-    mask = flex.create_block_mask(mask_mod, 2, 2, queries, 90, device="cpu", BLOCK_SIZE=block)
-    options = from_flex_block_mask(mask)
-    got = {key: x.tolist() if isinstance(x := options[key], torch.Tensor) else x for key in found}
-    assert got == found
-    ours = attended(options, q, k, v)
-    torch.testing.assert_close(ours.double(), expected(q, k, v, flex.create_mask(mask_mod, 2, 2, queries, 90, device="cpu")), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours, flex.flex_attention(q, k, v, block_mask=mask))
+    mask_mod, found = RULES[name]
+    _, options = arguments_of(mask_mod, block)
+    assert {key: x.tolist() if isinstance(x := options[key], torch.Tensor) else x for key in found} == found
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_blocks(seed):
-    """Random full and partial blocks, of which flex_attention's kernels skip the others; the partial ones cut by a causal window."""
-    rng = np.random.default_rng(seed)
-    kinds = rng.integers(0, 3, (1 + seed % 2, 2, 6, 6))
-    i, j = np.ogrid[:6, :6]
-    kinds[..., j > i] = 0
-    kinds[..., (j == i) | (i - j >= 3)] = np.minimum(kinds[..., (j == i) | (i - j >= 3)], 1)
-    kinds[..., i - j > 3] = 0
-    listed = [torch.from_numpy(x) for kind in (1, 2) for x in sabi.to_num_idx(sabi.from_block_mask(kinds == kind), 6)]
-    mask = flex.BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=16, mask_mod=lambda b, h, i, j: (i >= j) & (i - j <= 47), seq_lengths=(90, 90))
-    q, k, v = problem()
-    options = from_flex_block_mask(mask)
-    ours = block_sparse_attention(q, k, v, **options)
-    torch.testing.assert_close(ours.double(), expected(q, k, v, seen_by(mask, 2, 2, 90, 90)), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("block", [16, (32, 16)], ids=str)
+def test_runs_of_keys_are_recognised(name, block, eager):
+    mask, options = arguments_of(RUNS[name], block)
+    assert options.keys() == {"sabi", "block_shape", "kv_ranges"}
+    again = to_flex_block_mask(options["sabi"], 90, block_shape=options["block_shape"], kv_ranges=options["kv_ranges"])
+    assert torch.equal(seen_by(again, 2, 2, 90, 90), seen_by(mask, 2, 2, 90, 90))
+
+
+@pytest.mark.parametrize("name", NO_RULE)
+@pytest.mark.parametrize("block", [16, (32, 16)], ids=str)
+def test_masks_without_a_rule(name, block, eager):
+    batch = None if "heads" in name else 2
+    mask, options = arguments_of(NO_RULE[name], block, batch)
+    assert options.keys() == {"sabi", "block_shape", "attn_mask"}
+    assert (options["attn_mask"].dtype, options["attn_mask"].shape) == (torch.bool, (batch or 1, 2, 90, 90))
+    sentence = "block_mask: expected partial blocks that causal and window cut exactly beside the given lengths or documents"
+    with pytest.raises(ValueError, match=f"^{sentence}, got a mask_mod that does not$"):
+        from_flex_block_mask(mask, kv_lens=[90] * mask.kv_num_blocks.shape[0])
 
 
 def test_a_mask_without_a_function():
@@ -151,61 +176,13 @@ def test_documents_with_a_list():
     assert from_flex_block_mask(cut, cu_seqlens_q=ends, cu_seqlens_kv=ends)["window"] == (20, 0)
 
 
-RUNS = {
-    "prefix": lambda b, h, i, j: (i >= j) | (j < 9),
-    "a band before the diagonal": lambda b, h, i, j: (i - j >= 9) & (i - j < 20) & (i < LENGTHS[b]) & (j < 70),
-    "two windows": lambda b, h, i, j: torch.where(i < 48, i - j <= 5, i - j <= 33) & (i >= j),
-    "full blocks beyond the window": lambda b, h, i, j: torch.where(i < 48, i - j <= 5, i >= 0),
-    "padding of keys alone, causal": lambda b, h, i, j: (i >= j) & (j < LENGTHS[b]),
-    "documents that are not given": lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j),
-    "heads with lists of their own": lambda b, h, i, j: ((i >= j) | (j < 9)) & ((j // 16 + h) % 2 == 0),
-}
-
-
-@pytest.mark.parametrize("name", list(RUNS))
-@pytest.mark.parametrize("block", [16, (32, 16)], ids=str)
-def test_runs_of_keys_are_recognised(name, block, eager):
-    mask = flex.create_block_mask(RUNS[name], 2, 2, 90, 90, device="cpu", BLOCK_SIZE=block)
-    options = from_flex_block_mask(mask)
-    assert options.keys() == {"sabi", "block_shape", "kv_ranges"}
-    q, k, v = problem()
-    ours = attended(options, q, k, v)
-    right = expected(q, k, v, flex.create_mask(RUNS[name], 2, 2, 90, 90, device="cpu"))
-    torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-5)
-    again = to_flex_block_mask(options["sabi"], 90, block_shape=options["block_shape"], kv_ranges=options["kv_ranges"])
-    assert torch.equal(seen_by(again, 2, 2, 90, 90), seen_by(mask, 2, 2, 90, 90))
-
-
-@pytest.mark.parametrize("mask_mod", [lambda b, h, i, j: i >= j, lambda b, h, i, j: (i >= j) | (j < 50)])
+@pytest.mark.parametrize("mask_mod", [lambda b, h, i, j: i + 20 >= j, lambda b, h, i, j: i >= j, lambda b, h, i, j: (i >= j) | (j < 50)])
 def test_a_mask_for_any_batch(mask_mod, eager):
     """Also where the last keys are seen by no query, which lengths would say for one batch entry."""
     q, k, v = problem(70)
     mask = flex.create_block_mask(mask_mod, None, None, 70, 90, device="cpu", BLOCK_SIZE=16)
     ours = block_sparse_attention(q, k, v, **from_flex_block_mask(mask))
     torch.testing.assert_close(ours, flex.flex_attention(q, k, v, block_mask=mask))
-
-
-NO_RULE = {
-    "dilated": lambda b, h, i, j: (i - j) % 2 == 0,
-    "by token": lambda b, h, i, j: (i >= j) & (j != 5),
-    "beside whole blocks": lambda b, h, i, j: (i >= j) & ((j != 5) | (i > 40)),
-    "runs that heads do not share": lambda b, h, i, j: (i >= j) & (i - j < 9 + 3 * h),
-}
-
-
-@pytest.mark.parametrize("name", list(NO_RULE))
-@pytest.mark.parametrize("block", [16, (32, 16)], ids=str)
-def test_masks_without_a_rule(name, block, eager):
-    mask = flex.create_block_mask(NO_RULE[name], None if "heads" in name else 2, 2, 90, 90, device="cpu", BLOCK_SIZE=block)
-    options = from_flex_block_mask(mask)
-    assert options.keys() == {"sabi", "block_shape", "attn_mask"}
-    assert (options["attn_mask"].dtype, options["attn_mask"].shape) == (torch.bool, (1 if "heads" in name else 2, 2, 90, 90))
-    q, k, v = problem()
-    ours = attended(options, q, k, v)
-    torch.testing.assert_close(ours.double(), expected(q, k, v, flex.create_mask(NO_RULE[name], 2, 2, 90, 90, device="cpu")), rtol=1e-5, atol=1e-5)
-    sentence = "block_mask: expected partial blocks that causal and window cut exactly beside the given lengths or documents"
-    with pytest.raises(ValueError, match=f"^{sentence}, got a mask_mod that does not$"):
-        from_flex_block_mask(mask, kv_lens=[90] * mask.kv_num_blocks.shape[0])
 
 
 def test_a_mask_that_lets_nothing_be_seen():
@@ -255,7 +232,7 @@ def test_padded_keys_of_a_mask_with_lengths():
         ({"cu_seqlens_q": [0, 90], "cu_seqlens_kv": [0, 40, 90]}, ValueError, "cu_seqlens_kv: expected 2 numbers like cu_seqlens_q, got 3"),
         ({"cu_seqlens_q": [0, 90], "cu_seqlens_kv": [0, 90]}, ValueError, "block_mask: expected a mask of one packed sequence with documents, got one of a batch of 2"),
     ],
-)
+)  # fmt: skip
 def test_bad_calls(options, error, sentence):
     mask = flex.create_block_mask(lambda b, h, i, j: i >= j, 2, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
     with pytest.raises(error, match=f"^{sentence}"):
@@ -275,8 +252,13 @@ def test_other_bad_calls():
         from_flex_block_mask(mask)
     ends = torch.tensor([0, 40, 90])
     numbers = torch.searchsorted(ends[1:], torch.arange(90), right=True)
-    mask = flex.create_block_mask(lambda b, h, i, j: (numbers[i] == numbers[j]) & (i // 16 == j // 16), 1, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
-    with pytest.raises(ValueError, match="^block_mask: expected documents that begin with a block, or every block of them listed, got a list that leaves out"):
+    mask = flex.create_block_mask(
+        lambda b, h, i, j: (numbers[i] == numbers[j]) & (i // 16 == j // 16), 1, 1, 90, 90, device="cpu", BLOCK_SIZE=16
+    )
+    with pytest.raises(
+        ValueError,
+        match="^block_mask: expected documents that begin with a block, or every block of them listed, got a list that leaves out",
+    ):
         from_flex_block_mask(mask, cu_seqlens_q=ends, cu_seqlens_kv=ends)
 
 
@@ -338,17 +320,6 @@ def test_bad_lists():
         to_flex_block_mask(None, 90, kv_ranges=np.zeros((90, 2), int), cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS)
     with pytest.raises(ValueError, match=r"^kv_ranges: expected shape \(B, 90, 2\) or \(90, 2\), got \(9, 2\)"):
         to_flex_block_mask(None, 90, kv_ranges=np.zeros((9, 2), int))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
-@pytest.mark.long
-def test_compiled_flex_attention():
-    """The kernels that skip what is not listed. The compiler takes a while."""
-    lists = sabi.from_block_mask(np.random.default_rng(5).random((1, 2, 4, 4)) < 0.6, dtype="int32")
-    q, k, v = problem(queries=256, keys=256)
-    mask = to_flex_block_mask(lists, 256, block_shape=(64, 64), causal=True)
-    ours = block_sparse_attention(q, k, v, lists, block_shape=(64, 64), causal=True)
-    torch.testing.assert_close(torch.compile(flex.flex_attention)(q, k, v, block_mask=mask), ours, rtol=1e-4, atol=1e-5)
 
 
 def test_a_block_mask_is_no_argument_of_attention():

@@ -1,5 +1,5 @@
-"""`integrations.torch.scaled_dot_product_attention`, with torch's own function as the oracle: how masks are read, leading axes that broadcast, and
-biases that learn. Masks of every form, beside what torch's function lacks, are drawn in tests/test_problems.py."""
+"""`integrations.torch.scaled_dot_product_attention`, with torch's own function as the oracle: how masks are read, leading axes that
+broadcast, and biases that learn. Masks of every form, beside what torch's function lacks, are drawn in tests/test_problems.py."""
 
 import pytest
 

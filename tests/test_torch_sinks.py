@@ -96,7 +96,7 @@ def test_queries_that_are_not_valid_add_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("sinks", [[0.5, -1, 3, 0], np.array([0.5, -1, 3, 0]), torch.tensor([0.5, -1, 3, 0], dtype=torch.float16), None], ids=type)  # fmt: skip
+@pytest.mark.parametrize("sinks", [[0.5, -1, 3, 0], np.array([0.5, -1, 3, 0]), torch.tensor([0.5, -1, 3, 0]).half(), None], ids=type)
 def test_results_are_those_of_the_library(sinks, grad, dtype):
     q, k, v, _ = inputs(dtype, grad)
     ours = functions.block_sparse_attention(q, k, v, softcap=2.0, sinks=sinks, return_lse=True)
@@ -106,16 +106,6 @@ def test_results_are_those_of_the_library(sinks, grad, dtype):
 
 
 # ---- As an operator -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
-def test_opcheck(layout):
-    q, k, v, sinks = inputs(torch.float32)
-    q, k, v = (as_layout(x.detach(), layout).requires_grad_() for x in (q, k, v))
-    options = of_layout(layout)
-    ends = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_kv", None)
-    for more in ({}, {"softcap": 3.0}):
-        torch.library.opcheck(operator.default, (q, k, v, None, None, None, *ends, None, None, None, sinks), options | more)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
