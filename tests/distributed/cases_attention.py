@@ -49,51 +49,9 @@ def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), **options):
                 assert counting.sent == plan.bytes[plan.rank].sum(), (name, comm_type, counting.sent, plan.bytes)
 
 
-def case_lists_of_heads(comm):
-    check(comm, Problem(1, 515, density=0.3, list_heads=4, causal=True))
-    check(comm, Problem(2, 515, density=0.3, list_heads=4, list_batch=2, batch=2), ("cut", "items"))
-    check(comm, Problem(3, 515, density=0.3, list_heads=2, causal=True), ("cut", "items"))  # one per KV head
-
-
 def case_softcap_and_sinks(comm):
     check(comm, Problem(7, 515, density=0.4, causal=True, softcap=3.0, sinks=[0.5, -3.0, 2.0, 9.0]))
     check(comm, Problem(8, 300, layout="BSH", batch=2, sinks=[0.5, -3.0, 2.0, 9.0]), ("cut",))
-
-
-def case_half_precision(comm):
-    check(comm, Problem(3, 700, dtype="float16", causal=True, density=0.5))
-    check(comm, Problem(4, 700, dtype="bfloat16", layout="BSND", causal=True, window=(100, -1)))
-
-
-def case_double_precision_and_ragged(comm):
-    check(comm, Problem(5, 300, batch=3, dtype="float64", layout="BSH", q_lens=[300, 17, 0], kv_lens=[250, 300, 40], causal=True))
-    check(comm, Problem(6, 300, 410, batch=2, q_lens=[300, 100], kv_lens=[400, 30], window=(50, 30), density=0.6), ("cut", "items"))
-
-
-def case_packed_sequences(comm):
-    sizes = [100, 1, 300, 0, 64, 200]
-    check(comm, Problem(7, None, layout="TND", q_sizes=sizes, causal=True))
-    check(comm, Problem(8, None, layout="TND", q_sizes=sizes, kv_sizes=[120, 40, 300, 5, 0, 333], causal=True, density=0.5, list_heads=4))
-    check(comm, Problem(9, None, layout="TND", q_sizes=sizes, dtype="bfloat16", density=0.5, list_batch=6, window=(70, 9)), ("cut", "items"))
-
-
-def case_lengths_that_differ(comm):
-    check(comm, Problem(10, 200, 600, causal=True, density=0.5))
-    check(comm, Problem(11, 600, 200, causal=True))
-    check(comm, Problem(12, 5, 400, causal=True, block_shape=(2, 32)))
-
-
-def case_few_rows(comm):
-    """More ranks than rows, and ranks without work."""
-    check(comm, Problem(13, 40))
-    check(comm, Problem(14, 130, density=0.0, list_heads=4))
-    check(comm, Problem(15, 1, 1, heads=1, kv_heads=1))
-
-
-def case_heads(comm):
-    check(comm, Problem(16, 400, heads=8, kv_heads=1, dim=40, dim_v=72, causal=True, density=0.5))
-    check(comm, Problem(17, 400, heads=5, kv_heads=5, causal=True))
-    check(comm, Problem(28, 200, heads=3, kv_heads=1, density=0.4, list_heads=3), ("cut", "items"))
 
 
 def case_large_blocks(comm):
@@ -106,12 +64,6 @@ def case_ways_to_send(comm):
     check(comm, Problem(20, 515, density=0.3, list_heads=4, batch=2, causal=True), comm_types=kinds)
     check(comm, Problem(21, None, layout="TND", q_sizes=[100, 0, 333], causal=True), comm_types=kinds)
     check(comm, Problem(22, 300, layout="BSND", density=0.4, batch=2, kv_lens=[200, 300]), comm_types=kinds)
-
-
-def case_overlap(comm):
-    problem = Problem(23, 600, heads=8, kv_heads=4, density=0.4, causal=True)
-    for overlap in (False, True, *(["thread"] if _comm.has_threads() else [])):
-        check(comm, problem, ("cut", "items"), comm_types=("p2p", "a2a"), overlap=overlap)
 
 
 def case_layers_share_a_plan(comm):
@@ -199,10 +151,13 @@ def case_one_error_for_all(comm):
         for name, given in (("softcap", (1.0, 2.0)), ("sinks", ([1.0] * 4, [2.0] * 4))):
             found = text(lambda name=name, given=given: context_parallel_attention(*shards, plan, **{name: given[rank == last]}))
             assert found.startswith(f"ValueError: {name}: expected the same on all ranks, got ")
-        two = ContextParallelPlan(comm=comm, dispatch="zigzag", **problem.plan), ContextParallelPlan(comm=comm, dispatch="items", **problem.plan)
-        assert text(lambda: context_parallel_attention(*(dispatch(x, two[rank == last]) for x in problem.arrays), two[rank == last])).startswith(
-            "ValueError: plan: expected the same on all ranks, got "
+        two = (
+            ContextParallelPlan(comm=comm, dispatch="zigzag", **problem.plan),
+            ContextParallelPlan(comm=comm, dispatch="items", **problem.plan),
         )
+        assert text(
+            lambda: context_parallel_attention(*(dispatch(x, two[rank == last]) for x in problem.arrays), two[rank == last])
+        ).startswith("ValueError: plan: expected the same on all ranks, got ")
     check(comm, problem, ("cut",))
 
 

@@ -41,13 +41,9 @@ def case_several_queries(comm):
     check(comm, paged((1500, 5, 777, 17), q_lens=[3, 0, 80, 17]))
 
 
-def case_windows(comm):
-    check(comm, paged(), window=200)
+def case_rules(comm):
+    check(comm, paged(), window=200, sinks=np.linspace(-2, 2, 6), softcap=5.0)
     check(comm, paged((1500, 5, 777, 17), q_lens=[3, 0, 80, 17]), window=100)
-
-
-def case_sinks_and_softcap(comm):
-    check(comm, paged(), sinks=np.linspace(-2, 2, 6), softcap=5.0)
 
 
 def case_dtypes(comm):

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 
-import blitz_attn
 import launcher
 from blitz_attn.distributed import Alone, _comm
 from ranks import sentences
@@ -49,19 +48,23 @@ def test_the_package_imports_without_mpi4py():
 def test_digests_tell_values_apart():
     rng = np.random.default_rng(0)
     array = rng.standard_normal((3, 4))
-    values = [array, array.T.copy(), array.reshape(4, 3), array.astype(np.float32), (1, 2), ((1,), 2), ("1", 2), None, 0, "", [], np.zeros(0)]
+    values = [
+        array,
+        array.T.copy(),
+        array.reshape(4, 3),
+        array.astype(np.float32),
+        (1, 2),
+        ((1,), 2),
+        ("1", 2),
+        None,
+        0,
+        "",
+        [],
+        np.zeros(0),
+    ]
     assert len({_comm.digest(v) for v in values}) == len(values)
     assert _comm.digest(array) == _comm.digest(np.asfortranarray(array)) == _comm.digest(array.copy())
     assert _comm.digest(np.int64(3)) == _comm.digest(3)
-
-
-def test_ranks_that_share_cpus_are_named():
-    def place(host, *cpus):
-        return _comm.Place(host, cpus, blitz_attn.isa_levels()[0], 1, 0)
-
-    ranks = [place("a", 0, 1), place("a", 2), place("b", 0, 1), place("a", 1, 2)]
-    assert _comm.shared_cpus(ranks) == [(0, 3, (1,))]
-    assert _comm.shared_cpus(ranks[:3]) == []
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_ranks_that_share_cpus_are_named():
         (ImportError("libmpi.so"), ImportError, r"^blitz_attn.distributed: mpi4py found no MPI library: .* \(libmpi.so\)$"),
         (ModuleNotFoundError("No module named 'x'", name="x"), ModuleNotFoundError, "^No module named 'x'$"),
     ],
-)
+)  # fmt: skip
 def test_the_sentence_where_mpi4py_cannot_be_imported(error, kind, sentence, monkeypatch):
     def import_module(name):
         raise error

@@ -1,7 +1,5 @@
 """Decoding over a cache that ranks share: the bits of one process, one error on all ranks."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,6 @@ import launcher
 from blitz_attn import testing
 from blitz_attn.distributed import Alone, _tree, select_blocks_distributed
 from blitz_attn.distributed.decode import DecodePlan, decode_context_parallel_attention
-from cases import read_only_zeros
 from ranks import Shared, check_selection, run, sentences
 
 
@@ -22,9 +19,7 @@ def test_decode(library, ranks, case):
 
 def attend(comm, p, owner="runs", kv_split=32, interleave=64, **options):
     own = Shared(p, comm.Get_size(), comm.Get_rank(), owner, kv_split, interleave)
-    return decode_context_parallel_attention(
-        p.q, own.k_cache, own.v_cache, own.tables, p.seq_lens, comm=comm, **{**own.options, **options}
-    )
+    return decode_context_parallel_attention(p.q, own.k_cache, own.v_cache, own.tables, p.seq_lens, comm=comm, **{**own.options, **options})
 
 
 def whole(p, **options):
@@ -41,23 +36,6 @@ def test_bits_do_not_depend_on_ranks(ranks, owner):
         assert np.array_equal(other[1], lse)
 
 
-def test_one_rank_has_the_bits_of_the_library():
-    p = testing.make_paged(5, 4, 2, [700, 33, 0, 96, 1], 16, 32)
-    own = Shared(p, 1, 0, "runs", 32)
-    out = decode_context_parallel_attention(p.q, own.k_cache, own.v_cache, own.tables, p.seq_lens, kv_split=32, comm=Alone())
-    assert np.array_equal(out, whole(p))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_results_are_those_of_the_reference(dtype):
-    p = testing.make_paged(3, 4, 2, [700, 33, 96], 16, 32, dtype=dtype)
-    exact, exact_lse = blitz_attn.reference.paged_attention(*p.arrays, return_lse=True, **p.options)
-    out, lse = run(3, lambda comm: attend(comm, p, return_lse=True))[0]
-    spacing = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
-    assert np.abs(testing.to_float64(out, dtype) - exact).max() < spacing
-    assert np.abs(lse - exact_lse).max() < 1e-5
-
-
 def test_copies_of_a_chunk_are_attended_once():
     p = testing.make_paged(1, 4, 2, [500], 16, 32)
     out = whole(p)
@@ -68,16 +46,6 @@ def test_copies_of_a_chunk_are_attended_once():
 
     for other in run(3, held_twice):
         assert np.array_equal(other, out)
-
-
-def test_outputs_of_the_caller_are_written():
-    p = testing.make_paged(2, 4, 2, [70, 33], 16, 32)
-    out, lse = np.full((2, 4, 32), np.nan, np.float32), np.full((2, 4), np.nan, np.float32)
-    result = whole(p, return_lse=True, out=(out, lse))
-    assert result[0] is out
-    assert result[1] is lse
-    assert not np.isnan(out).any()
-    assert not np.isnan(lse).any()
 
 
 def test_runs_of_chunks_send_few_states():
@@ -145,9 +113,6 @@ BAD = {
     "layout": (lambda r: {"kv_layout": "HNS"}, "ValueError: kv_layout: expected 'NHD' or 'HND', got 'HNS'"),
     "sinks": (lambda r: {"sinks": np.ones(5)} if r == 0 else {"sinks": np.ones(4)}, "ValueError: sinks: expected shape (4,), one number per head, got (5,) (on rank 0)"),
     "number of q_lens": (lambda r: {"q_lens": [1]}, "ValueError: q_lens: expected 2 entries, one per request, got 1"),
-    "axes of q_lens": (lambda r: {"q_lens": np.ones((2, 1), int)}, "ValueError: q_lens: expected 1 dimension, got 2"),
-    "kind of q_lens": (lambda r: {"q_lens": 1}, "TypeError: q_lens: expected a sequence of integers, got int"),
-    "masked q_lens": (lambda r: {"q_lens": np.ma.array([1, 1])}, "TypeError: q_lens: expected an array without a mask, got MaskedArray"),
     "negative q_lens": (lambda r: {"q_lens": [1, -1]}, "ValueError: q_lens: expected 0 to seq_lens[1] = 33, got -1 at [1]"),
     "more queries than tokens": (lambda r: {"q_lens": [1, 34]}, "ValueError: q_lens: expected 0 to seq_lens[1] = 33, got 34 at [1]"),
     "q_lens of one rank": (lambda r: {"q_lens": [1, 34 if r else 1]}, "ValueError: q_lens: expected 0 to seq_lens[1] = 33, got 34 at [1] (on rank 1)"),
@@ -176,19 +141,15 @@ BAD = {
         "ValueError: page_size: expected at least 1 token, got 0"),
     "few columns by turns": (lambda r: {"block_tables": np.zeros((2, 1), np.int32), "interleave": 64},
         "ValueError: block_tables: expected the 4 pages that this rank holds of request 0, got rows of 1"),
-    "out that is read-only": (lambda r: {"out": read_only_zeros(2, 4, 32)},
-        "ValueError: out: expected a writable array, got a read-only one"),
     "out in v_cache": (lambda r: (lambda cache: {"v_cache": cache, "out": cache[0, :4, :, :].reshape(2, 4, 32)})(np.ones((8, 16, 2, 32), np.float32)),
         "ValueError: out: expected memory of its own, got an array that overlaps v_cache"),
     "out in selected": (lambda r: (lambda memory: {"selected": memory[3:7].reshape(2, 2, 1), "out": memory[:256].view(np.float32).reshape(2, 4, 32)})(np.zeros(256, np.int32)),
         "ValueError: out: expected memory of its own, got an array that overlaps selected"),
-    "out with stretched rows": (lambda r: {"out": np.zeros((2, 4, 64), np.float32)[..., ::2]}, "ValueError: out: expected a contiguous last axis"),
     "table's dtype": (lambda r: {"block_tables": np.zeros((2, 5))}, "TypeError: block_tables: expected int32 or int64, got float64"),
     "pages on no rank": (lambda r: {"block_tables": np.full((2, 5), -1)}, "ValueError: block_tables: expected every page on some rank, got tokens 0 to 31 of request 0 on none"),
     "half a chunk": (lambda r: {"block_tables": np.array([[0, -1, -1, -1, -1]] * 2)}, "ValueError: block_tables: expected all pages or none of each chunk of kv_split = 32 tokens on a rank, got 1 of pages 0 to 1 of request 0"),
     "page number": (lambda r: {"block_tables": np.full((2, 5), 99)}, "ValueError: block_tables: "),
     "shape of out": (lambda r: {"out": np.zeros((2, 4, 31), np.float32)}, "ValueError: out: expected shape (2, 4, 32), got (2, 4, 31)"),
-    "dtype of out": (lambda r: {"out": np.zeros((2, 4, 32))}, "TypeError: out: expected dtype float32, got float64"),
 }  # fmt: skip
 
 
@@ -206,24 +167,6 @@ def test_bad_input_raises_the_same_on_all_ranks(name):
     assert texts[0] == texts[1]
     assert texts[0] is not None
     assert texts[0].startswith(sentence), texts[0]
-
-
-@pytest.mark.parametrize("bad", [{"q_lens": [1]}, {"q_lens": [[1], [1]]}, {"q_lens": np.ones((2, 1), int)}, {"q_lens": "11"}, {"q_lens": [1, 1.5]},
-                                 {"q_lens": [1, -1]}, {"q_lens": [1, 34]}, {"q_lens": [2**62, 1]}, {"sinks": np.ones(5)}, {"sinks": np.ones((1, 4))}])
-def test_the_sentence_is_that_of_one_process(bad):
-    """Tables and lengths are checked first, as by a plan."""
-    p = testing.make_paged(2, 4, 2, [70, 33], 16, 32)
-
-    def planned(q, k_cache, v_cache, tables, seq_lens, q_lens=None, kv_split=None, **options):
-        plan = blitz_attn.PagedPlan(tables, seq_lens, page_size=16, q_lens=q_lens, kv_split=kv_split)
-        return plan.attention(q, k_cache, v_cache, **options)
-
-    texts = []
-    for call in (planned, partial(decode_context_parallel_attention, comm=Alone())):
-        with pytest.raises((TypeError, ValueError)) as caught:
-            call(*p.arrays, **bad, kv_split=32)
-        texts.append(str(caught.value))
-    assert texts[0] == texts[1]
 
 
 def test_queries_of_requests_longer_than_one_process_takes():
@@ -318,7 +261,15 @@ def test_bad_selection_raises_the_same_on_all_ranks(name):
 
     def work(comm):
         own = Shared(p, 2, comm.Get_rank(), "turns", 32, 32)
-        arguments = {"q": p.q, "source": own.k_cache, "tables": own.rows()[0], "seq_lens": p.seq_lens, "k": 5, "method": "max", "interleave": 32}
+        arguments = {
+            "q": p.q,
+            "source": own.k_cache,
+            "tables": own.rows()[0],
+            "seq_lens": p.seq_lens,
+            "k": 5,
+            "method": "max",
+            "interleave": 32,
+        }
         select_blocks_distributed(**{**arguments, **change(comm.Get_rank())}, comm=comm)
 
     texts = sentences(2, work)
