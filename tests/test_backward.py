@@ -1,5 +1,5 @@
-"""Gradients of block-sparse attention: against central differences, then against the twin by the error rule, at every level, dtype, layout and shape;
-and what holds to the bit."""
+"""Gradients of block-sparse attention: against central differences, then against the twin by the error rule, at every level, dtype, layout
+and shape; and what holds to the bit."""
 
 import itertools
 import re
@@ -339,15 +339,6 @@ BAD = [
     ("dlse_shape", ValueError, r"^dlse: expected shape \(2, 4, 96\), got", lambda a: {"dlse": a["lse"][1:].copy()}),
     ("dlse_dtype", TypeError, r"^dlse: expected dtype float32, got float64", lambda a: {"dlse": a["lse"].astype(np.float64)}),
     ("dlse_number", TypeError, r"^dlse: expected an array, got float", lambda a: {"dlse": 1.0}),
-    ("q_rank", ValueError, r"^q: expected shape \(B, H, Sq, D\)", lambda a: {"q": a["q"][0]}),
-    ("k_dim", ValueError, r"^k: expected .* D = 32 like q", lambda a: {"k": a["k"][..., :31].copy()}),
-    ("v_tokens", ValueError, r"^v: expected .* of k", lambda a: {"v": a["v"][:, :, 1:].copy()}),
-    ("entry_beyond", ValueError, r"^sabi: expected .*, got 5 at \[0, 0, 0, 0\]", lambda a: {"sabi": np.full_like(a["sabi"], 5)}),
-    ("entry_twice", ValueError, r"^sabi: expected each block column once per row, got 1 again", lambda a: {"sabi": np.full_like(a["sabi"], 1)}),
-    ("lens", ValueError, r"^q_lens: expected lengths from 0 to 96, got 97", lambda a: {"q_lens": [97, 0]}),
-    ("scale", ValueError, r"^scale: expected a finite number", lambda a: {"scale": float("nan")}),
-    ("threads", ValueError, r"^num_threads: expected", lambda a: {"num_threads": -1}),
-    ("tnd_without", ValueError, r"^q: expected shape \(T, H, D\)", lambda a: {"layout": "TND"}),
     ("grads_pair", ValueError, r"^grads: expected a tuple \(dq, dk, dv\), got a tuple of 2", lambda a: {"grads": a["grads"][:2]}),
     ("grads_array", TypeError, r"^grads: expected a tuple \(dq, dk, dv\), got ndarray", lambda a: {"grads": a["grads"][0]}),
     ("dq_shape", ValueError, r"^dq: expected shape \(2, 4, 96, 32\), got", lambda a: with_grad(a, 0, np.zeros((2, 4, 96, 31), np.float32))),

@@ -9,10 +9,9 @@ import sys
 
 import pytest
 
-from test_kernels import BUILD, INSTRUMENTED, ROOT, compiler, run
+from test_kernels import BUILD, EXAMPLE, INSTRUMENTED, ROOT, compiler, run
 
 HEADER = ROOT / "csrc/blitz_attn.h"
-EXAMPLE = ROOT / "examples/c/attention.c"
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 
 pytestmark = [
@@ -57,7 +56,13 @@ def installed(tmp_path_factory):
 def test_what_is_installed(installed):
     version = re.search(r'BA_VERSION "((\d+\.\d+)\.\d+)"', HEADER.read_text(encoding="utf-8"))
     shared = {f"lib/libblitz_attn.so{suffix}" for suffix in ("", f".{version[2]}", f".{version[1]}")}
-    assert set(contents(installed)) == {"include/blitz_attn.h", "include/blitz_attn_types.h", "lib/libblitz_attn.a", "lib/pkgconfig/blitz_attn.pc", *shared}
+    assert set(contents(installed)) == {
+        "include/blitz_attn.h",
+        "include/blitz_attn_types.h",
+        "lib/libblitz_attn.a",
+        "lib/pkgconfig/blitz_attn.pc",
+        *shared,
+    }
     assert (installed / "lib/libblitz_attn.so").resolve().name == f"libblitz_attn.so.{version[1]}"
 
 
@@ -108,7 +113,8 @@ def build(installed, folder, command, source):
     return folder / "program"
 
 
-def test_a_cxx_program(installed, tmp_path):
+@pytest.mark.parametrize("standard", ["c++11", "c++17"])
+def test_a_cxx_program(standard, installed, tmp_path):
     text = """
 #include <blitz_attn.h>
 #include <cstdio>
@@ -122,14 +128,20 @@ int main() {
     t.dims[3] = 4;
     t.strides[3] = 1;
     t.data = x;
+    ba_block_sparse_backward_args g = ba_block_sparse_backward_args_init();
+    const ba_paged_args p = ba_paged_args_init();
+    const ba_select_prefill_args s = ba_select_prefill_args_init();
+    const ba_nsa_select_args n = ba_nsa_select_args_init();
     ba_block_sparse_args a = ba_block_sparse_args_init();
     a.q = a.k = a.v = a.out = t;
     a.out.data = out;
+    g.forward = a;
+    if (s.pool_q != 1 || p.batch != n.batch) return std::puts("usual values"), 1;
     if (ba_block_sparse_attention(&a) != BA_OK) return std::puts(ba_last_error()), 1;
     return out[0] == 1 && out[3] == 4 ? 0 : 1;
 }
 """
-    run_linked(installed, build(installed, tmp_path, [*compiler("CXX"), "-std=c++17"], ("program.cpp", text)))
+    run_linked(installed, build(installed, tmp_path, [*compiler("CXX"), f"-std={standard}"], ("program.cpp", text)))
 
 
 def null_calls():
@@ -290,79 +302,6 @@ int main(void) {
 """
     sizes = "float32 4 float16 2 bfloat16 2 float64 8 uint16 2 int16 2 int32 4 int64 8 int8 1 float8_e4m3 1 bool 1 "
     assert output_of(installed, tmp_path, text) == [sizes, *["unknown 0 unknown unknown 0"] * 4, "-1"]
-
-
-def test_lists_hold_the_columns_that_are_kept(installed, tmp_path):
-    text = """
-static int64_t kept[1 << 10];
-static void list(int64_t column, ba_dtype dtype) {
-    int64_t lists[2] = {77, 77};
-    const ba_tensor words = tensor(kept, BA_INT64, 4, 1, 1, 1, 1 << 10);
-    const ba_tensor entries = tensor(lists, dtype, 4, 1, 1, 1, 2);
-    kept[column / 64] = (int64_t)((uint64_t)1 << column % 64);
-    const ba_status status = ba_list_kept(&words, &entries);
-    const int64_t entry = dtype == BA_UINT16 ? *(uint16_t *)lists : dtype == BA_INT16 ? *(int16_t *)lists : *(int32_t *)lists;
-    printf("%" PRId64 " ", entry);
-    report(status);
-    kept[column / 64] = 0;
-}
-
-int main(void) {
-    list(65534, BA_UINT16);
-    list(65535, BA_UINT16);
-    list(32767, BA_INT16);
-    list(32768, BA_INT16);
-    list(65535, BA_INT32);
-    return 0;
-}
-"""
-    assert output_of(installed, tmp_path, text) == [
-        "65534 0 ",
-        "77 2 sabi: expected a dtype that holds column 65535, got uint16",
-        "32767 0 ",
-        "77 2 sabi: expected a dtype that holds column 32768, got int16",
-        "65535 0 ",
-    ]
-
-
-def test_selection_refuses_a_layout_that_is_none(installed, tmp_path):
-    text = """
-int main(void) {
-    float q[8] = {0}, cache[4 * 8] = {0};
-    int32_t table = 0, selected = 77;
-    int64_t length = 4;
-    ba_select_args a = {.method = BA_SELECT_MAX, .kv_layout = (ba_kv_layout)7, .seq_lens = &length, .batch = 1, .page_size = 4};
-    a.q = tensor(q, BA_FLOAT32, 3, 1, 1, 8, 0);
-    a.a = tensor(cache, BA_FLOAT32, 4, 1, 1, 4, 8);
-    a.tables = tensor(&table, BA_INT32, 2, 1, 1, 0, 0);
-    a.selected = tensor(&selected, BA_INT32, 3, 1, 1, 1, 0);
-    report(ba_select_blocks(&a));
-    a.kv_layout = BA_HND;
-    report(ba_select_blocks(&a));
-    printf("%d\\n", (int)selected);
-    return 0;
-}
-"""
-    assert output_of(installed, tmp_path, text) == ["2 kv_layout: expected NHD or HND, got 7", "0 ", "0"]
-
-
-def test_appending_refuses_a_negative_batch(installed, tmp_path):
-    text = """
-int main(void) {
-    float k = 0, cache[4] = {0};
-    int32_t table = 0;
-    int64_t number = 0;
-    ba_paged_args a = ba_paged_args_init();
-    const ba_tensor rows = tensor(&k, BA_FLOAT32, 3, 1, 1, 1, 0);
-    a.k_cache = tensor(cache, BA_FLOAT32, 4, 1, 4, 1, 1);
-    a.block_tables = tensor(&table, BA_INT32, 1, 1, 0, 0, 0);
-    a.indptr = a.seq_lens = &number;
-    a.batch = -1;
-    report(ba_append_kv(&rows, NULL, NULL, &a));
-    return 0;
-}
-"""
-    assert output_of(installed, tmp_path, text) == ["2 batch: expected at least 0 requests, got -1"]
 
 
 def test_a_program_that_has_all_keys_keeps_its_values(installed, tmp_path):

@@ -10,42 +10,27 @@ from cases import bits_option, same_bits
 
 @pytest.mark.parametrize("added", [{}, {"alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.0])}, {"attn_mask": True}], ids=["", "alibi", "mask"])
 def test_gradients_against_differences(added):
-    """Along a direction in q, k and v together, in float64; the cap bends most scores, and the sinks count in the log-sum-exp."""
+    """Along a direction in q, k, v and sinks together, in float64; the cap bends most scores. The log-sum-exp carries the sinks into the
+    gradients of q, k and v, and theirs follows from the results."""
+    rng = np.random.default_rng(1)
     q, k, v = (x.astype(np.float64) for x in testing.make_qkv(1, 4, 2, 20, 20, 8))
+    sinks = np.array([0.5, -1.0, 2.0, 0.0])
     rules = {"causal": True, "softcap": 1.5, **added}
     if "attn_mask" in added:
-        rules["attn_mask"] = np.random.default_rng(5).standard_normal((1, 4, 20, 20))
-    sinks = np.array([0.5, -1.0, 2.0, 0.0])
-    rng = np.random.default_rng(1)
+        rules["attn_mask"] = rng.standard_normal((1, 4, 20, 20))
     dout, dlse = rng.standard_normal(q.shape), rng.standard_normal(q.shape[:3])
-    directions = [rng.standard_normal(x.shape) for x in (q, k, v)]
+    directions = [rng.standard_normal(x.shape) for x in (q, k, v, sinks)]
     out, lse = blitz_attn.block_sparse_attention(q, k, v, sinks=sinks, return_lse=True, **rules)
     gradients = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **rules)
+    dsinks = (np.exp(sinks[:, None] - lse) * (dlse - (dout * out).sum(-1))).sum((0, 2))
 
     def loss(step):
-        moved = [x + step * d for x, d in zip((q, k, v), directions, strict=True)]
-        out, lse = reference.block_sparse_attention(*moved, sinks=sinks, return_lse=True, **rules)
+        q1, k1, v1, s1 = (x + step * d for x, d in zip((q, k, v, sinks), directions, strict=True))
+        out, lse = reference.block_sparse_attention(q1, k1, v1, sinks=s1, return_lse=True, **rules)
         return (dout * out).sum() + (dlse * lse).sum()
 
-    slope = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True))
-    assert slope == pytest.approx((loss(1e-4) - loss(-1e-4)) / 2e-4, rel=1e-6)
-
-
-def test_gradients_of_sinks():
-    """The log-sum-exp carries the sinks into the gradients of q, k and v; theirs follows from the results."""
-    q, k, v = (x.astype(np.float64) for x in testing.make_qkv(1, 4, 2, 20, 20, 8))
-    sinks, dout = np.array([0.5, -1.0, 2.0, 0.0]), np.random.default_rng(1).standard_normal(q.shape)
-    out, lse = blitz_attn.block_sparse_attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
-    gradients = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, causal=True)
-    dsinks = -(np.exp(sinks[:, None] - lse) * (dout * out).sum(-1)).sum((0, 2))
-    step, directions = 1e-3, [np.random.default_rng(n).standard_normal(x.shape) for n, x in enumerate((q, k, v, sinks))]
-
-    def loss(sign):
-        q1, k1, v1, s1 = (x + sign * step * d for x, d in zip((q, k, v, sinks), directions, strict=True))
-        return (dout * reference.block_sparse_attention(q1, k1, v1, causal=True, sinks=s1)).sum()
-
     slope = sum((g * d).sum() for g, d in zip((*gradients, dsinks), directions, strict=True))
-    assert slope == pytest.approx((loss(1) - loss(-1)) / (2 * step), rel=1e-4)
+    assert slope == pytest.approx((loss(1e-3) - loss(-1e-3)) / 2e-3, rel=1e-4)
 
 
 REFUSED = {

@@ -97,14 +97,6 @@ def test_dir_shows_what_is_public(name):
     assert {shown for shown in dir(module) if not shown.startswith("_")} == public | packages
 
 
-def test_public_functions_are_found():
-    names = [name for name, _ in FUNCTIONS]
-    assert "blitz_attn._block_sparse.call.block_sparse_attention" in names
-    assert "blitz_attn._paged.plan.PagedPlan.select_attention" in names
-    assert "blitz_attn.compat.torch_bsa.blitz_sparse_attention" in names
-    assert len(names) > 30
-
-
 @pytest.mark.parametrize("name", ["blitz_attn", *MODULES])
 def test_examples_run(name):
     if name.startswith("blitz_attn.integrations."):
@@ -153,11 +145,3 @@ def test_short_docstring_points_to_the_full_one(name, function):
     if is_twin(target):
         target = library_function(re.match(r"See `([\w.]+)`", inspect.getdoc(target))[1])
     assert target in [full for _, full in FULL]
-
-
-def test_both_forms_are_in_use():
-    short = [name for name, _ in SHORT]
-    assert "blitz_attn._reference.dense.block_sparse_attention" in short
-    assert "blitz_attn.compat.mslk.nsa" in short
-    assert "blitz_attn._reference.dense.dense_same_precision" not in short
-    assert len(short) > 40

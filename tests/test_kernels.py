@@ -40,7 +40,9 @@ def plain_environment():
 def run(*command, environment=None, **options):
     """Standard output of a command; its whole output as the failure where it fails."""
     env = {**plain_environment(), **(environment or {})}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=3000, check=False, **options)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=3000, check=False, **options
+    )
     assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stdout[-8000:]}"
     return done.stdout
 
@@ -122,27 +124,15 @@ def names_of(level):
     return [f"_{level}", *(f"-{other}" for other in others)]
 
 
-def test_every_level_has_its_families():
-    assert {
-        ("portable", "float64"),
-        ("avx2", "float16"),
-        ("avx512", "float32"),
-        ("avx512_bf16", "bfloat16"),
-        ("amx", "float32"),
-        ("amx", "float16"),
-        ("amx", "bfloat16"),
-        ("neon", "float16"),
-        ("neon_bf16", "bfloat16"),
-    } <= set(listed("FAMILY"))
-
-
 def assert_all_checked(output, level):
     """That a report has every kernel of a level, right."""
     assert passed(output) > 0
     for dtype in [dtype for at, dtype in listed("FAMILY") if at == level]:
         split = level.endswith("amx") and dtype != "bfloat16"  # few queries are left to vectors
         for variant in ("wide", "narrow") if split else ("wide", "narrow", "few"):
-            assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), f"{dtype} {level} {variant} was not checked"
+            assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), (
+                f"{dtype} {level} {variant} was not checked"
+            )
         if (level, dtype) in listed("FAMILY_L2"):
             assert re.search(rf"^attend_{dtype}_{level}_l2 few attend +ok", output, re.MULTILINE), f"few {dtype} {level}_l2 was not checked"
     for kv_dtype in ["float8_e4m3"] if level in ("avx512_bf16", "amx") else []:
@@ -195,118 +185,14 @@ def test_every_kernel_of_other_cpus(build, show):
         assert_all_checked(output, level)
 
 
-def test_bench_names_its_unit(objects):
-    output = run(ROOT / BUILD / "checkkernels", "--bench", "attend_float32_portable")
-    lines = output.splitlines()
-    assert len(lines) == 8  # four ways that queries stand, two head dims
-    assert all(re.search(r"dim +(64|128) +[\d.]+ GFLOP/s +[\d.]+ of the level's multiply-adds$", line) for line in lines)
-
-
-PROGRAM = r"""
-#include "blitz_attn.h"
-#include <math.h>
-#include <stdio.h>
-#include <string.h>
-
-enum { H = 2, S = 203, D = 21, BLOCK = 32, COLUMNS = 7 };
-static float q[H][S][D], k[S][D], v[S][D], out[H][S][D], lse[H][S];
-static uint16_t q16[H][S][D], k16[S][D], v16[S][D], out16[H][S][D];
-static int32_t lists[COLUMNS][2];
-
-static ba_tensor tensor(void *data, ba_dtype dtype, int64_t heads, int64_t rows, int64_t columns) {
-    ba_tensor t = {data, dtype, 4, {1, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}};
-    return t;
-}
-
-/* A number of few bits, the same in float32 and bfloat16. */
-static float put(uint16_t *to, double value) {
-    uint32_t bits;
-    float x = (float)value;
-    memcpy(&bits, &x, sizeof bits);
-    *to = (uint16_t)(bits >> 16);
-    bits &= 0xffff0000u;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-static float widened(uint16_t bits) {
-    const uint32_t wide = (uint32_t)bits << 16;
-    float x;
-    memcpy(&x, &wide, sizeof x);
-    return x;
-}
-
-/* Every output against double arithmetic. */
-static int check(const ba_block_sparse_args *a, double tolerance) {
-    ba_tensor out_shape, lse_shape;
-    if (ba_block_sparse_check(a, &out_shape, &lse_shape) != BA_OK || out_shape.dims[1] != H || lse_shape.dims[2] != S) return puts("shapes"), 1;
-    if (ba_block_sparse_attention(a) != BA_OK) return puts(ba_last_error()), 1;
-    for (int h = 0; h < H; h++)
-        for (int i = 0; i < S; i++) {
-            double sum = 0, mean[D] = {0};
-            for (int j = 0; j <= i; j++) {
-                if (j / BLOCK != lists[i / BLOCK][0] && j / BLOCK != lists[i / BLOCK][1]) continue;
-                double score = 0;
-                for (int d = 0; d < D; d++) score += (double)q[h][i][d] * k[j][d] * ba_default_scale(D);
-                sum += exp(score);
-                for (int d = 0; d < D; d++) mean[d] += exp(score) * v[j][d];
-            }
-            if (!(fabs(lse[h][i] - log(sum)) < 1e-5)) return printf("lse %d %d: %g %g\n", h, i, lse[h][i], log(sum)), 1;
-            for (int d = 0; d < D; d++) {
-                const double got = a->out.dtype == BA_FLOAT32 ? out[h][i][d] : widened(out16[h][i][d]);
-                if (!(fabs(got - mean[d] / sum) < tolerance)) return printf("out %d %d %d: %g %g\n", h, i, d, got, mean[d] / sum), 1;
-            }
-        }
-    return 0;
-}
-
-int main(void) {
-    for (int i = 0; i < S; i++)
-        for (int d = 0; d < D; d++) {
-            for (int h = 0; h < H; h++) q[h][i][d] = put(&q16[h][i][d], sin(h + 7 * i + d));
-            k[i][d] = put(&k16[i][d], cos(3 * i + d));
-            v[i][d] = put(&v16[i][d], sin(2 * i + 5 * d));
-        }
-    for (int i = 0; i < COLUMNS; i++) {
-        lists[i][0] = i;
-        lists[i][1] = i / 2 < i ? i / 2 : -1;
-    }
-    memset(out, 0xff, sizeof out);
-    memset(out16, 0xff, sizeof out16);
-    ba_block_sparse_args a = ba_block_sparse_args_init();
-    a.lse = tensor(lse, BA_FLOAT32, H, S, 1);
-    a.lse.ndim = 3;
-    a.blocks = tensor(lists, BA_INT32, 1, COLUMNS, 2);
-    a.block_q = a.block_kv = BLOCK;
-    a.causal = 1;
-    for (int narrow = 0; narrow < 2; narrow++) {
-        const ba_dtype dtype = narrow ? BA_BFLOAT16 : BA_FLOAT32;
-        memset(lse, 0xff, sizeof lse);
-        a.q = tensor(narrow ? (void *)q16 : q, dtype, H, S, D);
-        a.k = tensor(narrow ? (void *)k16 : k, dtype, 1, S, D);
-        a.v = tensor(narrow ? (void *)v16 : v, dtype, 1, S, D);
-        a.out = tensor(narrow ? (void *)out16 : out, dtype, H, S, D);
-        if (check(&a, narrow ? 0x1p-8 : 1e-5)) return 1;
-    }
-    a.scale = 0; /* a number like any other: all keys that a query sees weigh the same */
-    memset(out16, 0xff, sizeof out16);
-    if (ba_block_sparse_attention(&a) != BA_OK || !(fabs(lse[0][S - 1] - log(2 * BLOCK - (COLUMNS * BLOCK - S))) < 1e-5)) return puts("scale 0"), 1;
-    a.scale = INFINITY;
-    if (ba_block_sparse_attention(&a) != BA_ERROR_VALUE || strncmp(ba_last_error(), "scale: ", 7) != 0) return puts(ba_last_error()), 1;
-    a.scale = NAN;
-    a.k.dims[3] = D - 1;
-    if (ba_block_sparse_attention(&a) != BA_ERROR_VALUE || strncmp(ba_last_error(), "k: ", 3) != 0) return puts(ba_last_error()), 1;
-    return printf("right at %s\n", ba_isa_name(ba_isa_active())), 0;
-}
-"""
+EXAMPLE = ROOT / "examples/c/attention.c"  # it compares its results with plain arithmetic in double, and fails where they are too far
 
 
 def build_program(compile_command, objects, flags, folder):
-    """PROGRAM, with the public headers and the library's objects and nothing else."""
+    """The example, with the public headers and the library's objects and nothing else."""
     for header in ("blitz_attn.h", "blitz_attn_types.h"):
         shutil.copy(ROOT / "csrc" / header, folder)
-    (folder / "program.c").write_text(PROGRAM, encoding="utf-8")
-    run(*compile_command, *flags, "-Werror", "-pedantic", f"-I{folder}", "-c", folder / "program.c", "-o", folder / "program.o")
+    run(*compile_command, *flags, "-Werror", "-pedantic", f"-I{folder}", "-c", EXAMPLE, "-o", folder / "program.o")
     library = [path for name, path in objects.items() if name.startswith("csrc/")]
     run(*compile_command, "-pthread", folder / "program.o", *library, "-o", folder / "program", "-lm")
     return folder / "program"
@@ -315,7 +201,7 @@ def build_program(compile_command, objects, flags, folder):
 @pytest.mark.parametrize("level", cases.ISA_LEVELS)
 def test_c_program_with_the_public_header_alone(level, objects, flags, tmp_path):
     program = build_program(compiler("CC"), objects, flags, tmp_path)
-    assert run(program, environment={"BLITZ_ATTN_ISA": level}) == f"right at {level}\n"
+    assert run(program, environment={"BLITZ_ATTN_ISA": level}).count("largest difference") == 2
 
 
 # ---- aarch64, cross-built and emulated ----------------------------------------------------------------------------
@@ -326,7 +212,11 @@ EMULATOR = "qemu-aarch64"
 # cortex-a57 has no extension: what the first levels may use is what every CPU of the architecture has.
 CROSS_LEVELS = {"portable": "cortex-a57", "neon": "cortex-a57", "neon_bf16": "max"}
 CROSS_BUILD = "build/aarch64"
-CROSS_BUILD_ENVIRONMENT = {"CC": CROSS_COMPILER, "BLITZ_ATTN_CFLAGS": "", "BLITZ_ATTN_LEVELS": ""}  # all levels, whichever the build in place has
+CROSS_BUILD_ENVIRONMENT = {
+    "CC": CROSS_COMPILER,
+    "BLITZ_ATTN_CFLAGS": "",
+    "BLITZ_ATTN_LEVELS": "",
+}  # all levels, whichever the build in place has
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +241,9 @@ def emulate(cpu, *command, **options):
 @pytest.mark.long
 def test_every_aarch64_kernel(cross_objects):
     with ThreadPoolExecutor() as pool:
-        reports = list(pool.map(lambda level: emulate(CROSS_LEVELS[level], ROOT / CROSS_BUILD / "checkkernels", *sample(8), level), CROSS_LEVELS))
+        reports = list(
+            pool.map(lambda level: emulate(CROSS_LEVELS[level], ROOT / CROSS_BUILD / "checkkernels", *sample(8), level), CROSS_LEVELS)
+        )
     for level, output in zip(CROSS_LEVELS, reports, strict=True):
         passed(output)
         assert not re.search(rf"_{level} .*skipped", output)
@@ -375,16 +267,17 @@ def test_every_aarch64_kernel(cross_objects):
 def test_c_program_on_aarch64(cross_objects, flags, tmp_path):
     program = build_program([CROSS_COMPILER], cross_objects, flags, tmp_path)
     for level, cpu in CROSS_LEVELS.items():
-        assert emulate(cpu, program, environment={"BLITZ_ATTN_ISA": level}) == f"right at {level}\n"
-    environment = {"BLITZ_ATTN_ISA": "neon_bf16"}
-    assert emulate("cortex-a57", program, environment=environment) == "right at neon\n"  # which has no more
+        assert emulate(cpu, program, environment={"BLITZ_ATTN_ISA": level}).count("largest difference") == 2
 
 
 # ---- Headers ------------------------------------------------------------------------------------------------------
 
 HEADERS = sorted(path.relative_to(ROOT).as_posix() for folder in ("csrc", "tests") for path in (ROOT / folder).rglob("*.h"))
 FRAGMENTS = ("csrc/kernels/vec/vec_",)  # parts of vec/vec.h
-NEEDS = {"csrc/kernels/vec/vec.h": ["-DBA_LANES=4", "-DBA_SUFFIX=alone"], "csrc/kernels/traits.h": ["-DBA_TRAITS_AVX2"]}  # what the file that includes it must define
+NEEDS = {
+    "csrc/kernels/vec/vec.h": ["-DBA_LANES=4", "-DBA_SUFFIX=alone"],
+    "csrc/kernels/traits.h": ["-DBA_TRAITS_AVX2"],
+}  # what the file that includes it must define
 
 
 @pytest.mark.parametrize("header", [name for name in HEADERS if not name.startswith(FRAGMENTS)])
@@ -393,27 +286,3 @@ def test_header_compiles_alone(header, flags, tmp_path):
     source.write_text(f'#include "{ROOT / header}"\n', encoding="utf-8")
     include = [f"-I{ROOT / 'csrc'}", f"-I{sysconfig.get_path('include')}"]
     run(*compiler("CC"), *flags, "-Werror", *NEEDS.get(header, ()), *include, "-fsyntax-only", source)
-
-
-CXX_PROGRAM = """
-#include "blitz_attn.h"
-
-int main() {
-    ba_block_sparse_args a = ba_block_sparse_args_init();
-    ba_block_sparse_backward_args g = ba_block_sparse_backward_args_init();
-    ba_paged_args p = ba_paged_args_init();
-    const ba_select_prefill_args s = ba_select_prefill_args_init();
-    const ba_nsa_select_args n = ba_nsa_select_args_init();
-    a.causal = 1;
-    g.forward = a;
-    p.batch = s.pool_q + n.batch;
-    return ba_block_sparse_attention(&a) == BA_OK || ba_block_sparse_attention_backward(&g) == BA_OK || ba_paged_attention(&p) == BA_OK;
-}
-"""
-
-
-@pytest.mark.parametrize("standard", ["c++11", "c++17"])
-def test_public_header_is_cxx_too(standard, tmp_path):
-    source = tmp_path / "alone.cpp"
-    source.write_text(CXX_PROGRAM, encoding="utf-8")
-    run(*compiler("CXX"), f"-std={standard}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT / 'csrc'}", "-fsyntax-only", source)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from blitz_attn import sabi, testing
-from cases import DTYPES, attend, bits_option, check, random_lists, same_bits
+from cases import DTYPES, attend, check, random_lists, same_bits
 from cases_grid import combination, every_combination
 
 HEAD_DIMS = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 160, 192, 200, 256, 320, 512, 575, 576]
@@ -41,18 +41,6 @@ def test_any_block_shape_is_right(block_shape, dtype, options):
     rows, columns = -(-q_len // block_shape[0]), -(-kv_len // block_shape[1])
     lists = random_lists(np.random.default_rng(1), 1, 2, rows, columns, share=0.4, empty=0.1)
     check(*testing.make_qkv(1, 2, 2, q_len, kv_len, 32, dtype=dtype), lists, block_shape=block_shape, **options)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_large_scores_do_not_overflow(dtype, isa_level):
-    """Scores of a few hundred: exp() alone would overflow, and almost all weight is on one key."""
-    q, k, v = testing.make_qkv(1, 1, 1, 50, 200, 16, dtype=dtype)
-    out, lse = attend(q, k, v, scale=20.0)
-    exact, exact_lse = testing.reference_attention(q, k, v, scale=20.0, **bits_option(q))
-    assert np.abs(exact_lse).max() > 88  # beyond what float32's exp() takes
-    np.testing.assert_allclose(lse, exact_lse, rtol=1e-6 if dtype != "float64" else 1e-13)
-    limit = {"float64": 1e-11, "float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
-    assert testing.error_of(out, exact, dtype).relative < limit
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,5 @@
-"""A fixed sample of the fuzzer's problems: all options of an operation drawn together, against an oracle of its own. `make fuzz` draws new ones."""
+"""A fixed sample of the fuzzer's problems: all options of an operation drawn together, against an oracle of its own. `make fuzz` draws
+others."""
 
 from contextlib import suppress
 

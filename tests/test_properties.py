@@ -79,16 +79,6 @@ def test_a_head_does_not_know_the_others(problem):
 
 
 @examples
-@hypothesis.given(problems())
-def test_grouped_heads_are_repeated_keys(problem):
-    q, k, v, lists, options = problem
-    group = q.shape[1] // k.shape[1]
-    for _ in each_level():
-        repeated = attend(q, np.repeat(k, group, axis=1), np.repeat(v, group, axis=1), lists, **options)
-        close(attend(q, k, v, lists, **options), repeated)
-
-
-@examples
 @hypothesis.given(problems(dtypes=("float32", "float64")), st.integers(-20, 20))
 def test_a_power_of_two_on_v_goes_through(problem, power):
     q, k, v, lists, options = problem

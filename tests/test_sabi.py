@@ -1,5 +1,5 @@
-"""Block lists: random ones after upstream's rule, sizes at the limits, unusual integers, and refusals. What builders, conversions, set operations and
-measures give is checked in tests/test_problems.py."""
+"""Block lists: random ones after upstream's rule, sizes at the limits, unusual integers, and refusals. What builders, conversions, set
+operations and measures give is checked in tests/test_problems.py."""
 
 import itertools
 import mmap
@@ -337,18 +337,13 @@ def test_masks_must_be_boolean():
          lambda: sabi.to_token_mask(np.array([[0]]), 300, 300)),
         (ValueError, "width: expected at least 2, the blocks of the fullest row, got 1", lambda: sabi.random_with_frame(512, width=1)),
         (TypeError, "s_q: expected an integer, got float", lambda: sabi.causal(np.inf, 8)),
-        (TypeError, "s_q: expected an integer, got NoneType", lambda: sabi.dense(None, 8)),
-        (TypeError, "s_kv: expected an integer, got str", lambda: sabi.dense(8, "x")),
         (ValueError, "s_q: expected an integer of 64 bits, got 9223372036854775808", lambda: sabi.dense(2**63, 8)),
         (TypeError, "block_shape: expected two positive numbers", lambda: sabi.dense(8, 8, 3)),
-        (ValueError, "block_shape: expected two positive numbers", lambda: sabi.dense(8, 8, (3, 4, 5))),
         (TypeError, "block_shape: expected an integer, got str", lambda: sabi.dense(8, 8, (3, "x"))),
         (TypeError, "window: expected two token counts", lambda: sabi.sliding_window(100, window=np.inf)),
         (ValueError, "s_q: expected at most 281474976710656 tokens, got 4611686018427387904", lambda: sabi.causal(2**62, 8)),
-        (TypeError, "block_shape: expected two positive numbers", lambda: sabi.dense(8, 8, np.array([1.5, 2]))),
         (TypeError, "dtype: expected uint16, int16, int32 or int64, got .two words", lambda: sabi.dense(8, 8, dtype="two words")),
         (TypeError, "causal: expected True or False, got ndarray", lambda: sabi.sink_local(8, sink=1, local=1, causal=np.ones(2))),
-        (TypeError, "sink: expected an integer, got str", lambda: sabi.sink_local(8, sink="1", local=1)),
         (TypeError, "lengths: expected integers, got <U1", lambda: sabi.document(["a"])),
         (ValueError, "lengths: expected 1 to 281474976710656 tokens in all, got 0", lambda: sabi.document([0])),
         (TypeError, "vertical: expected integers, got datetime64",
@@ -359,13 +354,10 @@ def test_masks_must_be_boolean():
         (TypeError, "sparsity: expected a number, got list", lambda: sabi.random_with_frame(8, sparsity=[0.5])),
         (TypeError, "frame: expected four widths, got str", lambda: sabi.frame_plan(4, 4, 0.5, "1111")),
         (ValueError, "heads: expected 0 to 1048576, got 4611686018427387904", lambda: sabi.random_with_frame(8, heads=2**62)),
-        (TypeError, "seed: expected an integer, got list", lambda: sabi.random_with_frame(8, seed=[1])),
         (ValueError, "width: expected 0 to 268435456, got 2147483648", lambda: sabi.causal(8, 8, width=2**31)),
         (TypeError, "a: expected an integer array, got float64", lambda: sabi.union([[0.5]], [[0]])),
         (ValueError, "b: expected columns below 2, got 3", lambda: sabi.difference([[0]], [[3]], 2)),
         (ValueError, "b: expected axes that broadcast with those of a", lambda: sabi.union([[0]] * 2, [[0]] * 3)),
-        (TypeError, "columns: expected an integer, got NoneType", lambda: sabi.complement([[0]], None)),
-        (TypeError, "factors: expected two positive numbers, got int", lambda: sabi.coarsen([[0]], 2, 1)),
         (ValueError, "factors: expected two positive numbers, got \\(0, 2\\)", lambda: sabi.refine([[0]], (0, 2), 1, 1)),
         (TypeError, "indptr: expected integers, got dict", lambda: sabi.from_csr({}, [0])),
         (TypeError, "indptr: expected integers, got mmap", lambda: sabi.from_csr(closed_mmap(), [0])),
@@ -373,8 +365,6 @@ def test_masks_must_be_boolean():
          lambda: sabi.from_csr([0, 1], np.array([2**64 - 1], np.uint64))),
         (ValueError, r"indices: expected one axis, got shape \(1, 1\)", lambda: sabi.from_csr([0, 1], [[0]])),
         (ValueError, "lead: expected axes that divide 1 rows, got \\[-1\\]", lambda: sabi.from_csr([0, 1], [0], lead=[-1])),
-        (TypeError, "num: expected integers, got float64", lambda: sabi.from_num_idx([1.0], [[0]])),
-        (TypeError, "max_rows: expected an integer, got str", lambda: sabi.picture([[0]], max_rows="1")),
         (TypeError, "per_head: expected True or False, got NoneType", lambda: sabi.density([[0]], 1, per_head=None)),
         (ValueError, "columns: expected 0 to 268435456, got 4611686018427387904", lambda: sabi.to_block_mask([[0]], 2**62)),
         (ValueError, "s_q: expected tokens whose mask has at most", lambda: sabi.to_token_mask([[0]], 2**40, 2**40, (2**40, 2**40))),

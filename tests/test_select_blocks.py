@@ -139,31 +139,6 @@ def test_mean_summaries(dtype, isa_level):
     np.testing.assert_allclose(got, exact, rtol=rounding, atol=2e-7 if dtype != "float64" else 1e-15)
 
 
-@pytest.mark.parametrize(("budget", "blocks"), [(1, 1), (16, 1), (31, 1), (32, 2), (100, 6), (10**6, 62500)])
-def test_budget_is_in_tokens(budget, blocks, isa_level):
-    problem = Problem()
-    selected, counts = problem.select(blitz_attn.select_blocks, "quest", budget=budget)
-    assert counts.max() == min(blocks, 38)
-    np.testing.assert_array_equal(
-        selected[..., : min(blocks, 38)], problem.select(blitz_attn.select_blocks, "quest", min(blocks, 38))[0]
-    )
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_same_bits(method, isa_level):
-    """Whatever the threads and the batch."""
-    problem = Problem(lens=[600, 3000, 1, 77, 2000])
-    selected, counts = problem.select(blitz_attn.select_blocks, method, 9)
-    for threads in (1, 2, 5):
-        again = problem.select(blitz_attn.select_blocks, method, 9, num_threads=threads)
-        assert all(same_bits(a, b) for a, b in zip(again, (selected, counts), strict=True))
-    source, tables = problem.source(method)
-    for some in ([1], [4, 2, 0]):
-        case = problem.case
-        part, _ = blitz_attn.select_blocks(case.q[some], source, tables[some], case.seq_lens[some], 9, method=method, block_size=SIZE)
-        np.testing.assert_array_equal(part, selected[some])
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_select_and_attend(kv_layout, method, isa_level):
@@ -179,17 +154,6 @@ def test_select_and_attend(kv_layout, method, isa_level):
     for everything in ({"budget": 10**6}, {"k": 3, "dense_below": 10**6}):
         got = blitz_attn.select_and_attend(*case.arrays, *summaries, method=method, return_lse=True, **everything, **case.options)
         assert all(same_bits(a, b) for a, b in zip(got, attend_paged(case), strict=True))
-
-
-def test_select_and_attend_twin():
-    problem = Problem("float64")
-    case = problem.case
-    for method in METHODS:
-        summaries = () if method == "max" else problem.source(method)
-        options = {"budget": 96, "method": method, "return_lse": True, "per_query_head": True, **case.options}
-        got, exact = (op(*case.arrays, *summaries, **options) for op in (blitz_attn.select_and_attend, reference.select_and_attend))
-        np.testing.assert_allclose(got[0], exact[0], rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(got[1], exact[1], rtol=1e-12)
 
 
 def test_decode_loop():

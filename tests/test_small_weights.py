@@ -11,7 +11,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import testing
-from cases import DTYPES, bits_option, check
+from cases import DTYPES, bits_option
 
 TOKENS, DIM = 512, 64
 SCALE = 6.0  # scores have a standard deviation of 48: one weight in twelve would be subnormal
@@ -49,9 +49,3 @@ def test_far_scores_are_not_slow(isa_level, dtype, operation):
     usual, far = quickest(*(operation(q, k, v, options, scale) for scale in (DIM**-0.5, SCALE)))
     rises = isa_level == "amx" and operation is attention  # references that rise often make tiles 9 to 17 times slower here
     assert far < (30 if rises else 4) * usual
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_far_scores_are_right(dtype):
-    q, k, v, _ = problem(dtype)
-    check(q, k, v, scale=SCALE)
