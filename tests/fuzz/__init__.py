@@ -5,5 +5,5 @@
 - ``checks``: what is compared, and how near it must be;
 - ``problems``: the registry; ``*_problems``: one function for each operation, which draws, calls and checks;
 - ``*_oracle``: brute force over tokens in float64, written from the README's definitions, which shares nothing with the package;
-- ``campaign``: worker processes, crashes, replay and shrinking, coverage of pairs of options.
+- ``campaign``: worker processes, crashes, replay and shrinking.
 """

@@ -31,7 +31,6 @@ class Draw:
         self.fixed = fixed or {}
         self.options: dict[str, Any] = {}
         self.simpler: dict[str, list[Any]] = {}
-        self.bounds: dict[str, tuple[int, int]] = {}
 
     def rng(self, name: str) -> np.random.Generator:
         """A random generator for this name, for the contents of arrays and lists, which are not options."""
@@ -89,17 +88,6 @@ class Draw:
             else:
                 value = low + int(which * (high - low + 1))
         self.options[name] = value
-        self.bounds[name] = (low, high)
         steps = [low, low + 1, low + (value - low) // 2, value - 1]
         self.simpler[name] = [x for x in dict.fromkeys(steps) if low <= x < value]
         return value
-
-
-def bucket(name: str, value: Any, bounds: dict[str, tuple[int, int]]) -> str:
-    """The class of a value, for counting pairs of options: integers are classed by their order of magnitude and their bounds."""
-    if name not in bounds:
-        return str(value)
-    low, high = bounds[name]
-    if value in (low, high):
-        return "low" if value == low else "high"
-    return next((f"<={limit}" for limit in (1, 4, 16, 64, 256) if value <= limit), ">256")

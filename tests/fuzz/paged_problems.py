@@ -10,6 +10,7 @@ import numpy as np
 import blitz_attn
 
 from . import arrays, bias_draws, checks
+from .attention_oracle import hiding
 from .draw import Discard, Draw
 from .paged_oracle import Paged, attend
 from .problems import Finding, problem
@@ -90,7 +91,7 @@ class Case:
         q = arrays.rounded(draw.rng("q").standard_normal((int(q_lens.sum()), heads, dim)), dtype)
         self.sinks = draw.rng("sinks").standard_normal(heads).astype(np.float32) * 3 if draw.flag("sinks", 0.3) else None
         self.scale = draw.pick("scale", (None, 0.0, -0.5, 1.0))
-        nothing = np.empty((0, size, kv_heads, 0))
+        nothing = np.empty((pages, size, kv_heads, 0))
         self.problem = p = Paged(
             dtype, q, q_lens, nothing, nothing, own, lens, dim**-0.5 if self.scale is None else self.scale, window,
             None if self.sinks is None else self.sinks.astype(np.float64), draw.pick("softcap", (None, 2.0, 30.0, 1e6)), None, begin, self.ranges,
@@ -106,7 +107,8 @@ class Case:
                 end = int(self.ranges[q_lens[:b].sum() : q_lens[: b + 1].sum(), 1].max(initial=0))
             t = np.arange(0 if window is None else max(0, first - window), max(0, min(lens[b], end)))
             if p.mask is not None:
-                t = t[~np.logical_and.reduce([np.isneginf(p.mask_of(b, h)).all(axis=0) for h in range(p.mask.shape[1])])[t]]
+                hidden = np.isneginf(hiding(p.request(b).mask, dtype)).all(axis=(0, 1, 2))
+                t = t[~np.broadcast_to(hidden, lens[b])[t]]
             used[own[b][t // size], t % size] = True
         garbage = draw.pick("garbage", (0, 1, 2))
         self.hnd = draw.pick("kv_layout", ("NHD", "HND")) == "HND"
@@ -134,8 +136,8 @@ class Case:
             longest = p.q_lens.max(initial=0 if self.ragged else 1), p.seq_lens.max(initial=0)
             full = (len(p.q_lens), heads, *(int(n) + m for n, m in zip(longest, more, strict=True)))
             shown = np.zeros(full, np.bool_)
-            for b, h in np.ndindex(full[:2]):
-                shown[b, h, : p.q_lens[b], : p.seq_lens[b]] = p.shown(b, h)
+            for b in range(len(p.q_lens)):
+                shown[b, :, : p.q_lens[b], : p.seq_lens[b]] = p.request(b).shown()[0]
             p.mask, self.mask_dtype = bias_draws.draw_mask(draw, full, p.dtype, shown, spoils=False)
             most_missing = 2 if more[1] else 4  # a mask of one axis has no more columns than there are tokens
             self.mask_placed, self.mask = bias_draws.place(draw, p.mask, self.mask_dtype, full, most_missing)

@@ -10,7 +10,6 @@ import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import calls
 from .draw import Draw
 
 MODULES = (
@@ -55,7 +54,6 @@ def problem(name: str, weight: float = 1.0) -> Callable[[Callable[[Draw], None]]
 
 
 def load() -> dict[str, Problem]:
-    calls.count()
     for module in MODULES:
         importlib.import_module(f"{__package__}.{module}")
     return REGISTRY
