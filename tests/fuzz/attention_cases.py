@@ -51,17 +51,20 @@ class Case:
 # ---- Drawing ------------------------------------------------------------------------------------------------------
 
 
-def _sizes(draw: Draw) -> tuple[int, ...]:
+MOST = {"small": (3, 3, 4, 64, 64), "few": (3, 2, 8, 9, 1500), "long": (2, 1, 3, 300, 600), "deep": (2, 2, 4, 24, 100), "middle": (3, 3, 3, 150, 150)}
+
+
+def _sizes(draw: Draw, regimes: dict[str, float]) -> tuple[int, ...]:
     """Batch, KV heads, group, query tokens, keys, head dims."""
-    regime = draw.pick("regime", ("small", "few", "long", "deep"), (5, 2, 2, 1))
-    most = {"small": (3, 3, 4, 64, 64), "few": (3, 2, 8, 9, 1500), "long": (2, 1, 3, 300, 600), "deep": (2, 2, 4, 24, 100)}[regime]
+    regime = draw.pick("regime", tuple(regimes), tuple(regimes.values()))
+    most = MOST[regime]
     zero = draw.pick("zero", ("none", "batch", "s_q", "s_kv"), (40, 1, 1, 1))
     batch = draw.integer("batch", 1, most[0], likely=(1, 2))
     kv_heads = draw.integer("kv_heads", 1, most[1])
     group = draw.integer("group", 1, most[2], likely=(1, 2))
     s_q = draw.integer("s_q", 1, most[3], likely=(1, 2, 8, 16, 32, 33, 64, 128, 256))
     s_kv = draw.integer("s_kv", 1, most[4], likely=(most[4], 64, 128, 256, 512))
-    dims = {"small": 128, "few": 128, "long": 64, "deep": 576}[regime]
+    dims = {"small": 128, "few": 128, "long": 64, "deep": 576, "middle": 70}[regime]
     dim = draw.integer("dim", 1, dims, likely=(8, 16, 32, 64, 128, 256, 576))
     v_dim = dim if draw.pick("v_dim.same", (True, False)) else draw.integer("v_dim", 1, dims, likely=(16, 64, 128, 512))
     return batch * (zero != "batch"), kv_heads, group, s_q * (zero != "s_q"), s_kv * (zero != "s_kv"), dim, v_dim
@@ -115,12 +118,15 @@ def draw_ranges(draw: Draw, batch: int, s_q: int, s_kv: int) -> np.ndarray:
     return np.broadcast_to(np.int64((info.min, info.max) if kind == "wide" else (info.max, info.min)), (*shape, 2)).copy()
 
 
+REGIMES = {"small": 5, "few": 2, "long": 2, "deep": 1}
+
+
 def draw_problem(
-    draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), forward_only: bool = False, all_blocks: bool = False
+    draw: Draw, *, spreads: tuple[float, ...] = (1, 0.02, 12), forward_only: bool = False, all_blocks: bool = False, regimes: dict[str, float] = REGIMES
 ) -> tuple[Attention, str, bool, bool]:
     dtype = draw.pick("dtype", arrays.FLOATS)
     layout = draw.pick("layout", LAYOUTS)
-    batch, kv_heads, group, s_q, s_kv, dim, v_dim = _sizes(draw)
+    batch, kv_heads, group, s_q, s_kv, dim, v_dim = _sizes(draw, regimes)
     has_q_lens, has_kv_lens = draw.flag("q_lens", 0.4), draw.flag("kv_lens", 0.4)
     full = np.full(batch, s_q, np.int64), np.full(batch, s_kv, np.int64)
     q_lens = _lengths(draw, "q_lens", batch, s_q) if has_q_lens or layout == "TND" else full[0]

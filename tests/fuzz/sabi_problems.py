@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,93 +50,83 @@ def draw_grid(draw: Draw) -> tuple[int, int, tuple[int, int]]:
     return *sizes, tuple(max(b, s // 24) for b, s in zip(blocks, sizes, strict=True))
 
 
-def check_built(what: str, got: np.ndarray, mask: np.ndarray, dtype: str | None, width: int | None) -> None:
-    mask = mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
-    same(what, got, oracle.rising(mask, dtype, width))
+Drawn = tuple[dict[str, Any], np.ndarray]  # a builder's own options, and the blocks that it lists
+
+
+def builder(name: str, weight: float = 0.2) -> Callable[[Callable[..., Drawn]], Callable[..., Drawn]]:
+    """Registers a function of a draw, the sizes, the shape of blocks and `causal` as what a builder draws."""
+
+    def register(drawn: Callable[..., Drawn]) -> Callable[..., Drawn]:
+        @problem(f"sabi.{name}", weight)
+        def run(draw: Draw) -> None:
+            grid, dtype, causal = draw_grid(draw), draw_dtype(draw), draw.flag("causal")
+            options, mask = drawn(draw, *grid, causal)
+            if causal and name != "document":
+                mask = mask & oracle.blocks_of(oracle.within(*grid[:2], -1, 0), grid[2])
+            width = draw_width(draw, mask)
+            sizes = () if name == "document" else grid[:2]
+            got = getattr(sabi, name)(*sizes, block_shape=grid[2], **options, causal=causal, dtype=dtype, width=width)
+            same(name, got, oracle.rising(mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape), dtype, width))
+
+        return drawn
+
+    return register
 
 
 @problem("sabi.dense", weight=0.1)
 def dense(draw: Draw) -> None:
     s_q, s_kv, block_shape = draw_grid(draw)
     dtype = draw_dtype(draw)
-    mask = oracle.blocks_of(np.ones((s_q, s_kv), np.bool_), block_shape)
-    check_built("dense", sabi.dense(s_q, s_kv, block_shape, dtype=dtype), mask, dtype, None)
+    mask = oracle.blocks_of(np.ones((1, 1, s_q, s_kv), np.bool_), block_shape)
+    same("dense", sabi.dense(s_q, s_kv, block_shape, dtype=dtype), oracle.rising(mask, dtype))
 
 
 @problem("sabi.sliding_window", weight=0.3)
 def sliding_window(draw: Draw) -> None:
-    s_q, s_kv, block_shape = draw_grid(draw)
+    *sizes, block_shape = draw_grid(draw)
     dtype = draw_dtype(draw)
     window = tuple(draw.integer(name, -1, 400, likely=(-1, 0, 1, 64)) for name in ("before", "after"))
     is_causal = draw.flag("causal")
-    mask = oracle.blocks_of(oracle.within(s_q, s_kv, *((-1, 0) if is_causal else window)), block_shape)
-    width = draw_width(draw, mask)
-    if is_causal:
-        got = sabi.causal(s_q, s_kv, block_shape, dtype=dtype, width=width)
-    else:
-        got = sabi.sliding_window(s_q, s_kv, block_shape, window=window, dtype=dtype, width=width)
-    check_built("list", got, mask, dtype, width)
+    mask = oracle.blocks_of(oracle.within(*sizes, *((-1, 0) if is_causal else window))[None, None], block_shape)
+    options = {"dtype": dtype, "width": draw_width(draw, mask)}
+    build = sabi.causal if is_causal else functools.partial(sabi.sliding_window, window=window)
+    same("list", build(*sizes, block_shape, **options), oracle.rising(mask, *options.values()))
 
 
-@problem("sabi.sink_local", weight=0.2)
-def sink_local(draw: Draw) -> None:
-    s_q, s_kv, block_shape = draw_grid(draw)
-    dtype, causal = draw_dtype(draw), draw.flag("causal")
+@builder("sink_local")
+def sink_local(draw: Draw, s_q: int, s_kv: int, block_shape: tuple[int, int], causal: bool) -> Drawn:
     sink, local = draw.integer("sink", 0, 500, likely=(1, 64)), draw.integer("local", 0, 500, likely=(1, 64))
     tokens = (oracle.keys(s_kv) < sink) | oracle.within(s_q, s_kv, local, 0 if causal else local)
-    mask = oracle.blocks_of(tokens, block_shape)
-    if causal:
-        mask &= oracle.blocks_of(oracle.within(s_q, s_kv, -1, 0), block_shape)
-    width = draw_width(draw, mask)
-    got = sabi.sink_local(s_q, s_kv, block_shape, sink=sink, local=local, causal=causal, dtype=dtype, width=width)
-    check_built("sink_local", got, mask, dtype, width)
+    return {"sink": sink, "local": local}, oracle.blocks_of(tokens, block_shape)
 
 
-@problem("sabi.dilated", weight=0.2)
-def dilated(draw: Draw) -> None:
-    s_q, s_kv, block_shape = draw_grid(draw)
-    dtype, causal = draw_dtype(draw), draw.flag("causal")
+@builder("dilated")
+def dilated(draw: Draw, s_q: int, s_kv: int, block_shape: tuple[int, int], causal: bool) -> Drawn:
     stride = draw.integer("stride", 1, 12, likely=(2, 3))
     reach = draw.integer("reach", 0, 30) if draw.flag("reach.given") else None
-    mask = oracle.dilated(s_q, s_kv, block_shape, stride, reach, causal)
-    width = draw_width(draw, mask)
-    got = sabi.dilated(s_q, s_kv, block_shape, stride=stride, reach=reach, causal=causal, dtype=dtype, width=width)
-    check_built("dilated", got, mask, dtype, width)
+    return {"stride": stride, "reach": reach}, oracle.dilated(s_q, s_kv, block_shape, stride, reach, causal)
 
 
-@problem("sabi.document", weight=0.2)
-def document(draw: Draw) -> None:
+@builder("document")
+def document(draw: Draw, _s_q: int, _s_kv: int, block_shape: tuple[int, int], causal: bool) -> Drawn:
     count = draw.integer("documents", 1, 6)
     lengths = [draw.integer(f"lengths[{i}]", 0, 90) for i in range(count)]
     kv_lengths = [draw.integer(f"kv_lengths[{i}]", 0, 90) for i in range(count)] if draw.flag("kv_lengths") else lengths
     lengths[0], kv_lengths[0] = max(lengths[0], 1), max(kv_lengths[0], 1)
-    _, _, block_shape = draw_grid(draw)
-    dtype, causal = draw_dtype(draw), draw.flag("causal")
-    mask = oracle.blocks_of(oracle.document(lengths, kv_lengths, causal), block_shape)
-    width = draw_width(draw, mask)
     given = None if kv_lengths is lengths else np.array(kv_lengths, draw.pick("lengths.dtype", ("int64", "int32", "uint16")))
-    got = sabi.document(lengths, given, block_shape, causal=causal, dtype=dtype, width=width)
-    check_built("document", got, mask, dtype, width)
+    return {"lengths": lengths, "kv_lengths": given}, oracle.blocks_of(oracle.document(lengths, kv_lengths, causal), block_shape)
 
 
-@problem("sabi.vertical_slash", weight=0.2)
-def vertical_slash(draw: Draw) -> None:
-    s_q, s_kv, block_shape = draw_grid(draw)
-    dtype, causal = draw_dtype(draw), draw.flag("causal")
+@builder("vertical_slash")
+def vertical_slash(draw: Draw, s_q: int, s_kv: int, block_shape: tuple[int, int], _causal: bool) -> Drawn:
     batch, heads = draw.integer("batch", 1, 3), draw.integer("heads", 1, 3)
     given = {}
     for name, most in (("vertical", s_kv), ("slash", s_q + s_kv)):
-        lead = {"all": (), "heads": (heads,), "both": (batch, heads), "one head": (batch, 1)}[
-            draw.pick(f"{name}.axes", ("all", "heads", "both", "one head"))
-        ]
+        leads = {"all": (), "heads": (heads,), "both": (batch, heads), "one head": (batch, 1)}
+        lead = leads[draw.pick(f"{name}.axes", tuple(leads))]
         given[name] = draw.rng(name).integers(0, most, (*lead, draw.integer(f"{name}.count", 0, 6)))
-    full = {name: x.reshape(*(1,) * (3 - x.ndim), *x.shape) for name, x in given.items()}
-    mask = oracle.blocks_of(oracle.vertical_slash(s_q, s_kv, full["vertical"], full["slash"]), block_shape)
-    if causal:
-        mask &= oracle.blocks_of(oracle.within(s_q, s_kv, -1, 0), block_shape)
-    width = draw_width(draw, mask)
-    got = sabi.vertical_slash(s_q, s_kv, block_shape, **given, causal=causal, dtype=dtype, width=width)
-    check_built("vertical_slash", got, mask, dtype, width)
+    full = (x.reshape(*(1,) * (3 - x.ndim), *x.shape) for x in given.values())
+    return given, oracle.blocks_of(oracle.vertical_slash(s_q, s_kv, *full), block_shape)
 
 
 @problem("sabi.random_with_frame", weight=0.2)

@@ -11,7 +11,7 @@ import blitz_attn
 from blitz_attn import select
 
 from . import arrays, checks
-from .attention_cases import LAYOUTS, Arguments, Case, alone, draw_ranges, inputs, laid_out, rules
+from .attention_cases import LAYOUTS, Arguments, Case, alone, draw_problem, inputs, laid_out, rules
 from .attention_oracle import Attention, forward
 from .bias_draws import draw_given_slopes, draw_mask, draw_slopes, place
 from .draw import Discard, Draw
@@ -21,38 +21,8 @@ from .select_oracle import Choice, check_lists, mask_of, scores_of
 NEAR = 1e-5  # of scores, which add up to 1: float32's rounding of sums of products, in the exponent
 
 
-def draw_problem(draw: Draw) -> tuple[Attention, str, bool, bool]:
-    """Small problems: the oracle goes over pairs of tokens in Python."""
-    batch, kv_heads, group = draw.integer("batch", 1, 3), draw.integer("kv_heads", 1, 3), draw.integer("group", 1, 3)
-    zero = draw.pick("zero", ("none", "batch", "s_q", "s_kv"), (40, 1, 1, 1))
-    s_q, s_kv = (draw.integer(name, 1, 150, likely=(16, 32, 64, 100, 128)) for name in ("s_q", "s_kv"))
-    s_q, s_kv, batch = s_q * (zero != "s_q"), s_kv * (zero != "s_kv"), batch * (zero != "batch")
-    dim = draw.integer("dim", 1, 70, likely=(8, 16, 32, 64))
-    layout, dtype = draw.pick("layout", LAYOUTS), draw.pick("dtype", arrays.FLOATS)
-    has = {name: draw.flag(name, 0.4) for name in ("q_lens", "kv_lens")}
-    lens = {}
-    for name, most in (("q_lens", s_q), ("kv_lens", s_kv)):
-        drawn = has[name] or layout == "TND"
-        lens[name] = np.array([draw.integer(f"{name}[{b}]", 0, most, likely=(most,)) if drawn else most for b in range(batch)], np.int64)
-    if layout == "TND":
-        s_q, s_kv = int(lens["q_lens"].max(initial=0)), int(lens["kv_lens"].max(initial=0))
-    sizes = {"none": -1, "zero": 0, "one": 1, "some": 1 + s_kv // 5, "most": s_kv}
-    window = tuple(sizes[draw.pick(f"window.{side}", tuple(sizes), (4, 1, 1, 2, 1))] for side in ("before", "after"))
-    rng = draw.rng("values")
-    spread = draw.pick("spread", (1.0, 0.02, 4.0))
-    q = rng.standard_normal((batch, kv_heads * group, s_q, dim)) * spread
-    k, v = (rng.standard_normal((batch, kv_heads, s_kv, dim)) for _ in range(2))
-    values = (arrays.rounded(x, dtype) for x in (q, k, v))
-    shape = (0, 0)  # the chooser's
-    scale = draw.pick("scale", (None, 1.0, 0.0, -0.3), (4, 1, 1, 1))
-    p = Attention(dtype, *values, *lens.values(), None, shape, scale, draw.flag("causal"), window if draw.flag("window", 0.4) else None)
-    if draw.flag("q_begin", 0.3):
-        p.begin = np.array([draw.integer(f"q_begin[{b}]", -20, s_kv + 20, likely=(0,)) for b in range(batch)], np.int64)
-    return p, layout, has["q_lens"], has["kv_lens"]
-
-
-def draw_choice(draw: Draw, p: Attention) -> tuple[Choice, Any, tuple[int, int]]:
-    """How to choose, the same as the package takes it, and the shape of blocks."""
+def draw_choice(draw: Draw, p: Attention) -> tuple[Choice, Any]:
+    """How to choose, and the same as the package takes it. Gives the problem its blocks."""
     kind = draw.pick("chooser", ("pooled", "antidiagonal", "sampled_rows", "vertical_slash"), (3, 1, 1, 1))
     over = draw.pick("over", ("largest", "mean"))
     rows, keys, term = draw.integer("rows", 1, 16, likely=(1, 4, 8)), 1, "mean"
@@ -66,12 +36,14 @@ def draw_choice(draw: Draw, p: Attention) -> tuple[Choice, Any, tuple[int, int]]
         keys, chooser = rows, select.Antidiagonal(rows, over)
     elif kind == "sampled_rows":
         chooser = select.SampledRows(rows, over)
-        parts_kv = draw.integer("block_kv", 1, 64, likely=(16, 32))
+        parts_kv = draw.integer("chooser.block_kv", 1, 64, likely=(16, 32))
     else:
         over, chooser = "mean", select.VerticalSlash(rows)
-        parts_q, parts_kv = draw.integer("block_q", 1, 64, likely=(16, 32)), draw.integer("block_kv", 1, 64, likely=(16, 32))
-    shape = (parts_q if kind == "vertical_slash" else rows * parts_q, keys * parts_kv)
-    p.block_shape = shape
+        parts_q, parts_kv = (
+            draw.integer("chooser.block_q", 1, 64, likely=(16, 32)),
+            draw.integer("chooser.block_kv", 1, 64, likely=(16, 32)),
+        )
+    p.block_shape = (parts_q if kind == "vertical_slash" else rows * parts_q, keys * parts_kv)
     budget = draw.pick("budget", ("density", "top_p", "threshold", "top_k"), (3, 2, 1, 1))
     per_kv_head = draw.flag("per_kv_head", 0.3)
     lists = p.k.shape[1] if per_kv_head else p.q.shape[1]
@@ -81,7 +53,7 @@ def draw_choice(draw: Draw, p: Attention) -> tuple[Choice, Any, tuple[int, int]]
     ]
     names = ("sink", "recent", "last_columns", "first_rows", "last_rows")
     kept = {name: draw.pick(name, (0, 1, 2, 100), (5, 3, 2, 0.3)) for name in names}
-    return Choice(kind, rows, keys, term, over, budget, numbers, per_kv_head=per_kv_head, **kept), chooser, shape
+    return Choice(kind, rows, keys, term, over, budget, numbers, per_kv_head=per_kv_head, **kept), chooser
 
 
 def options_of(c: Choice, chooser: Any) -> dict[str, Any]:
@@ -93,10 +65,13 @@ def options_of(c: Choice, chooser: Any) -> dict[str, Any]:
 @problem("select_blocks_prefill", weight=2)
 def select_blocks_prefill(draw: Draw) -> None:
     check = draw.pick("check", ("oracle", "threads", "alone", "attend"))
-    p, layout, has_q_lens, has_kv_lens = draw_problem(draw)
-    c, chooser, _ = draw_choice(draw, p)
-    if c.kind != "vertical_slash" and draw.flag("ranges", 0.4):
-        p.ranges = draw_ranges(draw, *p.q.shape[::2], p.k.shape[2])
+    p, layout, has_q_lens, has_kv_lens = draw_problem(
+        draw, spreads=(1.0, 0.02, 4.0), regimes={"middle": 1}
+    )  # small: the oracle goes over pairs of tokens
+    p.blocks = p.total = p.softcap = None
+    p.scale = draw.pick("chooser.scale", (None, 1.0, 0.0, -0.3), (4, 1, 1, 1))
+    c, chooser = draw_choice(draw, p)
+    p.ranges = None if c.kind == "vertical_slash" else p.ranges
     case = Case(p, layout, np.zeros(p.k.shape[:3], bool), np.nan, has_q_lens, has_kv_lens)
     made = Arguments(draw, case)
     given = {name: made.arrays[name] for name in ("q", "k")}
@@ -113,20 +88,18 @@ def select_blocks_prefill(draw: Draw) -> None:
         kept = mask_of(sabi, columns, c, p.k.shape[1])
         check_lists(p, c, ours, kept)
         plain = {"dtype": p.dtype if p.dtype == "bfloat16" else None} | options_of(c, chooser)
+
+        def again_by(case: Case, num_threads: int, **more: Any) -> Any:
+            q, k, _ = inputs(case).values()
+            return blitz_attn.select_blocks_prefill(q, k, **rules(case, {}), **plain, **more, return_scores=True, num_threads=num_threads)
+
         if check == "threads":
-            arrays_now = {name: x for name, x in inputs(case).items() if name != "v"}
-            again = blitz_attn.select_blocks_prefill(
-                *arrays_now.values(), **rules(case, {}), **plain, index_dtype=index_dtype, return_scores=True,
-                num_threads=draw.pick("other_threads", checks.THREADS),
-            )  # fmt: skip
+            again = again_by(case, draw.pick("other_threads", checks.THREADS), index_dtype=index_dtype)
             checks.same_bits("another number of threads", (np.asarray(sabi), ours), again)
         elif check == "alone" and p.q.shape[0]:
             b = int(draw.rng("alone.entry").integers(p.q.shape[0]))
             single = alone(case, b, draw.pick("alone.layout", LAYOUTS), 0, 0)
-            arrays_now = {name: x for name, x in inputs(single).items() if name != "v"}
-            again = blitz_attn.select_blocks_prefill(
-                *arrays_now.values(), **rules(single, {}), **plain, return_scores=True, num_threads=1
-            )  # fmt: skip
+            again = again_by(single, 1)
             rows, own = again[1].shape[2:]
             checks.same_bits("scores alone", np.ascontiguousarray(ours[b : b + 1, :, :rows, :own]), again[1])
             if (mask_of(again[0], own, c, p.k.shape[1]) != kept[b : b + 1, :, :rows, :own]).any():
@@ -139,7 +112,7 @@ def _draw_added(draw: Draw, p: Attention) -> tuple[Attention, dict[str, Any]]:
     """What attention adds to scores or makes of them, which has no say in the choice of blocks."""
     options: dict[str, Any] = {}
     heads = p.q.shape[1]
-    if draw.flag("softcap", 0.25):
+    if draw.flag("capped.attend", 0.25):
         p = dataclasses.replace(p, softcap=draw.pick("softcap.value", (1.0, 20.0, 0.1)))
         options["softcap"] = p.softcap
     if draw.flag("sinks", 0.25):
@@ -189,4 +162,6 @@ def refused_choices(draw: Draw) -> None:
     else:
         del call["density"]
         call[mistake] = 0 if mistake == "top_k" else float(number)
-    checks.refused(lambda: blitz_attn.select_blocks_prefill(q, k, **call), (ValueError,), mistake if mistake not in ("two", "none") else "density")
+    checks.refused(
+        lambda: blitz_attn.select_blocks_prefill(q, k, **call), (ValueError,), mistake if mistake not in ("two", "none") else "density"
+    )
