@@ -13,6 +13,8 @@ from blitz_attn.compat import mslk, torch_bsa
 
 from . import arrays, checks
 from . import nsa_oracle as oracle
+from .attention_cases import laid_out
+from .attention_oracle import Attention, forward
 from .draw import Discard, Draw
 from .nsa_draws import Setting, as_integers, draw_rules, kind_of
 from .nsa_oracle import Arithmetic, Near, exact
@@ -43,12 +45,12 @@ def draw_lengths(draw: Draw, name: str, batch: int, tokens: int) -> tuple[Any, l
 
 
 def draw_blocks(draw: Draw, heads: int, lens: list[tuple[int, int]], s_q: int, s_kv: int, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """A list of blocks as upstream takes it, and (B, N, Sq, Skv) whether a token's block is listed."""
+    """A list of blocks as upstream takes it, and (B, N, rows, columns) whether a block is listed."""
     rng = draw.rng("sabi")
     dtype, share = draw.pick("sabi.dtype", ("uint16", "int16", "int32", "int64")), draw.pick("sabi.share", (0.5, 0.0, 0.9, 1.0))
     how, width = draw.pick("sabi", ("none", "list", "three"), (1, 3, 1)), draw.pick("sabi.width", ("columns", "narrow"))
     if how == "none":
-        return None, np.ones((len(lens), heads, s_q, s_kv), np.bool_)
+        return None, None
     rows, columns = -(-s_q // shape[0]), -(-s_kv // shape[1])
     kept = rng.random((len(lens), heads, rows, columns)) < share
     most = columns if width == "columns" else int(kept.sum(-1).max(initial=0))
@@ -57,19 +59,7 @@ def draw_blocks(draw: Draw, heads: int, lens: list[tuple[int, int]], s_q: int, s
         places = rng.permutation(np.flatnonzero(kept[index]))
         lists[index][: len(places)] = places
     lists = lists.astype(dtype)
-    given = lists[0] if how == "three" and len(lens) == 1 else lists
-    return given, kept[:, :, np.arange(s_q) // shape[0]][:, :, :, np.arange(s_kv) // shape[1]]
-
-
-def sees(mode: int, q_len: int, kv_len: int, s_q: int, s_kv: int, pre: int, after: int) -> np.ndarray:
-    i, j = np.arange(s_q)[:, None], np.arange(s_kv)[None, :]
-    valid = (i < q_len) & (j < kv_len)
-    away = j - i - (kv_len - q_len)
-    if mode == 2:
-        return valid & (j <= i)
-    if mode == 3:
-        return valid & (away <= 0)
-    return valid & (away >= -pre) & (away <= after) if mode == 4 else valid
+    return lists[0] if how == "three" and len(lens) == 1 else lists, kept
 
 
 ORDER = (
@@ -80,10 +70,9 @@ ORDER = (
 
 @problem("blitz_sparse_attention")
 def blitz_sparse_attention(draw: Draw) -> None:
-    with checks.at_level(draw) as level:
+    with checks.at_level(draw):
         dtype = draw.pick("dtype", DTYPES)
         kind = draw.pick("kind", tuple(x for x in arrays.kinds_for(dtype) if x in KINDS))
-        how = Arithmetic(dtype, level)
         layout = draw.pick("input_layout", (None, "BNSD", "BSND", "BSH", "BNSD_BSND", "TND"))
         form = {None: "BSH", "BNSD_BSND": "BNSD"}.get(layout, layout)
         large = draw.flag("large", 0.25)
@@ -119,7 +108,7 @@ def blitz_sparse_attention(draw: Draw) -> None:
             if name != "query" and draw.flag(f"{name}.garbage"):
                 for b in range(batch):
                     values[b, :, kv_lens[b] :] = np.nan
-            stored = to_layout(values, form, lens)
+            stored = laid_out(values, form, np.array(lens, np.int64))
             views = tuple(x for x in arrays.VIEWS if kind != "torch" or x != "reversed")
             placed = arrays.place(draw, name, arrays.stored(stored, dtype), views=views)
             tensors[name] = values, placed, arrays.dressed(placed.array, dtype, kind)
@@ -152,53 +141,21 @@ def blitz_sparse_attention(draw: Draw) -> None:
     for _, placed, _ in tensors.values():
         placed.check_unchanged()
     kind_of("attention_out", out, dtype, kind)
-    real = "float64" if dtype == "float64" else "float32"
     with_lse = bool(options["softmax_lse_flag"]) and form != "TND"
-    seen = [sees(rule, q_lens[b], kv_lens[b], s_q, s_kv, NO_BOUND if pre is None else pre, after or 0) & listed[b] for b in range(batch)]
-    results = [
-        oracle.attend(
-            *(exact(np.nan_to_num(tensors[name][0][b])) for name in ("query", "key", "value")),
-            seen[b],
-            1.0 if scale is None else scale,
-            how,
-        )
-        for b in range(batch)
-    ]
-    expected, allowed = (
-        np.stack([np.broadcast_to(getattr(x.out.rounded(how), y), (heads, s_q, v_dim)) for x in results])
-        if batch
-        else np.zeros((0, heads, s_q, v_dim))
-        for y in ("value", "error")
-    )
-    form_out = "BSND" if layout == "BNSD_BSND" else form
-    checks.near("attention_out", arrays.values_of(out, dtype), to_layout(expected, form_out, q_lens), to_layout(allowed, form_out, q_lens))
+    window = (NO_BOUND if pre is None else pre, after or 0) if rule == 4 else None
+    lens = [np.array(x, np.int64) for x in (q_lens, kv_lens)]
+    values = (np.nan_to_num(x) for x, _, _ in tensors.values())
+    begin = np.zeros(batch, np.int64) if rule == 2 else None
+    p = Attention(dtype, *values, *lens, listed, shape, 1.0 if scale is None else scale, rule in (2, 3), window, begin)
+    f, form_out = forward(p), "BSND" if layout == "BNSD_BSND" else form
+    expected, allowed = (laid_out(x, form_out, lens[0]) for x in (f.out, f.allowed_out))
+    checks.near("attention_out", arrays.values_of(out, dtype), expected, allowed)
     if not with_lse:
         if tuple(lse.shape) != (0,):
             raise Finding(f"softmax_lse: shape {tuple(lse.shape)} where none was asked for")
         return
-    kind_of("softmax_lse", lse, real, kind)
-    lse_expected, lse_allowed = (
-        np.stack([getattr(x.lse, y) for x in results]) if batch else np.zeros((0, heads, s_q)) for y in ("value", "error")
-    )
-    real_unit = checks.EPSILON[real]
-    finite = np.isfinite(lse_expected)
-    checks.near(
-        "softmax_lse",
-        arrays.values_of(lse, real),
-        lse_expected,
-        np.where(finite, lse_allowed + real_unit * np.abs(np.where(finite, lse_expected, 0)), 0),
-    )
-
-
-def to_layout(x: np.ndarray, form: str, lens: list[int]) -> np.ndarray:
-    """From (B, N, S, D)."""
-    if form == "BNSD":
-        return x
-    if form == "TND":
-        parts = [x[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lens)]
-        return np.concatenate([np.zeros((0, x.shape[1], x.shape[3])), *parts])
-    turned = x.swapaxes(1, 2)
-    return turned if form == "BSND" else turned.reshape(*turned.shape[:2], x.shape[1] * x.shape[3])
+    kind_of("softmax_lse", lse, p.real, kind)
+    checks.near("softmax_lse", arrays.values_of(lse, p.real), f.lse, f.allowed_lse)
 
 
 # ---- mslk ---------------------------------------------------------------------------------------------------------
