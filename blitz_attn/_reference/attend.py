@@ -222,7 +222,7 @@ def attend_backward(
         seen = strip.seen & (lse[:, :, rows] != -np.inf)  # other queries attended to no key
         scores, tangent = _scores(s, strip, scale, softcap, r)
         p = r(np.where(seen, np.exp(scores - lse[:, :, rows]), s.q.dtype.type(0)))
-        slope = p * (r(matmul(dout[:, :, rows], _of(s.v, strip).swapaxes(-1, -2))) - delta[:, :, rows])
+        slope = p * (r(dout[:, :, rows] @ _of(s.v, strip).swapaxes(-1, -2)) - delta[:, :, rows])
         if add_bias is not None:
             dbias = r(np.where(seen, slope, s.q.dtype.type(0)))
             add_bias(np.arange(rows.start, rows.stop), np.arange(s.k.shape[1])[keys], dbias.reshape(len(s.q), *dbias.shape[2:]))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import array, choice, dtype_name, result_shapes
+from .._floats import FLOATS
 from .._sabi import lists
 from . import attend as core
 from .common import cuts, delivered, lengths, name_of, per_head, real_of, rounding_of, to_float64, with_options_of, written
@@ -96,19 +97,30 @@ def sequences_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, sabi: Any, o: dict
     return sequences
 
 
-def add_biases(sequences: Sequence[core.Sequence], attn_mask: Any, alibi_slopes: Any, inputs: str) -> None:
-    """Gives each batch entry what is added to its scores. `inputs`: the dtype of q."""
+def add_biases(sequences: Sequence[core.Sequence], attn_mask: Any, alibi_slopes: Any, inputs: str, *, longer: bool = False) -> None:
+    """Gives each batch entry what is added to its scores. `inputs`: the dtype of q; `longer`: a mask of two axes or more may have more
+    rows and columns."""
     if not sequences or (attn_mask is None and alibi_slopes is None):
         return
     sizes = (len(sequences), len(sequences[0].q), max(s.q.shape[1] for s in sequences), max(s.k.shape[1] for s in sequences))
     masks: Sequence[np.ndarray | None] = [None] * len(sequences)
     if attn_mask is not None:
         given = attn_mask if hasattr(attn_mask, "detach") else array(attn_mask, "attn_mask", "an array")
+        if dtype_name(given.dtype) not in ("bool", *FLOATS):
+            raise TypeError(f"attn_mask: expected bool, float32, float16, bfloat16 or float64, got {dtype_name(given.dtype)}")
         # An array keeps its dtype: what a strip needs of it is widened there.
         mask = np.asarray(given) if dtype_name(given.dtype) == "bool" or isinstance(given, np.ndarray) else to_float64(given)
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        fits = [n in (1, full) or (longer and axis > 1 and n > full) for axis, (n, full) in enumerate(zip(mask.shape, sizes, strict=False))]
+        if mask.ndim != 4 or not all(fits):
+            expected = ", ".join(f"{full} or 1" for full in sizes)
+            raise ValueError(f"attn_mask: expected shape ({expected}), got {np.shape(attn_mask)}")
+        if np.ndim(attn_mask) == 1 and mask.shape[3] > max(1, sizes[3]):
+            raise ValueError(f"attn_mask: expected {sizes[3]} tokens in a mask of one axis, got {np.shape(attn_mask)}")
         masks = list(np.broadcast_to(mask, [full if n == 1 else n for n, full in zip(mask.shape, sizes, strict=True)]))
     slopes = per_head(alibi_slopes, "alibi_slopes")
+    if slopes is not None and slopes.shape != sizes[1:2]:
+        raise ValueError(f"alibi_slopes: expected shape {sizes[1:2]}, one number per head, got {slopes.shape}")
     # In float32, such a number times log2(e) is infinite.
     least = -math.inf if inputs == "float64" else -float(np.finfo(np.float32).max) / math.log2(math.e)
     for s, part in zip(sequences, masks, strict=True):

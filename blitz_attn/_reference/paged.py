@@ -131,7 +131,7 @@ def _attend(name: str, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, se
     """Attention as a program in dtype `name` computes it."""
     wide = to_float64(q, o["dtype"]).astype(real_of(name))
     requests = _requests(wide, k_cache, v_cache, block_tables, seq_lens, o)
-    add_biases(requests, o["attn_mask"], o["alibi_slopes"], name_of(q, o["dtype"]))
+    add_biases(requests, o["attn_mask"], o["alibi_slopes"], name_of(q, o["dtype"]), longer=True)
     if selected is not None:
         lists = np.asarray(selected).astype(np.int64)
         behind = lists < 0 if o["counts"] is None else np.arange(lists.shape[2]) >= np.asarray(o["counts"])[..., None]

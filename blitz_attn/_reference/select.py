@@ -215,6 +215,8 @@ def select_blocks_prefill(
     options, inputs = locals() | {"attn_mask": None, "alibi_slopes": None}, name_of(q, dtype)
     sequences = sequences_of(*(to_float64(x, dtype) for x in (q, k, k)), None, options, inputs)
     kind, fields = _rules_of(chooser, block_q, block_kv)
+    if kind == "VerticalSlash" and kv_ranges is not None:
+        raise ValueError("kv_ranges: expected None with the chooser vertical_slash, whose lines run through all keys, got ranges")
     budgets = {"density": density, "top_p": top_p, "threshold": threshold, "top_k": top_k}
     ((name, budget),) = ((name, value) for name, value in budgets.items() if value is not None)
     heads, kv_heads = (len(sequences[0].q), len(sequences[0].k)) if sequences else (1, 1)
