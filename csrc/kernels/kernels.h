@@ -12,80 +12,59 @@
  * is the largest score of the first group that the lane sees, rounded up to a whole number, so that rescaling is exact. Later scores may be larger; m
  * is raised only where the weights of a group would sum to too much.
  *
- * Glossary of csrc/kernels and csrc/ops. Where a word is used in a second sense, "also" says which.
+ * Glossary of csrc/kernels and csrc/ops: words with a sense of their own. Files that choose blocks for prefill have some more
+ * (ops/select/select_prefill_call.h).
  *
- * Numbers and code:
- *     real           the accumulator's type: double for float64, float for every other dtype
- *     element        one number of a tensor, in the dtype that it has in memory
- *     row            the elements of one token and head in memory: head_dim elements of Q or K, v_dim of V, the output or a gradient. Also a row of
- *                    S^T or O^T, which is a key or a dim (BA_ACC_ROWS, and `rows` in panel kernels), and a list row (see list)
- *     pack           to copy rows into the order and the dtype in which a kernel reads them
- *     level          one instruction set (ba_isa). Each level can do what the levels below it on the same architecture can do
- *     family         the kernels of one dtype at one level, which share their packed formats
- *     driver         the code in csrc/ops that runs the items of an operation: it finds rows, calls kernels and writes results
+ *     real         the type of accumulators: double for float64, float for every other dtype
+ *     row          the elements of one token and head: head_dim of Q or K, v_dim of V, the output or a gradient. All else that stands in rows is
+ *                  named in full: list rows, block rows, rows of accumulators
+ *     pack         to copy rows into the order and the dtype in which a kernel reads them
+ *     pair         of bfloat16: two elements in one 32-bit lane, whose products one instruction adds
+ *     level        one instruction set (ba_isa). It can do what the levels below it on the same architecture can do
+ *     family       the kernels of one dtype at one level, which share their packed formats
+ *     driver       the code in csrc/ops that runs an operation: it finds rows, calls kernels and writes results
  *
- * Queries:
- *     query          one token of one query head. A KV head's queries are those of all query heads that share it
- *     pair           of bfloat16: two elements in one 32-bit lane, whose products one instruction adds. Also a (query, key) or
- *                    (batch entry, KV head) pair, where csrc/ops says so
- *     panel          queries side by side as lanes, with their state. A family has two widths, wide and narrow: a narrow panel holds the queries that
- *                    do not fill a wide one
- *     lane           the place of one query in a panel. The lanes of a vector register are called vector lanes where both occur
- *     bounds         lo and hi of a lane: its query sees the keys from lo to hi - 1
- *     bias           what a mask and slopes add to the scores of a lane, one number for each key; -inf hides the key
- *     query tile     at most tile_queries queries that walk the same list, share packed keys and keep their states in cache; of one query head, or of
- *                    all heads that share the list. It is made of panels. csrc/ops says "tile" for short (ba_tile)
- *     few            1 to BA_FEW_QUERIES queries of a KV head: tokens times query heads that share it (decode). A batch entry is attended by few
- *                    kernels where it has so few queries, or a few times as many over many keys (ba_plan_few_queries in ops/plan/plan.h). Routed list
- *                    rows of at most BA_FEW_QUERIES queries go to the row kernels (ba_runs_by_block). Few kernels have dims as vector lanes and
- *                    read K and V in place
- *     set            the queries of a few or a row kernel that are computed together, as many as the registers hold sums for
- *     unit           the rows of K that a few kernel scores together, for one head and one set
- *     row kernel     attends any number of queries that have just this one chunk in common: each query stays a row, and no panel is packed
- *     state          m, l and o of a query: the reference, the sum of weights, and the sum of weighted values
- *     reference      m: what is subtracted from scores, so that weights neither overflow nor all vanish
- *     weight         exp2(score - m): what a value is multiplied with
- *     slope          scale * dS: what a row of Q or K is multiplied with in gradients, as a value is multiplied with a weight
+ *     query        one token of one query head
+ *     KV group     the query heads that share a KV head. A KV head's queries are those of its whole group
+ *     slice        some of a sequence's queries, next to each other, which a call has without the others (q_begin, q_total)
+ *     panel        queries side by side as lanes, with their states: wide, or narrow where they would not fill a wide one
+ *     lane         one query's column of a panel. Lanes of a vector register are called vector lanes where both occur
+ *     query tile   at most tile_queries queries that walk the same list and keep their states in cache. It consists of panels. csrc/ops, which knows
+ *                  no tile registers, says tile (ba_tile)
+ *     few          of queries: so few of a KV head, as in decode, that few kernels attend them (ba_plan_few_queries). These take up to BA_FEW_QUERIES
+ *                  at a time, have dims as vector lanes, and read K and V in place
+ *     set          the queries that a few or a routed kernel computes together: as many as the registers hold sums for
+ *     state        m, l and o of a query: the reference, the sum of weights, and the sum of weighted values
+ *     reference    m: what is subtracted from a query's scores, so that its weights neither overflow nor all vanish
+ *     weight       exp2(score - m): what a value is multiplied with
+ *     slope        scale * dS: what a row of Q or K is multiplied with in gradients. (The slopes of a bias are those of alibi_slopes.)
+ *     bounds       lo and hi of a query: it sees the keys from lo to hi - 1
+ *     bias         what attn_mask and alibi_slopes add to scores, one number for each query and key; -inf hides the key
  *
- * Keys:
- *     block          of a list: the block_q queries by block_kv keys that one entry of the index list keeps. A block row is block_q queries, a block
- *                    column block_kv keys
- *     page           of a paged cache: page_size consecutive tokens of one sequence
- *     list           the block columns that one block row attends. Callers give them in any order; a walk goes through them in rising order. One such
- *                    list is a row of the array of lists (sabi), a list row. Also, in the files that choose blocks for prefill, all rows of a head
- *     routed         lists of single tokens or small tiles of them, as native sparse attention has: neighbouring rows have little in common
- *     walk           the pass of a query tile over the keys of its list
- *     place          where a key stands among the keys of its list, in rising order; ba_chunk.place counts in the chunk that it was cut from
- *     chunk          the keys that one kernel call attends, at most BA_MAX_CHUNK: a walk is cut into chunks by the places of keys, not by block
- *                    borders
- *     cut            to divide a chunk among kernel calls
- *     group          key_pad consecutive keys that are packed and multiplied together. Also the query heads that share a KV head (ba_problem.group),
- *                    and, in the files that choose blocks for prefill, the keys that are pooled to one
- *     key stretch    consecutive keys whose weights are summed before the sum is added to l. In csrc/ops a stretch is any run of tokens, pages,
- *                    blocks or rows
+ *     block        block_q queries by block_kv keys, which are attended or left out together: a block row by a block column
+ *     list         the block columns that one block row attends, in any order. Each is a row of an array of lists, a list row
+ *     routed       of lists: each is of one query or a small tile of them, and neighbours have little in common. Routed kernels attend any number of
+ *                  queries that have just one chunk in common, and pack no panels
+ *     walk         one pass over the keys of a list, in rising order
+ *     place        of a key in a walk: how many keys of the list come before it. ba_chunk.place counts within a chunk
+ *     chunk        the keys that one kernel call attends, at most BA_MAX_CHUNK. A walk is cut into chunks by places, not at the borders of blocks
+ *     group        key_pad consecutive keys that are packed and multiplied together
+ *     key stretch  consecutive keys whose weights are summed before the sum is added to l
+ *     unit         the rows of K that a few kernel scores together, for one head and one set
+ *     bundle       consecutive keys whose weighted values a few kernel, or one on tiles, adds up before it turns to others
+ *     part         in decode, some of a sequence's keys, attended by themselves. The states of all parts are joined
+ *     KV split     kv_split consecutive tokens of a request, attended as a sequence of its own
  *
- * Work:
- *     opened         of a call or of page tables: its arguments are checked, and what must not change is copied (ops/open/open.h,
- *                    ops/kv_cache/page_tables.h)
- *     ragged         of a paged call: requests have different numbers of queries, and q is (T, H, D), all queries one after the other
- *     plan           of a call: its items, and how they are cut and sorted (ba_plan). Also, in paged operations, page tables that were opened for all
- *                    calls of a decode step (ba_page_tables, PagedPlan in Python)
- *     worker         one of the threads that run the items of a call, the caller included, by its number, which is that of its scratch memory
- *     slice          queries of a call that are a run of a longer call's queries (q_begin, q_total). In few kernels, the keys whose values are added
- *                    to O together
- *     part           in decode, a run of the keys of one sequence that is attended as an item of its own. Parts are merged by their states. Also a
- *                    share of a block of scratch memory (ba_take)
- *     item           what one thread takes from the plan: one or several query tiles, or a part
- *     prefetcher     issues the prefetches of a few call, a little at every step of its work; a request is one pass of it over the rows to come.
- *                    Also, in paged operations, a request is a sequence that is served
+ *     plan         of a call: its items, and how they are cut and sorted (ba_plan)
+ *     item         what one thread takes from the plan at a time: some query tiles, or a part
+ *     opened       of a call or of page tables: checked, with copies of what must not change (ops/open/open.h, ops/kv_cache/page_tables.h)
+ *     pass         of a prefetcher: once over the rows to come. A few kernel moves each of its passes on a little at every step
  *
- * Tiles (csrc/kernels/tiles/):
- *     tile           one tile register: 16 rows of 64 bytes
- *     piece          one of the bfloat16 numbers whose sum is a float16 or float32 element
- *     bundle         2 to 4 consecutive groups whose weighted values are added to o together
- *     strip          the 32 dims of V whose sums stand in tile registers at a time. Also, where blocks are chosen for prefill, some neighbouring
- *                    block rows
- *     heavy          a group whose weights need a second piece, since they are a large share of a lane's sum so far */
+ * In csrc/kernels/tiles/ alone:
+ *     tile         one tile register: 16 rows of 64 bytes
+ *     piece        one of the bfloat16 numbers whose sum is a float16 or float32 element
+ *     strip        the 32 dims of V whose sums stand in tile registers at a time
+ *     heavy        of a group: its weights need a second piece, since they are a large share of a query's sum so far */
 #ifndef BA_KERNELS_H
 #define BA_KERNELS_H
 
