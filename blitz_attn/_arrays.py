@@ -348,13 +348,6 @@ def shape_of(x: Any) -> tuple[int, ...]:
     return tuple(shape) if isinstance(shape, tuple) and all(isinstance(n, int) and n >= 0 for n in shape) else ()
 
 
-def result_shapes(q: Any, v: Any, layout: str, num_heads: Any, num_kv_heads: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the output and of the log-sum-exp of attention over sequences. The numbers of heads count in layout BSH alone."""
-    if layout == "BSH":
-        return (*q.shape[:2], v.shape[2] // (num_kv_heads or num_heads) * num_heads), (q.shape[0], num_heads, q.shape[1])
-    return (*q.shape[:-1], v.shape[-1]), (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSND" else tuple(q.shape[:-1])
-
-
 def integers(x: Any, name: str) -> np.ndarray:
     """int64 array of the integers of a sequence or an array."""
     given = array(x, name, "integers")

@@ -36,14 +36,14 @@ def paged_attention(
     kv_layout: KVLayout = "NHD",
     q_lens: Any = None,
     window: int | None = None,
-    sinks: Any = None,
-    softcap: float | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
     q_begin: Any = None,
     kv_ranges: Any = None,
     attn_mask: Any = None,
     alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     kv_split: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
@@ -80,14 +80,6 @@ def paged_attention(
         ``(B,)``: queries of each request, 0 to ``seq_lens[b]``: chunked prefill, speculative decoding.
     window : int, optional
         Number of tokens before itself that a query sees, at least 0. Default, and -1: all.
-    sinks : array_like, optional
-        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. One
-        beyond about +-2.3e38 counts as infinite, unless `q` is float64.
-    softcap : float, optional
-        Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default, and 0: scores are not capped.
-    k_scale, v_scale : array of float32, or float, optional
-        The factors of int8 and float8 e4m3 caches: ``(pages, page_size, Hkv)``, one for each token and head, ``(Hkv,)``, one for each head,
-        or one number. Arrays of other floats are converted. For other caches only the number 1 is accepted, and has no effect.
     q_begin : sequence of int, optional
         ``(B,)``: token number of each request's query 0; may be negative. It is for a cache that holds a stretch of a longer request, whose
         first token there counts as 0. Query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the number of tokens.
@@ -103,6 +95,14 @@ def paged_attention(
         has one element per token of the longest request and no more, so that a flattened mask of queries and tokens is refused.
     alibi_slopes : array_like, optional
         ``(H,)`` float32: ``-alibi_slopes[h] * abs(p - j)`` is added to the score of token j, where p is the query's own token number.
+    sinks : array_like, optional
+        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. One
+        beyond about +-2.3e38 counts as infinite, unless `q` is float64.
+    softcap : float, optional
+        Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default, and 0: scores are not capped.
+    k_scale, v_scale : array of float32, or float, optional
+        The factors of int8 and float8 e4m3 caches: ``(pages, page_size, Hkv)``, one for each token and head, ``(Hkv,)``, one for each head,
+        or one number. Arrays of other floats are converted. For other caches only the number 1 is accepted, and has no effect.
     kv_split : int, optional
         Attend to each request in chunks of so many tokens, a multiple of page_size, and merge the states of its chunks by a fixed tree: see
         the notes. Default: requests are cut as suits the machine.
@@ -211,14 +211,14 @@ def paged_select_attention(
     kv_layout: KVLayout = "NHD",
     q_lens: Any = None,
     window: int | None = None,
-    sinks: Any = None,
-    softcap: float | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
     q_begin: Any = None,
     kv_ranges: Any = None,
     attn_mask: Any = None,
     alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     kv_split: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
@@ -239,7 +239,7 @@ def paged_select_attention(
         first -1.
     counts : array of int, optional
         ``(B, Hkv)`` or ``(B, H)``: number of entries in use in each row of `selected`, which then needs no -1.
-    scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, q_begin, kv_ranges, attn_mask, alibi_slopes, kv_split, return_lse
+    scale, kv_layout, q_lens, window, q_begin, kv_ranges, attn_mask, alibi_slopes, sinks, softcap, k_scale, v_scale, kv_split, return_lse
         See `paged_attention`.
     out_dtype, out, dtype, kv_dtype, num_threads
         See `paged_attention`.

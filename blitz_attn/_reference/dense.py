@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import array, choice, dtype_name, result_shapes
+from .._arrays import array, choice, dtype_name
 from .._floats import FLOATS
+from .._operations import sequence_shapes
 from .._sabi import lists
 from . import attend as core
 from .common import cuts, delivered, lengths, name_of, per_head, real_of, rounding_of, to_float64, with_options_of, written
@@ -136,7 +137,7 @@ def _attend(name: str, q: Any, k: Any, v: Any, sabi: Any, o: dict[str, Any]) -> 
     q, k, v = (to_float64(x, o["dtype"]).astype(real_of(name)) for x in (q, k, v))
     sinks = per_head(o.get("sinks"), "sinks")
     results = [core.attend(s, o["scale"], rounding_of(name), o.get("softcap"), sinks) for s in sequences_of(q, k, v, sabi, o, inputs)]
-    shape, lse_shape = result_shapes(q, v, layout, o["num_heads"], o["num_kv_heads"])
+    shape, lse_shape = sequence_shapes(q, v, layout, o["num_heads"], o["num_kv_heads"])
     outs, lses = zip(*results, strict=True) if results else ((), ())
     return delivered(join(outs, layout, shape), join_numbers(lses, layout, lse_shape), o)
 

@@ -8,15 +8,31 @@ from typing import Any
 import numpy as np
 
 from ... import block_sparse as numpy_calls
-from ..._arrays import choice, flag, integer, result_shapes
-from ..._names import LAYOUTS, Layout
+from ..._arrays import choice, flag, integer
+from ..._names import LAYOUTS
+from ..._operations import OPERATIONS, like, result_shapes
 from ..._select import prefill as numpy_choice
 from ..._sentences import refusal, rename
-from .calls import arrays_of, call, frozen, is_traced, jax, no_second, plain, real_of, shape_like, without_gradient
+from .calls import (
+    BEYOND_LISTS,
+    NOT_TAKEN,
+    arrays_of,
+    call,
+    is_traced,
+    jax,
+    no_second,
+    plain,
+    read,
+    shape_like,
+    shapes_like,
+    without_gradient,
+)
 
 __all__ = ["block_sparse_attention", "dot_product_attention", "select_and_attend_prefill"]
 
-_LEARNED = ("attn_mask", "alibi_slopes")  # what is added to scores, of which the core has gradients
+_FORWARD, _BACKWARD = ({x.name: x for x in OPERATIONS[f"block_sparse_attention{of}"]} for of in ("", "_backward"))
+_FLOATS = tuple(name for name, x in _BACKWARD.items() if x.differentiable and x.role == "floats")
+_LEARNED = tuple(name for name, x in _BACKWARD.items() if x.differentiable and x.role != "floats")  # which are added to scores
 _NAMES = {
     "q": "query",
     "k": "key",
@@ -48,9 +64,7 @@ def _attend_shapes(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any
         for name, count, of in zip(("num_heads", "num_kv_heads"), counts, "qk", strict=True):
             if count < 1 or arrays[of].shape[-1] % count:
                 raise refusal(ValueError, name, ": expected a divisor of the last axis of ", of, f", {arrays[of].shape[-1]}, got {count}")
-    q = arrays["q"]
-    out, lse = result_shapes(q, arrays["v"], layout, *counts)
-    return shape_like(out, q.dtype), shape_like(lse, real_of(q))
+    return shapes_like(arrays["q"], result_shapes(arrays | {"layout": layout, "num_heads": counts[0], "num_kv_heads": counts[1]}))
 
 
 # ---- On the buffers of a computation ----------------------------------------------------------------------------------
@@ -62,9 +76,9 @@ def _attend(out: tuple[np.ndarray, ...], **given: Any) -> None:
 
 def _attend_backward(out: tuple[np.ndarray, ...], *, learned: tuple[str, ...], **given: Any) -> None:
     given["out"] = given.pop("result")
-    results = numpy_calls.block_sparse_attention_backward(**given, grads=out[:3], bias_grads=bool(learned))
-    of_biases = dict(zip(_LEARNED, results[3:], strict=False))
-    for name, to in zip(learned, out[3:], strict=True):
+    results = numpy_calls.block_sparse_attention_backward(**given, grads=out[: len(_FLOATS)], bias_grads=bool(learned))
+    of_biases = dict(zip(_LEARNED, results[len(_FLOATS) :], strict=False))
+    for name, to in zip(learned, out[len(_FLOATS) :], strict=True):
         to[...] = of_biases[name]
 
 
@@ -88,7 +102,8 @@ def _differentiable() -> Any:
 
     def forward(options: Any, primals: dict[str, Any]) -> tuple[Any, Any]:
         arrays = {name: x.value for name, x in primals.items()}
-        followed = {name: () for name in (*_LEARNED, "sinks") if name in primals and primals[name].perturbed}  # names alone
+        biases = (name for name, x in _FORWARD.items() if x.differentiable and name not in _FLOATS)
+        followed = {name: () for name in biases if name in primals and primals[name].perturbed}  # names alone
         out, lse = without_gradient(lambda given: primal(options, given), no_second("block_sparse_attention"))(arrays)
         return (out, lse), (arrays, out, lse, followed)
 
@@ -97,10 +112,10 @@ def _differentiable() -> Any:
         dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in slopes)
         dout = jax.numpy.zeros(out.shape, out.dtype) if dout is None else dout
         learned = tuple(name for name in _LEARNED if name in followed)
-        given = {name: x for name, x in arrays.items() if name != "sinks"} | {"dout": dout, "result": out, "lse": lse}
+        given = {name: x for name, x in arrays.items() if name in _BACKWARD} | {"dout": dout, "result": out, "lse": lse}
         if dlse is not None:
             given["dlse"] = dlse
-        wanted = ("q", "k", "v", *learned)
+        wanted = (*_FLOATS, *learned)
         shapes = [shape_like(arrays[name].shape, arrays[name].dtype) for name in wanted]
         told = {**dict(options), "learned": learned}
         gradient = without_gradient(lambda given: call(_attend_backward, shapes, given, told), no_second("block_sparse_attention"))
@@ -133,33 +148,8 @@ def _gradient_of_sinks(sinks: Any, dout: Any, out: Any, lse: Any, dlse: Any, lay
 # ---- Calls --------------------------------------------------------------------------------------------------------
 
 
-def block_sparse_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    sabi: Any = None,
-    *,
-    block_shape: tuple[int, int] = (128, 128),
-    scale: float | None = None,
-    layout: Layout = "BNSD",
-    causal: bool = False,
-    window: tuple[int, int] | None = None,
-    q_lens: Any = None,
-    kv_lens: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    q_begin: Any = None,
-    q_total: Any = None,
-    kv_ranges: Any = None,
-    attn_mask: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    softcap: float | None = None,
-    return_lse: bool = False,
-    num_threads: int | None = None,
-) -> Any:
+@like(numpy_calls.block_sparse_attention, NOT_TAKEN)
+def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_lse: Any = False, **rules: Any) -> Any:
     """`blitz_attn.block_sparse_attention` on JAX arrays: under `jax.jit`, differentiable in q, k, v, attn_mask, alibi_slopes and sinks.
 
     Parameters
@@ -209,15 +199,7 @@ def block_sparse_attention(
     >>> dv.shape, round(float(dv.sum()))  # each of 2 x 64 x 16 results takes its weights of 1 from v
     ((1, 2, 64, 16), 2048)
     """
-    arrays = arrays_of(
-        ("q", "k", "v"), q=q, k=k, v=v, sabi=sabi, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
-        q_begin=q_begin, q_total=q_total, kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks,
-    )  # fmt: skip
-    options: dict[str, Any] = {
-        "block_shape": block_shape, "scale": scale, "layout": layout, "causal": causal, "window": window, "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads, "softcap": softcap, "num_threads": num_threads,
-    }  # fmt: skip
-    options = frozen(options)
+    arrays, options = read(numpy_calls.block_sparse_attention, NOT_TAKEN, {"q": q, "k": k, "v": v, "sabi": sabi} | rules)
     if not is_traced(arrays):
         return numpy_calls.block_sparse_attention(**plain(arrays), **options, return_lse=return_lse)
     return_lse = flag(return_lse, "return_lse")
@@ -357,41 +339,8 @@ def _upper_left(q_shape: tuple[int, ...], keys: int, rules: dict[str, Any], is_c
     return upper_left
 
 
-def select_and_attend_prefill(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    chooser: Any = "pooled",
-    density: Any = None,
-    top_p: Any = None,
-    threshold: Any = None,
-    top_k: Any = None,
-    block_shape: tuple[int, int] = (64, 64),
-    scale: float | None = None,
-    layout: Layout = "BNSD",
-    causal: bool = False,
-    window: tuple[int, int] | None = None,
-    q_lens: Any = None,
-    kv_lens: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    kv_ranges: Any = None,
-    attn_mask: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    softcap: float | None = None,
-    sink: int = 1,
-    recent: int = 2,
-    last_columns: int = 0,
-    first_rows: int = 0,
-    last_rows: int = 0,
-    per_kv_head: bool = False,
-    return_lse: bool = False,
-    num_threads: int | None = None,
-) -> Any:
+@like(numpy_choice.select_and_attend_prefill, BEYOND_LISTS)
+def select_and_attend_prefill(q: Any, k: Any, v: Any, *, return_lse: Any = False, **rules: Any) -> Any:
     """`blitz_attn.select_and_attend_prefill` on JAX arrays, also under `jax.jit`.
 
     Parameters
@@ -434,17 +383,7 @@ def select_and_attend_prefill(
     >>> jax.jit(lambda q, k, v: select_and_attend_prefill(q, k, v, density=0.4, causal=True))(q, k, v).shape
     (1, 2, 1024, 64)
     """
-    arrays = arrays_of(
-        ("q", "k", "v"), q=q, k=k, v=v, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
-        kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks,
-    )  # fmt: skip
-    options: dict[str, Any] = {
-        "chooser": chooser, "density": density, "top_p": top_p, "threshold": threshold, "top_k": top_k, "block_shape": block_shape,
-        "scale": scale, "layout": layout, "causal": causal, "window": window, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
-        "softcap": softcap, "sink": sink, "recent": recent, "last_columns": last_columns, "first_rows": first_rows, "last_rows": last_rows,
-        "per_kv_head": per_kv_head, "num_threads": num_threads,
-    }  # fmt: skip
-    options = frozen(options)
+    arrays, options = read(numpy_choice.select_and_attend_prefill, BEYOND_LISTS, {"q": q, "k": k, "v": v} | rules)
     if not is_traced(arrays):
         return numpy_choice.select_and_attend_prefill(**plain(arrays), **options, return_lse=return_lse)
     return_lse = flag(return_lse, "return_lse")

@@ -13,12 +13,29 @@ from typing import Any
 
 import numpy as np
 
+from ..._operations import OPERATIONS, OWN, arguments_of, unexpected
+
 try:
     import jax
 except ModuleNotFoundError:  # the module can be imported then, and documented; its functions cannot be called
     jax = None
 
 Run = Callable[..., Any]
+
+# Arguments of the library's functions that those for JAX do not take, and where blocks are chosen or caches are paged.
+NOT_TAKEN = ("kv_split", "out", "out_dtype", "dtype", "kv_dtype", "return_sabi")
+BEYOND_LISTS = (*NOT_TAKEN, "q_begin", "q_total")
+
+
+def read(function: Callable[..., Any], without: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a call of the library's `function`: those that are given as arrays of JAX, and all others, frozen."""
+    taken = {name: x for name, x in arguments_of(function).items() if x.role not in OWN and name not in (*without, "return_lse")}
+    for name in given:
+        if name not in taken:
+            raise unexpected(function.__name__, name)
+    required = [name for name, x in taken.items() if x.role in ("floats", "cache")]
+    arrays = arrays_of(required, **{name: given.get(name) for name, x in taken.items() if x.is_array})
+    return arrays, frozen({name: given.get(name, x.default) for name, x in taken.items() if not x.is_array})
 
 
 def arrays_of(required: Sequence[str], **given: Any) -> dict[str, Any]:
@@ -86,7 +103,8 @@ class _OnBuffers:
             self.run(tuple(x[entry] for x in results), **plain(of_entry), **self.options)
 
 
-_NUMBERS = ("q_begin", "q_total", "k_scale", "v_scale")  # arguments that may be one number
+# Arguments that may be one number.
+_NUMBERS = frozenset(x.name for rows in OPERATIONS.values() for x in rows if x.role in ("per_sequence", "scales"))
 
 
 def plain(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,6 +164,6 @@ def shape_like(shape: Sequence[int], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
-def real_of(q: Any) -> Any:
-    """The dtype of the log-sum-exp."""
-    return np.float64 if q.dtype == np.float64 else np.float32
+def shapes_like(q: Any, shapes: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The output and the log-sum-exp of these shapes, for queries `q`."""
+    return shape_like(shapes[0], q.dtype), shape_like(shapes[1], np.float64 if q.dtype == np.float64 else np.float32)

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from ... import nsa as numpy_calls
+from ..._operations import like, options_of
 from .calls import arrays_of, call, frozen, is_traced, jax, no_second, plain, shape_like, without_gradient
 
 __all__ = ["nsa"]
 
+_NOT_TAKEN = ("compressed_kv", "cu_seqlens_q", "kv_lens", "out", "return_context", "dtype")
+_LEARNED = ("q", "k", "v", "w_k_compress", "w_v_compress", "gate_proj_weight", "gates")
 _INTEGERS = ("block_indices", "cu_seqlens")
 
 
@@ -38,7 +41,7 @@ def _differentiable() -> Any:
         return without_gradient(lambda given: primal(options, given), no_second("nsa"))(arrays), arrays
 
     def backward(options: Any, arrays: dict[str, Any], dout: Any) -> tuple[dict[str, Any]]:
-        learned = tuple(name for name in arrays if name not in _INTEGERS)
+        learned = tuple(name for name in _LEARNED if name in arrays)
         shapes = [shape_like(arrays[name].shape, arrays[name].dtype) for name in learned]
         told = {**dict(options), "learned": learned}
         gradient = without_gradient(lambda given: call(_attend_backward, shapes, given, told), no_second("nsa"))
@@ -50,31 +53,8 @@ def _differentiable() -> Any:
     return attend
 
 
-def nsa(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    compress_block_size: int = 64,
-    num_selected_blocks: int = 16,
-    window_size: int = 512,
-    w_k_compress: Any = None,
-    w_v_compress: Any = None,
-    gate_proj_weight: Any = None,
-    gates: Any = None,
-    causal: bool = True,
-    scale: float | None = None,
-    q_tile_size: int = 256,
-    num_cmp_selected_blocks: int | None = None,
-    mode: str = "paper",
-    compress_stride: int | None = None,
-    select_block_size: int | None = None,
-    init_blocks: int = 1,
-    local_blocks: int = 2,
-    block_indices: Any = None,
-    cu_seqlens: Any = None,
-    num_threads: int | None = None,
-) -> Any:
+@like(numpy_calls.nsa, _NOT_TAKEN)
+def nsa(q: Any, k: Any, v: Any, **rules: Any) -> Any:
     """`blitz_attn.nsa.nsa` on JAX arrays: under `jax.jit`, differentiable in q, k, v, weights and gates. The selection counts as constant.
 
     Parameters
@@ -116,25 +96,8 @@ def nsa(
     >>> [x.shape for x in jax.jit(jax.grad(loss, argnums=(0, 1)))(k, gates)]
     [(1, 100, 2, 16), (1, 100, 4, 3)]
     """
-    arrays = arrays_of(
-        ("q", "k", "v"), q=q, k=k, v=v, w_k_compress=w_k_compress, w_v_compress=w_v_compress, gate_proj_weight=gate_proj_weight,
-        gates=gates, block_indices=block_indices, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    options: dict[str, Any] = {
-        "compress_block_size": compress_block_size,
-        "num_selected_blocks": num_selected_blocks,
-        "window_size": window_size,
-        "causal": causal,
-        "scale": scale,
-        "q_tile_size": q_tile_size,
-        "num_cmp_selected_blocks": num_cmp_selected_blocks,
-        "mode": mode,
-        "compress_stride": compress_stride,
-        "select_block_size": select_block_size,
-        "init_blocks": init_blocks,
-        "local_blocks": local_blocks,
-        "num_threads": num_threads,
-    }
+    options = options_of(numpy_calls.nsa, _NOT_TAKEN, {"q": q, "k": k, "v": v} | rules)
+    arrays = arrays_of(("q", "k", "v"), **{name: options.pop(name) for name in (*_LEARNED, *_INTEGERS)})
     options = frozen(options)
     if not is_traced(arrays):
         return numpy_calls.nsa(**plain(arrays), **options)

@@ -8,8 +8,8 @@ import numpy as np
 
 from ... import paged as numpy_calls
 from ..._arrays import flag
-from ..._names import KVLayout
-from .calls import arrays_of, call, frozen, is_traced, plain, real_of, shape_like, without_gradient
+from ..._operations import like, result_shapes
+from .calls import BEYOND_LISTS, arrays_of, call, is_traced, plain, read, shapes_like, without_gradient
 
 __all__ = ["paged_attention", "paged_select_attention"]
 
@@ -25,15 +25,14 @@ def _attend(out: tuple[np.ndarray, ...] | None, **given: Any) -> Any:
     return function(**given, **({} if out is None else {"out": out, "return_lse": True}))
 
 
-def _call(name: str, block_tables: Any, return_lse: Any, options: dict[str, Any], **given: Any) -> Any:
+def _call(function: Any, block_tables: Any, return_lse: Any, given: dict[str, Any]) -> Any:
     parts = block_tables if isinstance(block_tables, tuple) else (block_tables,)
     if len(parts) not in (1, 3):
         raise ValueError(f"block_tables: expected an array or a tuple of 3 arrays, got a tuple of {len(parts)}")
     if any(x is None for x in parts):
         raise TypeError("block_tables: expected an array, got NoneType")
-    tables = dict(zip(_TRIPLE if len(parts) == 3 else ("block_tables",), parts, strict=True))
-    arrays = arrays_of(("q", "k_cache", "v_cache"), **given, **tables)
-    options = frozen(options)
+    arrays, options = read(function, BEYOND_LISTS, given)
+    arrays |= arrays_of((), **dict(zip(_TRIPLE if len(parts) == 3 else ("block_tables",), parts, strict=True)))
     if not is_traced(arrays):
         return _attend(None, **plain(arrays), **options, return_lse=return_lse)
     return_lse = flag(return_lse, "return_lse")
@@ -41,32 +40,15 @@ def _call(name: str, block_tables: Any, return_lse: Any, options: dict[str, Any]
     if q.ndim != 3 or v_cache.ndim != 4:
         wrong, axes, shape = ("q", 3, q.shape) if q.ndim != 3 else ("v_cache", 4, v_cache.shape)
         raise ValueError(f"{wrong}: expected {axes} axes, got shape {shape}")
-    results = shape_like((*q.shape[:-1], v_cache.shape[-1]), q.dtype), shape_like(q.shape[:-1], real_of(q))
+    results, name = shapes_like(q, result_shapes(arrays)), function.__name__
     sentence = f"{name}: expected a call that JAX does not differentiate, got a request for its derivative, which it does not have"
     out, lse = without_gradient(lambda arrays: call(_attend, results, arrays, options), sentence)(arrays)
     return (out, lse) if return_lse else out
 
 
+@like(numpy_calls.paged_attention, BEYOND_LISTS)
 def paged_attention(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_tables: Any,
-    seq_lens: Any = None,
-    *,
-    scale: float | None = None,
-    kv_layout: KVLayout = "NHD",
-    q_lens: Any = None,
-    window: int | None = None,
-    kv_ranges: Any = None,
-    attn_mask: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    softcap: float | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    return_lse: bool = False,
-    num_threads: int | None = None,
+    q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any = None, *, return_lse: Any = False, **rules: Any
 ) -> Any:
     """`blitz_attn.paged_attention` on JAX arrays, also under `jax.jit`.
 
@@ -107,35 +89,13 @@ def paged_attention(
     >>> jax.jit(paged_attention)(jnp.ones((1, 8, 64)), k_cache, v_cache, tables, seq_lens).shape
     (1, 8, 64)
     """
-    options: dict[str, Any] = {"scale": scale, "kv_layout": kv_layout, "window": window, "softcap": softcap, "num_threads": num_threads}
-    return _call(
-        "paged_attention", block_tables, return_lse, options, q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, q_lens=q_lens,
-        kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens} | rules
+    return _call(numpy_calls.paged_attention, block_tables, return_lse, given)
 
 
+@like(numpy_calls.paged_select_attention, BEYOND_LISTS)
 def paged_select_attention(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    selected: Any,
-    *,
-    counts: Any = None,
-    scale: float | None = None,
-    kv_layout: KVLayout = "NHD",
-    q_lens: Any = None,
-    window: int | None = None,
-    kv_ranges: Any = None,
-    attn_mask: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    softcap: float | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    return_lse: bool = False,
-    num_threads: int | None = None,
+    q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any, selected: Any, *, return_lse: Any = False, **rules: Any
 ) -> Any:
     """`blitz_attn.paged_select_attention` on JAX arrays, also under `jax.jit`.
 
@@ -178,9 +138,5 @@ def paged_select_attention(
     """
     if selected is None:
         raise TypeError("selected: expected an array, got NoneType")
-    options: dict[str, Any] = {"scale": scale, "kv_layout": kv_layout, "window": window, "softcap": softcap, "num_threads": num_threads}
-    return _call(
-        "paged_select_attention", block_tables, return_lse, options, q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens,
-        selected=selected, counts=counts, q_lens=q_lens, kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks,
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens, "selected": selected} | rules
+    return _call(numpy_calls.paged_select_attention, block_tables, return_lse, given)

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from ... import block_sparse as numpy_calls
 from ..._arrays import refuse_block_mask
-from ..._names import LAYOUTS, Layout
+from ..._operations import like
+from ..._select import prefill as numpy_choice
 from ..._sentences import rename
 from . import operators
-from .tensors import (
-    expect_tensors,
-    flag_of,
-    integer_of,
-    integers_of,
-    lists_of,
-    mask_of,
-    number_of,
-    numbers_list_of,
-    numbers_of,
-    pair_of,
-    ranges_of,
-    text_of,
-)
+from .arguments import NOT_TAKEN, read
+from .tensors import expect_tensors, flag_of, mask_of, number_of
 
 try:
     import torch
@@ -33,52 +23,8 @@ __all__ = ["block_sparse_attention", "scaled_dot_product_attention", "select_and
 _NAMES = {"q": "query", "k": "key", "v": "value"}
 
 
-def _rules(
-    block_shape: Any, scale: Any, layout: Any, causal: Any, window: Any, q_lens: Any, kv_lens: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any,
-    num_heads: Any, num_kv_heads: Any, num_threads: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """What is computed, as the operators take it."""
-    return {
-        "block_shape": pair_of(block_shape, "block_shape") or [128, 128],
-        "scale": number_of(scale, "scale"),
-        "layout": text_of(layout, "layout", LAYOUTS),
-        "causal": flag_of(causal, "causal"),
-        "window": pair_of(window, "window"),
-        "q_lens": integers_of(q_lens, "q_lens"),
-        "kv_lens": integers_of(kv_lens, "kv_lens"),
-        "cu_seqlens_q": integers_of(cu_seqlens_q, "cu_seqlens_q"),
-        "cu_seqlens_kv": integers_of(cu_seqlens_kv, "cu_seqlens_kv"),
-        "num_heads": integer_of(num_heads, "num_heads"),
-        "num_kv_heads": integer_of(num_kv_heads, "num_kv_heads"),
-        "num_threads": integer_of(num_threads, "num_threads"),
-    }
-
-
-def block_sparse_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    sabi: Any = None,
-    *,
-    block_shape: tuple[int, int] = (128, 128),
-    scale: float | None = None,
-    layout: Layout = "BNSD",
-    causal: bool = False,
-    window: tuple[int, int] | None = None,
-    q_lens: Any = None,
-    kv_lens: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    kv_ranges: Any = None,
-    attn_mask: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    softcap: float | None = None,
-    return_lse: bool = False,
-    num_threads: int | None = None,
-) -> Any:
+@like(numpy_calls.block_sparse_attention, NOT_TAKEN)
+def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_lse: Any = False, **rules: Any) -> Any:
     """`blitz_attn.block_sparse_attention` on torch tensors, differentiable in q, k, v, attn_mask, alibi_slopes and sinks.
 
     Parameters
@@ -140,16 +86,8 @@ def block_sparse_attention(
     [0.25, 0.25]
     """
     expect_tensors(q=q, k=k, v=v)
-    return_lse = flag_of(return_lse, "return_lse")
-    rules = _rules(
-        block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, num_threads
-    )
-    out, lse = operators.call(
-        "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, kv_ranges=ranges_of(kv_ranges),
-        attn_mask=mask_of(attn_mask, "attn_mask"), alibi_slopes=numbers_of(alibi_slopes, "alibi_slopes"),
-        sinks=numbers_of(sinks, "sinks"), softcap=number_of(softcap, "softcap"), return_lse=return_lse,
-    )  # fmt: skip
-    return (out, lse) if return_lse else out
+    told = read("block_sparse_attention", {"sabi": sabi} | rules)
+    return operators.call("block_sparse_attention", q, k, v, **told, return_lse=return_lse)
 
 
 def _four_axes(x: Any) -> Any:
@@ -310,17 +248,23 @@ def scaled_dot_product_attention(
     query, key, value = _broadcast(query, key, value, flag_of(enable_gqa, "enable_gqa"))
     mask = _mask_of_pairs(attn_mask, query, key) if has_elements else None
     q, k, v = _four_axes(query), _four_axes(key), _four_axes(value)
-    rules = _rules(block_shape, scale, "BNSD", lower_right, window, q_lens, kv_lens, None, None, None, None, num_threads)
+    rules = read(
+        "block_sparse_attention",
+        {
+            "sabi": sabi, "block_shape": block_shape, "scale": scale, "causal": lower_right, "window": window, "q_lens": q_lens,
+            "kv_lens": kv_lens, "num_threads": num_threads,
+        },
+    )  # fmt: skip
     if is_causal:
         rules |= _upper_left(q, k, rules)
     try:
-        out, lse = operators.call(
-            "block_sparse_attention", q, k, v, lists_of(sabi, "sabi"), **rules, attn_mask=mask, reads_mask=has_elements,
-            return_lse=return_lse,
-        )  # fmt: skip
+        result: Any = operators.call(
+            "block_sparse_attention", q, k, v, **rules, attn_mask=mask, reads_mask=has_elements, return_lse=return_lse
+        )
     except (TypeError, ValueError) as error:
         rename(error, _NAMES)
         raise
+    out, lse = result if return_lse else (result, result)  # the second is then not read
     if query.dim() != 4:
         out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1]) if return_lse else None
     return (out, lse) if return_lse else out
@@ -352,41 +296,8 @@ def _mask_of_pairs(mask: Any, query: Any, key: Any) -> Any:
     return _four_axes(mask) if mask.dim() > 4 else mask
 
 
-def select_and_attend_prefill(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    chooser: Any = "pooled",
-    density: Any = None,
-    top_p: Any = None,
-    threshold: Any = None,
-    top_k: Any = None,
-    block_shape: tuple[int, int] = (64, 64),
-    scale: float | None = None,
-    layout: Layout = "BNSD",
-    causal: bool = False,
-    window: tuple[int, int] | None = None,
-    q_lens: Any = None,
-    kv_lens: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    kv_ranges: Any = None,
-    attn_mask: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    softcap: float | None = None,
-    sink: int = 1,
-    recent: int = 2,
-    last_columns: int = 0,
-    first_rows: int = 0,
-    last_rows: int = 0,
-    per_kv_head: bool = False,
-    return_lse: bool = False,
-    num_threads: int | None = None,
-) -> Any:
+@like(numpy_choice.select_and_attend_prefill, NOT_TAKEN)
+def select_and_attend_prefill(q: Any, k: Any, v: Any, *, return_lse: Any = False, **rules: Any) -> Any:
     """`blitz_attn.select_and_attend_prefill` on torch tensors, as an operator that `torch.compile` takes into its graph.
 
     Parameters
@@ -430,25 +341,4 @@ def select_and_attend_prefill(
     torch.Size([1, 2, 1024, 64])
     """
     expect_tensors(q=q, k=k, v=v)
-    return_lse = flag_of(return_lse, "return_lse")
-    rules = _rules(
-        block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, num_threads
-    )
-    out, lse = operators.call(
-        "select_and_attend_prefill", q, k, v, **rules,
-        kv_ranges=ranges_of(kv_ranges), attn_mask=mask_of(attn_mask, "attn_mask"), alibi_slopes=numbers_of(alibi_slopes, "alibi_slopes"),
-        sinks=numbers_of(sinks, "sinks"), softcap=number_of(softcap, "softcap"),
-        chooser=operators.chooser_text(chooser),
-        density=numbers_list_of(density, "density"),
-        top_p=numbers_list_of(top_p, "top_p"),
-        threshold=numbers_list_of(threshold, "threshold"),
-        top_k=numbers_list_of(top_k, "top_k", integers_only=True),
-        sink=integer_of(sink, "sink"),
-        recent=integer_of(recent, "recent"),
-        last_columns=integer_of(last_columns, "last_columns"),
-        first_rows=integer_of(first_rows, "first_rows"),
-        last_rows=integer_of(last_rows, "last_rows"),
-        per_kv_head=flag_of(per_kv_head, "per_kv_head"),
-        return_lse=return_lse,
-    )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return operators.call("select_and_attend_prefill", q, k, v, **read("select_and_attend_prefill", rules), return_lse=return_lse)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._operations import like, options_of
 from ...nsa import nsa as _nsa
 from ...nsa import nsa_backward as _nsa_backward
 from .operators import no_second
@@ -19,6 +20,7 @@ from .tensors import autocast_dtype, expect_tensors, lowered, rows, torch, trans
 
 __all__ = ["nsa"]
 
+_NOT_TAKEN = ("compressed_kv", "cu_seqlens_q", "kv_lens", "out", "return_context", "dtype")
 _NSA_TENSORS = ("q", "k", "v", "w_k_compress", "w_v_compress", "gate_proj_weight", "gates")
 
 
@@ -80,31 +82,8 @@ def _eager(options: dict[str, Any], tensors: tuple[Any, ...]) -> Any:
 _outside_of_graphs: list[Any] = []  # `_eager` for a compiler, once it is made
 
 
-def nsa(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    compress_block_size: int = 64,
-    num_selected_blocks: int = 16,
-    window_size: int = 512,
-    w_k_compress: Any = None,
-    w_v_compress: Any = None,
-    gate_proj_weight: Any = None,
-    gates: Any = None,
-    causal: bool = True,
-    scale: float | None = None,
-    q_tile_size: int = 256,
-    num_cmp_selected_blocks: int | None = None,
-    mode: str = "paper",
-    compress_stride: int | None = None,
-    select_block_size: int | None = None,
-    init_blocks: int = 1,
-    local_blocks: int = 2,
-    block_indices: Any = None,
-    cu_seqlens: Any = None,
-    num_threads: int | None = None,
-) -> Any:
+@like(_nsa, _NOT_TAKEN)
+def nsa(q: Any, k: Any, v: Any, **rules: Any) -> Any:
     """`blitz_attn.nsa.nsa` on torch tensors, differentiable in all of them. The selection of blocks counts as constant.
 
     Parameters
@@ -142,26 +121,11 @@ def nsa(
     >>> [tuple(x.grad.shape) for x in (k, gates)]
     [(1, 100, 2, 16), (1, 100, 4, 3)]
     """
-    options = {
-        "compress_block_size": compress_block_size,
-        "num_selected_blocks": num_selected_blocks,
-        "window_size": window_size,
-        "causal": causal,
-        "scale": scale,
-        "q_tile_size": q_tile_size,
-        "num_cmp_selected_blocks": num_cmp_selected_blocks,
-        "mode": mode,
-        "compress_stride": compress_stride,
-        "select_block_size": select_block_size,
-        "init_blocks": init_blocks,
-        "local_blocks": local_blocks,
-        "block_indices": block_indices,
-        "cu_seqlens": cu_seqlens,
-        "num_threads": num_threads,
-    }
+    options = options_of(_nsa, _NOT_TAKEN, {"q": q, "k": k, "v": v} | rules)
+    tensors = tuple(options.pop(name) for name in _NSA_TENSORS)
     call = _eager
     if torch is not None and torch.compiler.is_compiling():
         if not _outside_of_graphs:
             _outside_of_graphs.append(torch.compiler.disable(_eager))
         call = _outside_of_graphs[0]
-    return call(options, (q, k, v, w_k_compress, w_v_compress, gate_proj_weight, gates))
+    return call(options, tensors)

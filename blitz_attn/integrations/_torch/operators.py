@@ -8,183 +8,196 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from ... import _arrays
 from ..._float_mode import in_usual_mode
-from ..._select.choosers import CHOOSERS, chooser_of, fields_of, rules_of
+from ..._operations import FLOATS, OPERATIONS, REQUIRED, Argument, result_shapes
+from ..._select.choosers import chooser_of
 from ..._select.prefill import select_and_attend_prefill
 from ...block_sparse import block_sparse_attention, block_sparse_attention_backward
 from ...paged import paged_attention, paged_select_attention
+from .arguments import CHOICE, taken
 from .masks import read_mask
-from .tensors import autocast_dtype, lowered, rows, transforms_active
+from .tensors import autocast_dtype, flag_of, lowered, rows, transforms_active
 
 try:
     import torch
 except ModuleNotFoundError:  # the module can be imported then; nothing is registered
     torch = None
 
-# Tensors come first: torch differentiates no operator that takes some by keyword only.
-_LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv")
-_TENSORS = ", ".join(f"Tensor? {name}=None" for name in _LENGTHS)
-_SHOWN = ("kv_ranges", "attn_mask", "alibi_slopes")
-_PAIRS = ", ".join(f"Tensor? {name}=None" for name in _SHOWN)
-_RULES = """int[] block_shape=[128, 128], float? scale=None, str layout="BNSD", bool causal=False, int[]? window=None,
-    int? num_heads=None, int? num_kv_heads=None, int? num_threads=None"""
+# ---- Arguments ----------------------------------------------------------------------------------------------------
 
-SCHEMAS = {
-    "block_sparse_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor? sabi=None, {_TENSORS}, {_PAIRS},
-        Tensor? sinks=None, *, {_RULES}, float? softcap=None, bool reads_mask=False, int? q_begin=None) -> (Tensor, Tensor)""",
-    "block_sparse_attention_backward": f"""(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-        Tensor? dlse=None, Tensor? sabi=None, {_TENSORS}, {_PAIRS}, *, {_RULES}, float? softcap=None,
-        bool reads_mask=False, int? q_begin=None, bool bias_grads=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
-    "select_and_attend_prefill": f"""(Tensor q, Tensor k, Tensor v, {_TENSORS}, {_PAIRS}, Tensor? sinks=None, *, {_RULES},
-        float? softcap=None, str chooser="pooled", float[]? density=None, float[]? top_p=None, float[]? threshold=None, int[]? top_k=None,
-        int? sink=1, int? recent=2, int? last_columns=0, int? first_rows=0, int? last_rows=0,
-        bool per_kv_head=False) -> (Tensor, Tensor)""",
-    "paged_attention": f"""(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor? seq_lens=None, Tensor? indptr=None,
-        Tensor? last_page_len=None, Tensor? selected=None, Tensor? counts=None, Tensor? sinks=None, Tensor? k_scale=None,
-        Tensor? v_scale=None, Tensor? q_lens=None, {_PAIRS}, *, float? scale=None, str kv_layout="NHD", int? window=None,
-        float? softcap=None, int? num_threads=None) -> (Tensor, Tensor)""",
+
+class Operator(NamedTuple):
+    """The arguments of an operator and its schema."""
+
+    tensors: dict[str, Argument]  # in order; they come first: torch differentiates no operator that takes some by keyword only
+    schema: str
+
+    def named(self, given: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """All that is given, by name: the dispatcher leaves out the last tensors where they are None."""
+        return dict(zip(self.tensors, given, strict=False)) | options
+
+
+_TYPES = {
+    "pair": "int[]", "integer": "int", "tokens_before": "int", "threads": "int", "number": "float", "scale": "float", "flag": "bool",
+    "layout": "str", "kv_layout": "str", "chooser": "str", "budget": "float[]", "counts": "int[]",
+}  # fmt: skip
+
+
+def _declared(argument: Argument) -> str:
+    """An argument in a schema."""
+    kind = "Tensor" if argument.is_array else _TYPES[argument.role]
+    if argument.default is REQUIRED:
+        return f"{kind} {argument.name}"
+    default = json.dumps(argument.default) if isinstance(argument.default, (str, tuple)) else argument.default
+    optional = "?" if argument.default is None or kind in ("int", "float") else ""
+    return f"{kind}{optional} {argument.name}={default}"
+
+
+def _operator(arguments: dict[str, Argument], order: str, more: str = "", results: int = 2) -> Operator:
+    """An operator that takes these arguments. `order` names the tensors that graphs which were exported know by their places; newer ones
+    follow. `more`: options that only the operator has."""
+    tensors = {name: arguments[name] for name in order.split()} | {name: x for name, x in arguments.items() if x.is_array}
+    options = (x for x in arguments.values() if not x.is_array)
+    declared = [*map(_declared, tensors.values()), "*", *map(_declared, options), *([more] if more else [])]
+    return Operator(tensors, f"({', '.join(declared)}) -> ({', '.join(['Tensor'] * results)})")
+
+
+_ATTENTION = "block_sparse_attention"
+_GRADIENT = "block_sparse_attention_backward"
+_LISTS = "q_lens kv_lens cu_seqlens_q cu_seqlens_kv kv_ranges attn_mask alibi_slopes"
+_GIVEN = {"out": Argument("out", "floats")} | {
+    name: x for name, x in taken(block_sparse_attention_backward).items() if name != "accumulate"
 }
-
-
-def _json(x: Any) -> str:
-    return f"[{', '.join(str(int(n)) for n in x)}]" if isinstance(x, (tuple, list)) else f'"{x}"' if isinstance(x, str) else str(int(x))
-
-
-def chooser_text(chooser: Any) -> str:
-    """A chooser as the operator takes it: its name, or its attributes as JSON, by code that `torch.compile` can trace."""
-    if isinstance(chooser, str):
-        return chooser if chooser in CHOOSERS else _arrays.choice(chooser, "chooser", tuple(CHOOSERS))
-    if not torch.compiler.is_compiling():
-        rules_of(chooser)  # refuses what is no chooser with a sentence; in a graph the operator does
-    return "{" + ", ".join(f'"{name}": {_json(x)}' for name, x in fields_of(chooser).items()) + "}"
-
+_LEARNED = [name for name, x in _GIVEN.items() if x.differentiable]  # that of sinks has a formula here
+_PAGED = taken(paged_attention)
+_TABLES = {x.name: x for x in OPERATIONS["paged_attention"] if x.name in ("indptr", "last_page_len", "selected", "counts")}
+OPERATORS = {
+    _ATTENTION: _operator(
+        taken(block_sparse_attention), f"q k v sabi {_LISTS} sinks", "bool reads_mask=False, int? q_begin=None"
+    ),
+    _GRADIENT: _operator(
+        _GIVEN, f"dout q k v out lse dlse sabi {_LISTS}", "bool reads_mask=False, int? q_begin=None, bool bias_grads=False", len(_LEARNED)
+    ),
+    "select_and_attend_prefill": _operator(CHOICE, f"q k v {_LISTS} sinks"),
+    "paged_attention": _operator(
+        _PAGED | {name: x._replace(default=None) for name, x in _TABLES.items()},
+        "q k_cache v_cache block_tables seq_lens indptr last_page_len selected counts sinks k_scale v_scale q_lens kv_ranges attn_mask "
+        "alibi_slopes",
+    ),
+}  # fmt: skip
 
 # ---- On CPU tensors -----------------------------------------------------------------------------------------------
 
 
-def _named(given: tuple[Any, ...]) -> dict[str, Any]:
-    """What comes after q, k, v and a list, by name: the dispatcher leaves out the last ones where they are None."""
-    return dict(zip((*_LENGTHS, *_SHOWN, "sinks"), given, strict=False))
+def _read(told: dict[str, Any]) -> None:
+    """Replaces a mask by what it can be read as: the only rule that is not about lengths and the diagonal, in layout BNSD. That is done
+    here since a graph holds no elements."""
+    q, mask = told["q"], told.pop("attn_mask")
+    told |= read_mask(mask, q.shape[2], told["k"].shape[2], q.dtype, lists=told.get("sabi") is None)
 
 
-def _told(q: Any, k: Any, sabi: Any, named: tuple[Any, ...], reads_mask: bool = False, **options: Any) -> dict[str, Any]:
-    """The list, the rules and the options of a call. `reads_mask`: the mask is the only rule that is not about lengths and the diagonal, in
-    layout BNSD, and is passed on as what it can be read as. That is done here since a graph holds no elements."""
-    told = {"sabi": sabi, **_named(named), **options}
-    if reads_mask:
-        told |= {"attn_mask": None} | read_mask(told["attn_mask"], q.shape[2], k.shape[2], q.dtype, lists=sabi is None)
-    return told
+def _attend(told: dict[str, Any], return_lse: bool) -> Any:
+    if told.pop("reads_mask", False):
+        _read(told)
+    return block_sparse_attention(**told, return_lse=return_lse)
 
 
-def _attend(q: Any, k: Any, v: Any, sabi: Any = None, *named: Any, return_lse: bool = True, **options: Any) -> Any:
-    return block_sparse_attention(rows(q), rows(k), rows(v), return_lse=return_lse, **_told(q, k, sabi, named, **options))
+def _attend_backward(told: dict[str, Any], return_lse: bool) -> Any:
+    if told.pop("reads_mask", False) and not told.get("bias_grads"):  # what a mask is read as has no gradient
+        _read(told)
+    grads = block_sparse_attention_backward(**told)
+    grads += (None,) * (len(_LEARNED) - len(grads))
+    return tuple(told["q"].new_empty(0) if x is None else x for x in grads)  # an operator returns tensors only
 
 
-def _attend_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *named: Any, bias_grads: bool = False,
-    reads_mask: bool = False, **options: Any,
-) -> Any:  # fmt: skip
-    dout, q, k, v, out, lse = (rows(x) for x in (dout, q, k, v, out, lse))
-    dlse = None if dlse is None else rows(dlse)
-    told = _told(q, k, sabi, named, reads_mask and not bias_grads, **options)  # what a mask is read as has no gradient
-    grads = block_sparse_attention_backward(dout, q, k, v, out, lse, dlse=dlse, bias_grads=bias_grads, **told)
-    of_biases = grads[3:] or (None, None)
-    return (*grads[:3], *(q.new_empty(0) if x is None else x for x in of_biases))  # an operator returns tensors only
+def _select_and_attend(told: dict[str, Any], return_lse: bool) -> Any:
+    chooser = told.get("chooser", "pooled")
+    if chooser.startswith("{"):
+        told["chooser"] = chooser_of(json.loads(chooser))
+    return select_and_attend_prefill(**told, return_lse=return_lse)
 
 
-def _select_and_attend(q: Any, k: Any, v: Any, *named: Any, chooser: str = "pooled", return_lse: bool = True, **options: Any) -> Any:
-    made = chooser_of(json.loads(chooser)) if chooser.startswith("{") else chooser
-    return select_and_attend_prefill(rows(q), rows(k), rows(v), chooser=made, return_lse=return_lse, **_named(named), **options)
-
-
-def _paged(
-    q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any = None, indptr: Any = None, last_page_len: Any = None,
-    selected: Any = None, counts: Any = None, sinks: Any = None, k_scale: Any = None, v_scale: Any = None,
-    q_lens: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = True, **options: Any,
-) -> Any:  # fmt: skip
-    tables = block_tables if indptr is None else (indptr, block_tables, last_page_len)
-    given = rows(q), rows(k_cache), rows(v_cache), tables, seq_lens
-    options |= {
-        "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "q_lens": q_lens, "kv_ranges": kv_ranges, "attn_mask": attn_mask,
-        "alibi_slopes": alibi_slopes, "return_lse": return_lse,
-    }  # fmt: skip
+def _paged(told: dict[str, Any], return_lse: bool) -> Any:
+    indptr, last_page_len, selected = (told.pop(name, None) for name in ("indptr", "last_page_len", "selected"))
+    if indptr is not None:
+        told["block_tables"] = indptr, told["block_tables"], last_page_len
     if selected is None:
-        return paged_attention(*given, **options)
-    return paged_select_attention(*given, selected, counts=counts, **options)
+        told.pop("counts", None)
+        return paged_attention(**told, return_lse=return_lse)
+    told.setdefault("seq_lens", None)
+    return paged_select_attention(**told, selected=selected, return_lse=return_lse)
 
 
-_ON_CPU: dict[str, Callable[..., Any]] = {
-    "block_sparse_attention": _attend,
-    "block_sparse_attention_backward": _attend_backward,
+_WORK: dict[str, Callable[[dict[str, Any], bool], Any]] = {
+    _ATTENTION: _attend,
+    _GRADIENT: _attend_backward,
     "select_and_attend_prefill": _select_and_attend,
     "paged_attention": _paged,
 }
 
+
+def _on_cpu(operator: Operator, work: Callable[[dict[str, Any], bool], Any]) -> Callable[..., Any]:
+    """The implementation of an operator: the work on its tensors, in rows where the core reads rows."""
+    floats = [name for name, x in operator.tensors.items() if x.role in FLOATS]
+
+    def run(*given: Any, return_lse: bool = True, **options: Any) -> Any:
+        told = operator.named(given, options)
+        for name in floats:
+            if told.get(name) is not None:
+                told[name] = rows(told[name])
+        return work(told, return_lse)
+
+    return run
+
+
+_ON_CPU = {name: _on_cpu(OPERATORS[name], work) for name, work in _WORK.items()}
+
 # ---- Shapes -------------------------------------------------------------------------------------------------------
 
 
-def _real(q: Any) -> Any:
-    """The dtype of the log-sum-exp."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def _attend_shapes(told: dict[str, Any]) -> Any:
+    q, (out, lse) = told["q"], result_shapes(told)
+    return q.new_empty(out), q.new_empty(lse, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _attend_shapes(
-    q: Any, k: Any, v: Any, *rest: Any, layout: str = "BNSD", num_heads: int | None = None, num_kv_heads: int | None = None, **options: Any
-) -> Any:
-    out, lse = _arrays.result_shapes(q, v, layout, num_heads or 1, num_kv_heads)
-    return q.new_empty(out), q.new_empty(lse, dtype=_real(q))
-
-
-def _attend_backward_shapes(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None, sabi: Any = None, *named: Any, bias_grads: bool = False,
-    **options: Any,
-) -> Any:  # fmt: skip
-    given = _named(named)
-    mask, slopes = (given.get(name) if bias_grads else None for name in ("attn_mask", "alibi_slopes"))
-    dmask = q.new_empty(0) if mask is None or mask.dtype == torch.bool else mask.new_empty(mask.shape)
-    dslopes = q.new_empty(0) if slopes is None else slopes.new_empty(slopes.shape, dtype=torch.float32)
-    return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape), dmask, dslopes
-
-
-def _paged_shapes(q: Any, k_cache: Any, v_cache: Any, *rest: Any, **options: Any) -> Any:
-    return q.new_empty((*q.shape[:-1], v_cache.shape[-1])), q.new_empty(q.shape[:-1], dtype=_real(q))
+def _attend_backward_shapes(told: dict[str, Any]) -> Any:
+    grads = []
+    for name in _LEARNED:
+        x, role = told.get(name), _GIVEN[name].role
+        if x is None or x.dtype == torch.bool or (role != "floats" and not told.get("bias_grads")):
+            grads.append(told["q"].new_empty(0))
+        else:
+            grads.append(x.new_empty(x.shape, dtype=torch.float32 if role == "heads" else x.dtype))
+    return tuple(grads)
 
 
 # ---- Under torch.autocast -----------------------------------------------------------------------------------------
 
 
-def _cast_attention(given: tuple[Any, ...], dtype: Any, arrays: int = 4) -> tuple[Any, ...]:
-    """As torch casts for its own attention: queries, keys, values, and a mask of numbers. Sinks and slopes are read as float32.
-
-    `arrays`: how many come before the lengths, which are q, k, v and perhaps a list.
-    """
-    mask = arrays + len(_LENGTHS) + _SHOWN.index("attn_mask")
-    return tuple(lowered(x, dtype) if n < 3 or n == mask else x for n, x in enumerate(given))
+def _cast_attention(told: dict[str, Any], dtype: Any) -> None:
+    """As torch casts for its own attention: queries, keys, values, and a mask of numbers. Sinks and slopes are read as float32."""
+    for name in ("q", "k", "v", "attn_mask"):
+        told[name] = lowered(told.get(name), dtype)
 
 
-def _cast_choice(given: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
-    """The same where blocks are chosen, and no list is given."""
-    return _cast_attention(given, dtype, 3)
-
-
-def _cast_queries(given: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+def _cast_queries(told: dict[str, Any], dtype: Any) -> None:
     """Queries for a cache, which no call casts: it is as long as all that was said before."""
-    q, k_cache, *rest = given
-    to = dtype if k_cache.dtype.itemsize == 1 else k_cache.dtype
-    return (q if to == torch.float64 else lowered(q, to), k_cache, *rest)
+    kept = told["k_cache"].dtype
+    to = dtype if kept.itemsize == 1 else kept
+    told["q"] = told["q"] if to == torch.float64 else lowered(told["q"], to)
 
 
-def _under_autocast(name: str, cast: Callable[..., Any]) -> Callable[..., Any]:
+def _under_autocast(name: str, cast: Callable[[dict[str, Any], Any], None]) -> Callable[..., Any]:
     """The operator where autocast is on: its tensors are cast, where torch can differentiate that, and so is its result."""
     this_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def run(*given: Any, **options: Any) -> Any:
-        dtype = autocast_dtype()
+        dtype, told = autocast_dtype(), OPERATORS[name].named(given, options)
         with torch._C._ExcludeDispatchKeyGuard(this_key):
-            out, lse = getattr(torch.ops.blitz_attn, name).default(*cast(given, dtype), **options)
+            cast(told, dtype)
+            out, lse = getattr(torch.ops.blitz_attn, name).default(**told)
             return lowered(out, dtype), lse
 
     return run
@@ -194,27 +207,26 @@ def _under_autocast(name: str, cast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:])
+    ctx.save_for_backward(*inputs, *output)
     ctx.options = keyword_only_inputs
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> Any:
-    q, k, v, out, lse, *lists, sinks = ctx.saved_tensors  # read once: under torch.utils.checkpoint, each reading computes them again
+    *inputs, out, lse = ctx.saved_tensors  # read once: under torch.utils.checkpoint, each reading computes them again
+    given = OPERATORS[_ATTENTION].named(tuple(inputs), {})
+    needed = [name for name, needs in zip(given, ctx.needs_input_grad, strict=False) if needs]  # it has no entries for arguments left out
     dout = torch.zeros_like(out) if dout is None else dout
-    slopes = lists[-1]
-    needs = (*ctx.needs_input_grad, *[False] * (4 + len(lists)))  # it has no entries for arguments left out
-    needs_mask, needs_slopes = (needs[3 + len(lists) + n] for n in (-2, -1))
-    grads: tuple[Any, ...] = (None,) * 5
-    if any(needs[:3]) or needs_mask or needs_slopes:
-        told = ctx.options | {"bias_grads": needs_mask or needs_slopes}
-        grads = torch.ops.blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, dlse, *lists, **told)
-    dq, dk, dv = (x if needed else None for x, needed in zip(grads[:3], needs[:3], strict=True))
-    dmask, dslopes = grads[3] if needs_mask else None, grads[4].to(slopes.dtype) if needs_slopes else None
-    dsinks = None
-    if sinks is not None and needs[3 + len(lists)]:
-        dsinks = _gradient_of_sinks(sinks, dout, out, lse, dlse, ctx.options["layout"])
-    return (dq, dk, dv, *[None] * (len(lists) - 2), dmask, dslopes, dsinks)
+    grads: dict[str, Any] = {}
+    if any(name in _LEARNED for name in needed):
+        biases = any(name in _LEARNED and _GIVEN[name].role != "floats" for name in needed)
+        told = given | {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+        tensors = (told.get(name) for name in OPERATORS[_GRADIENT].tensors)
+        made = getattr(torch.ops.blitz_attn, _GRADIENT)(*tensors, **ctx.options, bias_grads=biases)
+        grads = {name: x.to(given[name].dtype) for name, x in zip(_LEARNED, made, strict=True) if name in needed}
+    if "sinks" in needed:
+        grads["sinks"] = _gradient_of_sinks(given["sinks"], dout, out, lse, dlse, ctx.options["layout"])
+    return tuple(grads.get(name) for name in given)
 
 
 @in_usual_mode
@@ -253,20 +265,25 @@ def _nothing(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None
 
 def _register() -> Any:
     library = torch.library.Library("blitz_attn", "FRAGMENT")
-    attention, lists = "block_sparse_attention", "; block_sparse_attention has one, with the lists of select_blocks_prefill"
+    lists = "; block_sparse_attention has one, with the lists of select_blocks_prefill"
     for name, shapes, keep, gradient, cast in (
-        (attention, _attend_shapes, _keep, _gradients, _cast_attention),
-        ("block_sparse_attention_backward", _attend_backward_shapes, _nothing, _refuse(no_second(attention)), None),
-        ("select_and_attend_prefill", _attend_shapes, _nothing, _without("select_and_attend_prefill", lists), _cast_choice),
-        ("paged_attention", _paged_shapes, _nothing, _without("paged_attention", ""), _cast_queries),
+        (_ATTENTION, _attend_shapes, _keep, _gradients, _cast_attention),
+        (_GRADIENT, _attend_backward_shapes, _nothing, _refuse(no_second(_ATTENTION)), None),
+        ("select_and_attend_prefill", _attend_shapes, _nothing, _without("select_and_attend_prefill", lists), _cast_attention),
+        ("paged_attention", _attend_shapes, _nothing, _without("paged_attention", ""), _cast_queries),
     ):
-        library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+        operator = OPERATORS[name]
+        library.define(name + operator.schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, _ON_CPU[name], "CPU")
-        torch.library.register_fake(f"blitz_attn::{name}", shapes, lib=library)
+        torch.library.register_fake(f"blitz_attn::{name}", _fake(operator, shapes), lib=library)
         torch.library.register_autograd(f"blitz_attn::{name}", gradient, setup_context=keep, lib=library)
         if cast is not None:
             library.impl(name, _under_autocast(name, cast), "AutocastCPU")
     return library
+
+
+def _fake(operator: Operator, shapes: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    return lambda *given, **options: shapes(operator.named(given, options))
 
 
 library = None if torch is None else _register()  # the operators exist as long as this object does
@@ -293,10 +310,11 @@ def _needs_dispatch(*given: Any, **options: Any) -> bool:
     )
 
 
-def call(name: str, *given: Any, return_lse: bool, **options: Any) -> tuple[Any, Any]:
-    """The operator of that name. Where torch would only pass the call on to the CPU, this does, since the way through torch takes longer
-    than a small call. Without `return_lse`, the log-sum-exp may be None."""
+def call(name: str, *given: Any, return_lse: Any, **options: Any) -> Any:
+    """What the operator of that name returns, with `return_lse` the log-sum-exp, too. Where torch would only pass the call on to the CPU,
+    this does, since the way through torch takes longer than a small call."""
+    return_lse = flag_of(return_lse, "return_lse")
     if _needs_dispatch(*given, **options):
-        return getattr(torch.ops.blitz_attn, name)(*given, **options)
-    results = _ON_CPU[name](*given, return_lse=return_lse, **options)
-    return results if return_lse else (results, None)
+        out, lse = getattr(torch.ops.blitz_attn, name)(*given, **options)
+        return (out, lse) if return_lse else out
+    return _ON_CPU[name](*given, return_lse=return_lse, **options)

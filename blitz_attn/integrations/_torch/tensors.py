@@ -142,17 +142,22 @@ def lists_of(x: Any, name: str, kinds: tuple[str, ...] = _LISTS) -> Any:
     return _copied(given)
 
 
-def ranges_of(kv_ranges: Any) -> Any:
+def ranges_of(x: Any, name: str) -> Any:
     """A tensor of a run of keys for each query; None stays None."""
-    return lists_of(kv_ranges, "kv_ranges", _RANGES)
+    return lists_of(x, name, _RANGES)
+
+
+def tensor_of(x: Any, name: str) -> Any:
+    """`x`, which is a tensor; None stays None."""
+    if x is not None:
+        expect_tensors(**{name: x})
+    return x
 
 
 def numbers_of(x: Any, name: str) -> Any:
     """A float32 tensor of the numbers of a sequence, an array or a tensor; None stays None."""
     if x is None or isinstance(x, torch.Tensor):
-        if x is not None:
-            expect_tensors(**{name: x})
-        return x
+        return tensor_of(x, name)
     if torch.compiler.is_compiling() and isinstance(x, (tuple, list)):
         return torch.tensor(x, dtype=torch.float32)
     return _copied(float32_numbers(x, name))
@@ -160,11 +165,8 @@ def numbers_of(x: Any, name: str) -> Any:
 
 def mask_of(x: Any, name: str) -> Any:
     """A tensor of what is added to scores, or of bool, none of whose axes is repeated that an array repeats; None stays None."""
-    if x is None:
-        return None
-    if isinstance(x, torch.Tensor):
-        expect_tensors(**{name: x})
-        return x
+    if x is None or isinstance(x, torch.Tensor):
+        return tensor_of(x, name)
     if torch.compiler.is_compiling():
         return torch.as_tensor(x).clone()
     given, dtype = host(x, name)

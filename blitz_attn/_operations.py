@@ -1,0 +1,115 @@
+"""The arguments of each operation, by the core's table of them (csrc/python/operations.h), and what Python adds: defaults and shapes.
+
+What passes arguments on, such as the functions for torch and JAX, takes their names, kinds and places from here, so that an argument of an
+operation is written down in that table and in the signature of its NumPy function, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from . import _core
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+REQUIRED = inspect.Parameter.empty  # the default of an argument that has none
+
+# Roles of arguments that are arrays. All others are options: Python values.
+ARRAYS = frozenset({
+    "floats", "cache", "lse", "scales", "indices", "pages", "tables", "mask", "heads", "list", "lengths", "per_sequence",
+})  # fmt: skip
+FLOATS = frozenset({"floats", "cache", "lse"})  # those of them that the core reads in place, as rows
+OWN = frozenset({"own", "dtype", "kv_dtype"})  # not passed on by frameworks, which make results and know dtypes
+
+
+class Argument(NamedTuple):
+    """One argument of an operation."""
+
+    name: str
+    role: str  # see arg_role in csrc/python/args.h
+    differentiable: bool = False
+    default: Any = REQUIRED
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array, or a sequence or a number in the place of one."""
+        return self.role in ARRAYS
+
+
+OPERATIONS = {name: tuple(Argument(*row) for row in rows) for name, rows in _core.operations().items()}
+
+# The operations that a public function calls, where that is not the one of its name.
+_CALLED = {
+    "paged_select_attention": ("paged_attention",),
+    "select_and_attend_prefill": ("block_sparse_attention", "select_prefill"),
+    "select_blocks_prefill": ("select_prefill",),
+}
+
+# Arguments of the core that Python makes of others.
+_MADE_OF = {
+    ("select_prefill", "chooser"): (Argument("chooser", "chooser"),),
+    ("select_prefill", "budget"): (*(Argument(name, "budget") for name in ("density", "top_p", "threshold")), Argument("top_k", "counts")),
+}
+
+
+@cache
+def arguments_of(function: Callable[..., Any]) -> dict[str, Argument]:
+    """The arguments of a public function that go to the core, in the order of the table, with the function's defaults."""
+    parameters = inspect.signature(function).parameters
+    found: dict[str, Argument] = {}
+    for operation in _CALLED.get(function.__name__, (function.__name__,)):
+        for row in OPERATIONS[operation]:
+            for argument in _MADE_OF.get((operation, row.name), (row,)):
+                if argument.name in parameters:
+                    found.setdefault(argument.name, argument._replace(default=parameters[argument.name].default))
+    return found
+
+
+def like(
+    function: Callable[_Parameters, _Result], without: tuple[str, ...]
+) -> Callable[[Callable[..., _Result]], Callable[_Parameters, _Result]]:
+    """Gives a function that takes keywords the signature of `function`, which it passes them on to, but for some arguments."""
+
+    def decorate(decorated: Callable[..., _Result]) -> Any:
+        signature = inspect.signature(function)
+        shown = [parameter for name, parameter in signature.parameters.items() if name not in without]
+        decorated.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        return decorated
+
+    return decorate
+
+
+def options_of(function: Callable[..., Any], without: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of `function` but for some, in its order: what is given, and defaults."""
+    taken = {name: x.default for name, x in inspect.signature(function).parameters.items() if name not in without}
+    for name in given:
+        if name not in taken:
+            raise unexpected(function.__name__, name)
+    return taken | dict(given)
+
+
+def unexpected(function: str, name: str) -> TypeError:
+    """What Python says of a keyword that a function does not take."""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+# ---- Results --------------------------------------------------------------------------------------------------------
+
+
+def sequence_shapes(q: Any, v: Any, layout: str, num_heads: Any, num_kv_heads: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the output and of the log-sum-exp of attention over sequences. The numbers of heads count in layout BSH alone."""
+    if layout == "BSH":
+        return (*q.shape[:2], v.shape[2] // (num_kv_heads or num_heads) * num_heads), (q.shape[0], num_heads, q.shape[1])
+    return (*q.shape[:-1], v.shape[-1]), (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSND" else tuple(q.shape[:-1])
+
+
+def result_shapes(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the output, which has the dtype of q, and of the log-sum-exp of attention with these arguments, whichever it is."""
+    q = given["q"]
+    if "v_cache" in given:
+        return (*q.shape[:-1], given["v_cache"].shape[-1]), tuple(q.shape[:-1])
+    return sequence_shapes(q, given["v"], given.get("layout", "BNSD"), given.get("num_heads") or 1, given.get("num_kv_heads"))

@@ -1,0 +1,101 @@
+"""The arguments of the library's functions as torch's operators take them, read by their roles in the table of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..._arrays import choice
+from ..._names import KV_LAYOUTS, LAYOUTS
+from ..._operations import OWN, Argument, arguments_of, unexpected
+from ..._select.choosers import CHOOSERS, fields_of, rules_of
+from ..._select.prefill import select_and_attend_prefill
+from ...block_sparse import block_sparse_attention
+from ...paged import paged_attention, paged_select_attention
+from .tensors import (
+    flag_of,
+    integer_of,
+    integers_of,
+    lists_of,
+    mask_of,
+    number_of,
+    numbers_list_of,
+    numbers_of,
+    pair_of,
+    ranges_of,
+    tensor_of,
+    text_of,
+    torch,
+)
+
+Reader = Callable[[Any, str], Any]
+
+# Arguments of the library's functions that those for torch do not take.
+NOT_TAKEN = ("q_begin", "q_total", "kv_split", "out", "out_dtype", "dtype", "kv_dtype", "return_sabi")
+
+
+def _json(x: Any) -> str:
+    return f"[{', '.join(str(int(n)) for n in x)}]" if isinstance(x, (tuple, list)) else f'"{x}"' if isinstance(x, str) else str(int(x))
+
+
+def chooser_text(chooser: Any, name: str) -> str:
+    """A chooser as the operator takes it: its name, or its attributes as JSON, by code that `torch.compile` can trace."""
+    if isinstance(chooser, str):
+        return chooser if chooser in CHOOSERS else choice(chooser, name, tuple(CHOOSERS))
+    if not torch.compiler.is_compiling():
+        rules_of(chooser)  # refuses what is no chooser with a sentence; in a graph the operator does
+    return "{" + ", ".join(f'"{field}": {_json(x)}' for field, x in fields_of(chooser).items()) + "}"
+
+
+_READERS: dict[str, Reader] = {
+    **dict.fromkeys(("floats", "cache", "lse"), tensor_of),
+    **dict.fromkeys(("list", "lengths", "per_sequence", "pages"), integers_of),
+    **dict.fromkeys(("heads", "scales"), numbers_of),
+    **dict.fromkeys(("integer", "threads", "tokens_before"), integer_of),
+    **dict.fromkeys(("number", "scale"), number_of),
+    "indices": lists_of,
+    "tables": ranges_of,
+    "mask": mask_of,
+    "pair": pair_of,
+    "flag": flag_of,
+    "layout": lambda x, name: text_of(x, name, LAYOUTS),
+    "kv_layout": lambda x, name: text_of(x, name, KV_LAYOUTS),
+    "chooser": chooser_text,
+    "budget": numbers_list_of,
+    "counts": lambda x, name: numbers_list_of(x, name, integers_only=True),
+}
+
+
+def taken(function: Callable[..., Any]) -> dict[str, Argument]:
+    """The arguments of the library's function that an operator has."""
+    return {name: x for name, x in arguments_of(function).items() if x.role not in OWN and name not in (*NOT_TAKEN, "return_lse")}
+
+
+# An operator that chooses blocks has the block of attention, where it is not told another one, and not that of the library's function.
+_ATTENTION = taken(block_sparse_attention)
+CHOICE = {name: _ATTENTION.get(name, x) for name, x in taken(select_and_attend_prefill).items()}
+
+
+def _reader(argument: Argument) -> Reader:
+    if argument.role != "pair" or argument.default is None:
+        return _READERS[argument.role]
+    default = list(argument.default)
+    return lambda x, name: pair_of(x, name) or default
+
+
+_FUNCTIONS = (block_sparse_attention, select_and_attend_prefill, paged_attention, paged_select_attention)
+_READERS_OF = {function.__name__: {name: _reader(x) for name, x in taken(function).items()} for function in _FUNCTIONS}
+_READERS_OF["select_and_attend_prefill"] |= {name: _reader(x) for name, x in CHOICE.items()}
+# What an operator must be told where the caller says nothing.
+_TOLD: dict[str, dict[str, Any]] = {function.__name__: {} for function in _FUNCTIONS}
+_TOLD["select_and_attend_prefill"] = {"block_shape": list(taken(select_and_attend_prefill)["block_shape"].default)}
+
+
+def read(function: str, rules: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call of a public function, as the operator takes them."""
+    readers, told = _READERS_OF[function], dict(_TOLD[function])
+    for name, x in rules.items():
+        if name not in readers:
+            raise unexpected(function, name)
+        told[name] = readers[name](x, name)
+    return told
