@@ -23,7 +23,7 @@ from .cache import keeps_few_keys, pages_of
 from .config import SparseConfig, config_of, config_of_text
 from .fallbacks import tell
 from .masks import MATRIX, Call, RuleMask, Rules, TracedMask, additive
-from .operators import Traced, attend_in_graph, register_operator
+from .operators import NUMBERS, Traced, attend_in_graph, register_operator
 
 __all__ = ["attend_dense", "attend_sparse"]
 
@@ -51,7 +51,7 @@ class _Layer:
     mask: Any
     scaling: float | None
     dropout: float
-    softcap: float | None
+    numbers: dict[str, Any]  # those of NUMBERS that the model gives
     sinks: Any  # (H,)
     block_indices: Any  # (B, Hkv, Sq, K)
     is_causal: bool | None
@@ -175,6 +175,12 @@ def _unknown(layer: _Layer) -> list[str]:
     return [name for name, x in layer.rest.items() if name not in _HARMLESS and x is not None and x is not False]
 
 
+def _numbers_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of the arguments of a call those numbers that are rules of attention by the name that they have here."""
+    numbers = {name: given.pop(name) for name in NUMBERS if name in given}
+    return {name: x for name, x in numbers.items() if x is not None}
+
+
 def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     """The call by torch: by SDPA, or by the model's own eager function where SDPA lacks what the call needs."""
     kind = layer.kind
@@ -200,9 +206,10 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     options = {"dropout": layer.dropout, "scaling": layer.scaling}
     own = getattr(sys.modules.get(layer.source), "eager_attention_forward", None)
     beyond_sdpa = [name for name in _unknown(layer) if name != "indices"]
-    if layer.softcap is not None or layer.sinks is not None or rest.get("output_attentions") or beyond_sdpa:
+    if layer.numbers or layer.sinks is not None or rest.get("output_attentions") or beyond_sdpa:
         if own is None:
             raise ValueError(f"{kind}: expected a model with an eager attention function to fall back to because of {reason}, got none")
+        beyond_sdpa += [name for name in layer.numbers if name != "softcap"]  # which every model that has one takes
         unused = [name for name in beyond_sdpa if name not in inspect.signature(own).parameters]
         if unused:
             raise ValueError(f"{kind}: expected arguments that the model's eager attention function takes, got {unused[0]}")
@@ -210,7 +217,7 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
             mask = sdpa_mask(layer.query.shape[0], layer.query.shape[2], layer.key.shape[2], allow_is_causal_skip=False)
         if mask is not None and mask.dtype == torch.bool:
             mask = additive(mask, layer.query.dtype)
-        options |= {name: x for name, x in (("softcap", layer.softcap), ("s_aux", layer.sinks)) if x is not None}
+        options |= layer.numbers | ({} if layer.sinks is None else {"s_aux": layer.sinks})
         return own(*tensors, mask, **options, **rest)
     return sdpa_attention_forward(*tensors, mask, is_causal=layer.is_causal, **options, **rest)
 
@@ -278,7 +285,7 @@ def _attend_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, block_shape
     """The attention operation."""
     attend = differentiable_attention if layer.differentiated else block_sparse_attention
     options = {"sabi": lists, "block_shape": block_shape, "num_threads": layer.config.num_threads} | rules
-    return attend(q, k, v, softcap=layer.softcap, sinks=layer.sinks, **options)
+    return attend(q, k, v, sinks=layer.sinks, **layer.numbers, **options)
 
 
 def _choose(
@@ -325,7 +332,7 @@ def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules
         return _attend_lists(layer, q, k, v, lists.repeat_interleave(q.shape[2] // lists.shape[1], dim=1), shape, rules)
     empty = _arrays.family_of(q).empty
     options: dict[str, Any] = rules | {"block_shape": shape, "routed": True, "num_threads": layer.config.num_threads, "return_lse": False}
-    options["softcap"] = layer.softcap
+    options |= layer.numbers
     return _core.block_sparse_attention(
         empty, _arrays.readable(q, "q"), _arrays.readable(k, "k"), _arrays.readable(v, "v"), lists, **options
     )
@@ -360,7 +367,7 @@ def _attend_pages(layer: _Layer, rules: Rules) -> Any:
         tell(f"{layer.kind}: new tokens attend to all keys instead of decode_budget = {budget}, because of {reason}")
         return None
     assert pages is not None  # or there is a reason
-    options = {"scale": layer.scaling, "sinks": layer.sinks, "softcap": layer.softcap, "num_threads": config.num_threads}
+    options = {"scale": layer.scaling, "sinks": layer.sinks, "num_threads": config.num_threads} | layer.numbers
     bounds = zip(rules.starts, rules.ends, strict=True)
     return pages.select_and_attend(layer.query.transpose(1, 2), bounds, budget=budget, dense_below=config.min_tokens, **options)
 
@@ -489,7 +496,7 @@ def _attend_in_operator(module: Traced, tensors: tuple[Any, Any, Any], mask: Any
     """The work of the operator."""
     rest = {name: options[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")}
     layer = _Layer(
-        module, *tensors, mask, options.get("scaling"), 0.0, options.get("softcap"), options["sinks"], options["block_indices"],
+        module, *tensors, mask, options.get("scaling"), 0.0, _numbers_of(options), options["sinks"], options["block_indices"],
         module.is_causal, rest, config_of_text(options.get("config") or SparseConfig()._text), bool(options.get("sparse")),
     )  # fmt: skip
     return _attend(layer)[0]
@@ -501,11 +508,11 @@ _library = register_operator(_attend_in_operator)
 def _attention(sparse: bool) -> Any:
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, dropout: float = 0.0,
-        is_causal: bool | None = None, softcap: float | None = None, s_aux: Any = None, block_indices: Any = None, **rest: Any,
+        is_causal: bool | None = None, s_aux: Any = None, block_indices: Any = None, **rest: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         layer = _Layer(
-            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, block_indices, is_causal, rest, config_of(module),
-            sparse,
+            module, query, key, value, attention_mask, scaling, dropout, _numbers_of(rest), s_aux, block_indices, is_causal, rest,
+            config_of(module), sparse,
         )  # fmt: skip
         if isinstance(attention_mask, TracedMask) and not torch.compiler.is_compiling():  # the graph has ended between mask and attention
             layer.mask = attention_mask.as_rules()

@@ -13,14 +13,19 @@ from typing import Any
 
 import torch
 
+from ..._operations import arguments_of
+from ...block_sparse import block_sparse_attention
 from .masks import TracedMask
 
 __all__ = ["Traced", "attend_in_graph", "register_operator"]
 
-_SCHEMA = """attend_layer(Tensor query, Tensor key, Tensor value, Tensor? padding=None, Tensor? packed=None, Tensor? q_position=None,
+# The rules of attention that are numbers, which a model may give by the names that they have here.
+NUMBERS = tuple(name for name, x in arguments_of(block_sparse_attention).items() if x.role == "number")
+_NUMBERS = ", ".join(f"float? {name}=None" for name in NUMBERS)
+_SCHEMA = f"""attend_layer(Tensor query, Tensor key, Tensor value, Tensor? padding=None, Tensor? packed=None, Tensor? q_position=None,
     Tensor? cu_seq_lens_q=None, Tensor? cu_seq_lens_k=None, Tensor? sinks=None, Tensor? block_indices=None, Tensor? mask=None,
     Tensor? position_bias=None, *, bool causal=True, int? left=None, int? right=None, SymInt q_offset=0, SymInt kv_offset=0,
-    float? scaling=None, float? softcap=None, str config="", bool sparse=False, int? layer=None, int? index_block=None, str module="",
+    float? scaling=None, {_NUMBERS}, str config="", bool sparse=False, int? layer=None, int? index_block=None, str module="",
     str kind="") -> Tensor"""
 
 
@@ -51,7 +56,7 @@ def attend_in_graph(layer: Any, mask: TracedMask) -> Any:
         layer.rest.get("cu_seq_lens_q"), layer.rest.get("cu_seq_lens_k"), layer.sinks, layer.block_indices, mask.made,
         layer.rest.get("position_bias"), causal=mask.causal, left=mask.left, right=mask.right,
         q_offset=0 if isinstance(where, torch.Tensor) else where, kv_offset=mask.kv_offset, scaling=layer.scaling,
-        softcap=layer.softcap, config=layer.config._text, sparse=layer.sparse,
+        **layer.numbers, config=layer.config._text, sparse=layer.sparse,
         layer=layer.number, index_block=None if layer.block_indices is None else layer.module.indexer.block_size, module=layer.source,
         kind=layer.kind,
     )  # fmt: skip
