@@ -8,7 +8,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import reference, testing
-from cases import DTYPES, bits_option, dtype_of, same_bits
+from cases import DTYPES, bits_option, same_bits
 from cases_paged import CACHE_DTYPES
 
 KV_HEADS, DIM, V_DIM = 2, 24, 17
@@ -74,26 +74,30 @@ def test_by_slots(dtype, kv_dtype):
 
 @pytest.mark.parametrize("by", ["tables", "plan", "plan of a triple"])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("kv_dtype", DTYPES)
-def test_summaries_follow(kv_dtype, kv_layout, by):
+@pytest.mark.parametrize(("kv_dtype", "as_bits"), [*((dtype, False) for dtype in DTYPES), ("bfloat16", True)])
+def test_summaries_follow(kv_dtype, as_bits, kv_layout, by):
     """After every append, the summaries are what summarising the whole gives, and what the twin makes of them."""
     case = testing.make_paged(2, 4, KV_HEADS, [30, 23], 4, DIM, V_DIM, kv_dtype, kv_dtype, kv_layout, poison=False)
-    caches, twins = empty_like(case)[0], empty_like(case)[0]
-    bits, named = bits_option(caches[0]), names_of(case)
+
+    def given(x):
+        return x.view(np.uint16) if as_bits else x
+
+    caches, twins = ([given(x) for x in empty_like(case)[0]] for _ in range(2))
+    bits, named = bits_option(caches[0]), names_of(case) | ({"kv_dtype": "bfloat16"} if as_bits else {})
     tables = np.array([[4, 0, 2], [1, 5, 3]], np.int32)
-    empty = testing.round_to(np.full((6, 3, KV_HEADS, DIM), np.nan), dtype_of(caches[0]))
+    empty = given(testing.round_to(np.full((6, 3, KV_HEADS, DIM), np.nan), kv_dtype))
     got, exact, twin = ({name: empty.copy() for name in SUMMARIES} for _ in range(3))
     ends = np.array([0, 0])
     for n, new in enumerate([[5, 4], [0, 1], [1, 0], [13, 7], [1, 1], [1, 1], [9, 9]]):
         ends = ends + new
-        tokens = new_tokens(sum(new), kv_dtype, seed=n)
+        tokens = [given(x) for x in new_tokens(sum(new), kv_dtype, seed=n)]
         where = {"block_tables": case.block_tables, "seq_lens": ends, "q_lens": new}
         reference.append_paged_kv(*tokens, *twins, **twin, metadata_block_tables=tables, **where, **named)
         if by == "tables":
             blitz_attn.append_paged_kv(*tokens, *caches, **got, metadata_block_tables=tables, **where, **named)
         else:
-            given = (case.block_tables, ends) if by == "plan" else (case._replace(seq_lens=ends).csr(), None)
-            plan = blitz_attn.PagedPlan(*given, page_size=4, q_lens=new, **named)
+            requests = (case.block_tables, ends) if by == "plan" else (case._replace(seq_lens=ends).csr(), None)
+            plan = blitz_attn.PagedPlan(*requests, page_size=4, q_lens=new, **named)
             plan.append(*tokens, *caches, **got, metadata_block_tables=tables)
         blitz_attn.quest_prefill_metadata(caches[0], case.block_tables, ends, tables, **exact, kv_layout=kv_layout, **bits)
         assert_same([*caches, *got.values()], [*caches, *exact.values()])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import testing
+from blitz_attn import reference, testing
 from cases import DTYPES, same_bits
 from cases_masks import SLOPES, H, hiding, holes, kept, numbers
 from cases_paged import check_paged
@@ -103,6 +103,8 @@ def test_a_mask_of_one_axis_has_an_element_for_each_token(kv_split):
         assert same_bits(plan.attention(*case.arrays[:3], attn_mask=mask), found)
     one, none = (blitz_attn.paged_attention(*case.arrays, attn_mask=mask, **rules, **case.options) for mask in (np.ones(1, bool), None))
     assert all(map(same_bits, one, none))
+    with pytest.raises(ValueError, match=r"^attn_mask: expected 70 tokens in a mask of one axis, got \(75,\)$"):
+        reference.paged_attention(*case.arrays, attn_mask=shown, **case.options)
 
 
 @pytest.mark.parametrize("shape", [(20, 70), (1,), (3, 1, 1, 1), (1, H, 22, 1), ()], ids=str)

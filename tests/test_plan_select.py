@@ -37,10 +37,11 @@ class Step:
         blitz_attn.quest_prefill_metadata(*keys, high, low, meanblocks=mean, kv_layout=layout, **bits_option(high))
         self.summaries = {"quest": ((high, low), tables), "mean": (mean, tables), "max": ()}
 
-    def by_function(self, method, choice, op=blitz_attn, **options):
-        """(out, lse, selected, counts)."""
+    def by_function(self, method, choice, op=blitz_attn, tables=None, **options):
+        """(out, lse, selected, counts). `tables` replaces the case's tables and lengths."""
         given = {"method": method, **choice, **self.case.options, **options}
-        return op.select_and_attend(*self.case.arrays, *self.summaries[method], **BOTH, **given)
+        arrays = *self.case.arrays[:3], *(tables or self.case.arrays[3:])
+        return op.select_and_attend(*arrays, *self.summaries[method], **BOTH, **given)
 
     def by_plan(self, plan, method, choice, **options):
         return plan.select_and_attend(*self.case.arrays[:3], *self.summaries[method], method=method, **choice, **options)
@@ -77,12 +78,14 @@ def rules(name, q_lens):
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("q_lens", [None, Q_LENS], ids=["one", "several"])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["matrix", "triple"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_twin_and_the_two_calls(method, kv_layout, q_lens, choice, rule, kv_split, isa_level):
+def test_the_twin_and_the_two_calls(method, form, kv_layout, q_lens, choice, rule, kv_split, isa_level):
     """Blocks are chosen without the rules, and attention has them."""
     step, given = Step(q_lens, dtype="float64", kv_layout=kv_layout), {"kv_split": kv_split, **rules(rule, q_lens)}
-    found = step.by_function(method, choice, **given)
-    for got, right in zip(found, step.by_function(method, choice, reference, **given), strict=True):
+    tables = (step.case.csr(), None) if form == "triple" else None
+    found = step.by_function(method, choice, tables=tables, **given)
+    for got, right in zip(found, step.by_function(method, choice, reference, tables, **given), strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-9, atol=1e-11)
     assert all(map(same_bits, found, step.apart(method, choice, **given)))
     plan, per_call = plan_paged(step.case, **given)
