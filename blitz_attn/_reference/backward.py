@@ -44,6 +44,8 @@ def _gradients(name: str, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
     dout, q, k, v, out = (to_float64(x, o["dtype"]).astype(real) for x in (dout, q, k, v, out))
     sequences = sequences_of(q, k, v, sabi, o, inputs)
     outs, douts = (split(x, layout, o["cu_seqlens_q"], o["num_heads"]) for x in (out, dout))
+    lses: Any
+    dlses: Any
     lses, dlses = (
         [None] * len(sequences) if x is None else split_numbers(to_float64(x).astype(real), layout, o["cu_seqlens_q"])
         for x in (lse, o["dlse"])

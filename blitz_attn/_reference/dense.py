@@ -77,11 +77,11 @@ def sequences_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, sabi: Any, o: dict
     parts = split(q, layout, cut_q, heads), split(k, layout, cut_kv, kv_heads), split(v, layout, cut_kv, kv_heads)
     tokens, room = ([x.shape[1] for x in xs] for xs in parts[:2])
     q_lens, kv_lens = lengths("q_lens", o["q_lens"], tokens), lengths("kv_lens", o["kv_lens"], room)
-    ranges: Sequence[Any] = [None] * len(tokens)
+    ranges: Any = [None] * len(tokens)
     if o["kv_ranges"] is not None:
         given = np.asarray(o["kv_ranges"])
         ranges = [given[a:b] for a, b in pairwise(cut_q)] if cut_q else np.broadcast_to(given, (len(tokens), max(tokens, default=0), 2))
-    bounds = _bounds(o["window"], o["causal"])
+    bounds: dict[str, Any] = _bounds(o["window"], o["causal"])
     numbers = q_lens, kv_lens, begins_of(o["q_begin"], q_lens, kv_lens), ranges
     sequences = [
         core.sequence(*arrays, q_len=q_len, kv_len=kv_len, begin=begin, ranges=run, **bounds)

@@ -76,11 +76,11 @@ def _run(q: Any, k: Any, v: Any, name: str, o: dict[str, Any]) -> tuple[Array, N
     every = [
         split(x, places.layout, cu) for x, cu in ((q, places.queries), (k, places.tokens), (v, places.tokens), (gates, places.queries))
     ]
-    known = [[None] * len(places.of)] * 2
+    known: list[Any] = [[None] * len(places.of)] * 2
     if o["compressed_kv"] is not None:
         inner = None if places.tokens is None else core.compressed_cuts(places.tokens, how.size, how.stride)
         known = [split(read(x), places.layout, inner) for x in o["compressed_kv"]]
-    routing = [None] * len(places.of)
+    routing: Any = [None] * len(places.of)
     if o["block_indices"] is not None:
         routing = core.routing_parts(o["block_indices"], places.queries, how.tile)
     sequences, outs, listed = [], [], []

@@ -147,7 +147,7 @@ def _compressed(q: Any, size: int, o: dict[str, Any]) -> tuple[Any, Any, Branch]
     stride = size if o["stride"] is None else o["stride"]
     places = core.read_places(q, o["cu_seqlens"], o.get("cu_seqlens_q"), o.get("tokens"))
     inner = None if places.tokens is None else core.compressed_cuts(places.tokens, size, stride)
-    return places.queries, inner, lambda n, *part: core.compressed_branch(*part, places.of[n][0], size, stride, o["mode"], o["causal"])
+    return places.queries, inner, lambda n, q, k, v: core.compressed_branch(q, k, v, places.of[n][0], size, stride, o["mode"], o["causal"])
 
 
 def compressed_attention(
@@ -169,7 +169,7 @@ def _selected(q: Any, k: Any, lists: Any, size: int, o: dict[str, Any]) -> tuple
     places, tile = core.read_places(q, o["cu_seqlens"], o.get("cu_seqlens_q"), np.shape(k)[-3]), o["q_tile_size"]
     parts = core.routing_parts(lists, places.queries, tile)
     branch = core.selected_branch
-    return places.queries, places.tokens, lambda n, *part: branch(*part, places.of[n][0], parts[n], size, tile, o["causal"])
+    return places.queries, places.tokens, lambda n, q, k, v: branch(q, k, v, places.of[n][0], parts[n], size, tile, o["causal"])
 
 
 def selected_attention(
@@ -189,7 +189,7 @@ def selected_attention_backward(
 
 def _window(q: Any, k: Any, window: int, o: dict[str, Any]) -> tuple[Any, Any, Branch]:
     places = core.read_places(q, o["cu_seqlens"], o.get("cu_seqlens_q"), np.shape(k)[-3])
-    return places.queries, places.tokens, lambda n, *part: core.window_branch(*part, places.of[n][0], window, o["causal"])
+    return places.queries, places.tokens, lambda n, q, k, v: core.window_branch(q, k, v, places.of[n][0], window, o["causal"])
 
 
 def window_attention(q, k, v, window_size, *, causal=True, scale=None, cu_seqlens=None, cu_seqlens_q=None, return_lse=False, dtype=None):

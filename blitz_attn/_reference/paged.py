@@ -129,7 +129,7 @@ def _requests(q: np.ndarray, k_cache: Any, v_cache: Any, block_tables: Any, seq_
 
 def _attend(name: str, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any, selected: Any, o: dict[str, Any]) -> Any:
     """Attention as a program in dtype `name` computes it."""
-    wide = to_float64(q, o["dtype"]).astype(real_of(name))
+    wide: np.ndarray = to_float64(q, o["dtype"]).astype(real_of(name))
     requests = _requests(wide, k_cache, v_cache, block_tables, seq_lens, o)
     add_biases(requests, o["attn_mask"], o["alibi_slopes"], name_of(q, o["dtype"]), longer=True)
     if selected is not None:
