@@ -82,11 +82,11 @@ class Sequence:
             low, high = self.low[rows], self.high[rows]
             some = low <= high
             keys = np.arange(low[some].min(initial=tokens), high[some].max(initial=-1) + 1)
-            in_run: Any = (keys >= low[:, None]) & (keys <= high[:, None])
-            seen = in_run[None, None]
+            seen = ((keys >= low[:, None]) & (keys <= high[:, None]))[None, None]
             if self.kept is not None:
                 kept, block = self.kept[:, rows // self.block_shape[0]], keys // self.block_shape[1]
-                listed = kept.any(axis=(0, 1))[block]
+                listed: Any = kept.any(axis=(0, 1))
+                listed = listed[block]
                 keys, seen = keys[listed], seen[..., listed] & grouped(kept[..., block[listed]], kv_heads)
             bias = None
             if self.bias is not None:

@@ -38,18 +38,18 @@ class _BiasSums:
         return (None if self.mask is None else self.mask.reshape(self.shape)), self.slopes
 
 
+def _numbers(x: Any, real: type, layout: str, offsets: Any, entries: int) -> list[Any]:
+    """(heads, tokens) of each batch entry, of an array of the shape of the log-sum-exp that may be missing."""
+    return [None] * entries if x is None else split_numbers(to_float64(x).astype(real), layout, offsets)
+
+
 def _gradients(name: str, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sabi: Any, o: dict[str, Any]) -> tuple[Any, ...]:
     """The gradients as a program in dtype `name` computes them, written or added to `grads` where these are given."""
     layout, real, inputs = o["layout"], real_of(name), name_of(q, o["dtype"])
     dout, q, k, v, out = (to_float64(x, o["dtype"]).astype(real) for x in (dout, q, k, v, out))
     sequences = sequences_of(q, k, v, sabi, o, inputs)
     outs, douts = (split(x, layout, o["cu_seqlens_q"], o["num_heads"]) for x in (out, dout))
-    lses: Any
-    dlses: Any
-    lses, dlses = (
-        [None] * len(sequences) if x is None else split_numbers(to_float64(x).astype(real), layout, o["cu_seqlens_q"])
-        for x in (lse, o["dlse"])
-    )
+    lses, dlses = (_numbers(x, real, layout, o["cu_seqlens_q"], len(sequences)) for x in (lse, o["dlse"]))
     biases = _BiasSums(o["attn_mask"], o["alibi_slopes"])
     parts = [
         core.attend_backward(

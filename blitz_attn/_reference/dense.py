@@ -62,7 +62,7 @@ def begins_of(q_begin: Any, q_lens: Sequence[int], kv_lens: Sequence[int]) -> li
     return [int(n) for n in np.broadcast_to(np.asarray(q_begin), (len(q_lens),))]
 
 
-def _bounds(window: Any, causal: bool) -> dict[str, int | None]:
+def _bounds(window: Any, causal: bool) -> dict[str, Any]:
     """How many keys before and behind the diagonal a query sees; None for all."""
     left, right = (None if n == -1 else int(n) for n in ((-1, -1) if window is None else window))
     return {"left": left, "right": 0 if causal and (right is None or right > 0) else right}
@@ -81,7 +81,7 @@ def sequences_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, sabi: Any, o: dict
     if o["kv_ranges"] is not None:
         given = np.asarray(o["kv_ranges"])
         ranges = [given[a:b] for a, b in pairwise(cut_q)] if cut_q else np.broadcast_to(given, (len(tokens), max(tokens, default=0), 2))
-    bounds: dict[str, Any] = _bounds(o["window"], o["causal"])
+    bounds = _bounds(o["window"], o["causal"])
     numbers = q_lens, kv_lens, begins_of(o["q_begin"], q_lens, kv_lens), ranges
     sequences = [
         core.sequence(*arrays, q_len=q_len, kv_len=kv_len, begin=begin, ranges=run, **bounds)

@@ -80,7 +80,7 @@ def _run(q: Any, k: Any, v: Any, name: str, o: dict[str, Any]) -> tuple[Array, N
     if o["compressed_kv"] is not None:
         inner = None if places.tokens is None else core.compressed_cuts(places.tokens, how.size, how.stride)
         known = [split(read(x), places.layout, inner) for x in o["compressed_kv"]]
-    routing: Any = [None] * len(places.of)
+    routing: list[Any] = [None] * len(places.of)
     if o["block_indices"] is not None:
         routing = core.routing_parts(o["block_indices"], places.queries, how.tile)
     sequences, outs, listed = [], [], []
@@ -175,6 +175,8 @@ def nsa_backward(dout, ctx, *, num_threads=None):
         raise TypeError(f"ctx: expected the context that nsa returned, got {type(ctx).__name__}")
     if ctx.shapes[0][:-2] != ctx.shapes[1][:-2]:
         raise ValueError(f"ctx: expected that of a call with as many queries as keys, got {ctx.shapes[0]} and {ctx.shapes[1]}")
+    if tuple(dout.shape) != ctx.shape:
+        raise ValueError(f"dout: expected shape {ctx.shape} of the result that came with ctx, got {tuple(dout.shape)}")
     real, r, how, places = real_of(ctx.name), rounding_of(ctx.name), ctx.how, ctx.places
     douts = split(to_float64(dout, ctx.dtype).astype(real), places.layout, places.queries)
     w_k, w_v, w_gate = (ctx.weights[label] for label in WEIGHTS)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._nsa.rules import CMP_GROUP, Rules, rules_of
+from .._nsa.rules import CMP_GROUP, Rules, number, rules_of
 from .attend import Array, Sequence, factor, grouped, named, sequence, weights
 from .common import Rounding, cuts, lengths, rounding_of
 
@@ -39,6 +39,12 @@ def read_places(q: Any, cu_seqlens: Any, cu_seqlens_q: Any = None, tokens: int |
     cu_q = cuts("cu_seqlens_q", cu_seqlens if cu_seqlens_q is None else cu_seqlens_q, queries)
     cu = cuts("cu_seqlens", cu_seqlens, total)
     return Places(cu_q, cu, [(n - m, n) for m, n in zip(np.diff(cu_q).tolist(), np.diff(cu).tolist(), strict=True)])
+
+
+def sizes(block_size: Any, stride: Any) -> tuple[int, int]:
+    """The tokens of a compressed block, and those from one to the next."""
+    size = number(block_size, "compress_block_size")
+    return size, size if stride is None else number(stride, "compress_stride")
 
 
 def block_count(tokens: int, block_size: int, stride: int) -> int:

@@ -38,7 +38,7 @@ EXACT = rounding_of("float64")
 
 def compress_kv(k, v, block_size, w_k=None, w_v=None, *, stride=None, cu_seqlens=None, dtype=None):
     """See `blitz_attn.nsa.compress_kv`."""
-    stride, results = block_size if stride is None else stride, []
+    (block_size, stride), results = core.sizes(block_size, stride), []
     for x, w in ((k, w_k), (v, w_v)):
         x, w = to_float64(x, dtype), None if w is None else to_float64(w, dtype)
         places = core.read_places(x, cu_seqlens)
@@ -50,7 +50,7 @@ def compress_kv(k, v, block_size, w_k=None, w_v=None, *, stride=None, cu_seqlens
 
 def compress_kv_backward(dk_cmp, dv_cmp, k, v, block_size, w_k=None, w_v=None, *, stride=None, cu_seqlens=None, dtype=None):
     """See `blitz_attn.nsa.compress_kv_backward`."""
-    stride, grads, weight_grads = block_size if stride is None else stride, [], []
+    (block_size, stride), grads, weight_grads = core.sizes(block_size, stride), [], []
     for dy, x, w in ((dk_cmp, k, w_k), (dv_cmp, v, w_v)):
         dy, x, w = to_float64(dy, dtype), to_float64(x, dtype), None if w is None else to_float64(w, dtype)
         places = core.read_places(x, cu_seqlens)
@@ -113,8 +113,8 @@ def score_and_select_blocks(q, k_cmp, num_selected_blocks, compress_block_size, 
     scores = score_blocks(q, k_cmp, num_selected_blocks, compress_block_size, **options)
     parts = [core.top_blocks(x, int(num_selected_blocks)) for x in scores]
     by_query = options["mode"] == "paper"
-    heads, rows = (k_cmp if by_query else q).shape[-2], -(-q.shape[-3] // (1 if by_query else options["q_tile_size"]))
-    return core.join_routing(parts, options["cu_seqlens"] is not None, (*q.shape[:-3], heads, rows, num_selected_blocks))
+    heads, rows = (k_cmp if by_query else q).shape[-2], -(-q.shape[-3] // (1 if by_query else int(options["q_tile_size"])))
+    return core.join_routing(parts, options["cu_seqlens"] is not None, (*q.shape[:-3], heads, rows, int(num_selected_blocks)))
 
 
 # ---- The branches ---------------------------------------------------------------------------------------------------
@@ -144,10 +144,11 @@ def _backward(dout, q, k, v, out, lse, cu_q: Any, cu_k: Any, branch: Branch, o: 
 
 def _compressed(q: Any, size: int, o: dict[str, Any]) -> tuple[Any, Any, Branch]:
     """Cumulative numbers of queries and of compressed keys, and the rule of the branch."""
-    stride = size if o["stride"] is None else o["stride"]
+    size, stride = core.sizes(size, o["stride"])
     places = core.read_places(q, o["cu_seqlens"], o.get("cu_seqlens_q"), o.get("tokens"))
     inner = None if places.tokens is None else core.compressed_cuts(places.tokens, size, stride)
-    return places.queries, inner, lambda n, q, k, v: core.compressed_branch(q, k, v, places.of[n][0], size, stride, o["mode"], o["causal"])
+    branch, how = core.compressed_branch, (size, stride, o["mode"], o["causal"])
+    return places.queries, inner, lambda n, q, k, v: branch(q, k, v, places.of[n][0], *how)
 
 
 def compressed_attention(
