@@ -235,6 +235,40 @@ def test_a_view_of_a_mask_has_a_gradient_of_its_shape():
     assert same_bits(found[1], found[2])
 
 
+@pytest.mark.parametrize("shape", [(16, 8), (2, 16, 8), (16, 1), (1, 8)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_places_behind_short_sequences_add_nothing(shape, dtype, isa_level):
+    """Packed sequences of different lengths: a large bias of the last query of the short one, and NaN in a key that it does not see."""
+    q_cuts, kv_cuts = [0, 16, 19, 19], [0, 8, 16, 20]
+    q, k, v = testing.make_qkv(1, 2, 1, 19, 20, 16, 16, dtype=dtype)
+    dout = testing.make_qkv(1, 2, 2, 19, 19, 16, dtype=dtype, seed=9)[0]
+    q, k, v, dout = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v, dout))
+    mask = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    mask[..., min(2, shape[-2] - 1), :] += 100
+    ranges = np.tile([0, 20], (19, 1))
+    ranges[16], ranges[17:] = [0, 5], [6, 8]
+
+    def gradients_of(layout, mask, ranges, arrays, **rules):
+        *arrays, dout = arrays
+        rules |= {"layout": layout, "attn_mask": mask, "alibi_slopes": -SLOPES[:2], "kv_ranges": ranges} | bits_option(q)
+        out, lse = blitz_attn.block_sparse_attention(*arrays, return_lse=True, **rules)
+        return blitz_attn.block_sparse_attention_backward(dout, *arrays, out, lse, bias_grads=True, **rules)
+
+    expected, slopes = np.zeros(shape), np.zeros(2)
+    for n in range(2):
+        queries, keys = slice(*q_cuts[n : n + 2]), slice(*kv_cuts[n : n + 2])
+        count = queries.stop - queries.start
+        part = (..., slice(count), slice(None))
+        arrays = [x[at].swapaxes(0, 1)[None] for x, at in zip((q, k, v, dout), (queries, keys, keys, queries), strict=True)]
+        found = gradients_of("BNSD", mask[part], ranges[queries], arrays)
+        expected[part] += found[3]
+        slopes += found[4]
+    k[13] = v[13] = np.array(np.nan, np.float32) if dtype == "float32" else 0x7FC0
+    found = gradients_of("TND", mask, ranges, (q, k, v, dout), cu_seqlens_q=q_cuts, cu_seqlens_kv=kv_cuts)
+    np.testing.assert_allclose(found[3], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[4], slopes, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.1), ("float64", 1e-12)])
 def test_the_same_precision_rounds_what_is_added(dtype, most):
     """The error of a plain computation with a mask is that of its dtype."""

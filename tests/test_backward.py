@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import reference, testing
+from blitz_attn import reference, sabi, testing
 from cases import DTYPES, ISA_LEVELS, attend, bits_option, dtype_of, lse_shape, out_shape, poisoned, random_lists, same_bits
 from cases_grid import combination, every_combination
 
@@ -209,6 +209,39 @@ def test_query_tiles_together_or_one_by_one():
             grads[0][:, :, some] = dq
         results.append(grads)
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_blocks_behind_the_last_key_change_no_bit():
+    """Heads that list the same keys and other blocks of padding, as batch entries do beside longer ones."""
+    q, k, v = testing.make_qkv(1, 4, 1, 1, 70, 16)
+    kept = np.ones((1, 4, 1, 7), bool)
+    kept[0, 1, 0, 5] = False
+    options = {"block_shape": (1, 10), "kv_lens": [10]}
+    dout, _ = rest_of(q, v)
+    results = []
+    for columns in (1, 7):
+        lists = sabi.from_block_mask(kept[..., :columns], dtype="int32")
+        cut = [np.ascontiguousarray(x[:, :, : 10 * columns]) for x in (k, v)]
+        out, lse = attend(q, *cut, lists, **options)
+        results.append([x[:, :, :10] for x in gradients(dout, q, *cut, out, lse, lists, **options)])
+    assert all(same_bits(np.ascontiguousarray(a), np.ascontiguousarray(b)) for a, b in zip(*results, strict=True))
+
+
+def test_padding_of_queries_changes_no_bit():
+    """An entry of one query by itself, and padded: heads of one key head add in the same order."""
+    q, k, v = testing.make_qkv(1, 8, 1, 40, 30, 16)
+    kept = np.ones((1, 8, 1, 30), bool)
+    kept[0, :4, 0, 10:] = False
+    dout, _ = rest_of(q, v)
+    results = []
+    for length in (1, 2, 40):
+        options = {"block_shape": (40, 1), "q_lens": [1]}
+        cut = [np.ascontiguousarray(x[:, :, :length]) for x in (dout, q)]
+        lists = sabi.from_block_mask(kept, dtype="int32")
+        out, lse = attend(cut[1], k, v, lists, **options)
+        dq, dk, dv = gradients(cut[0], cut[1], k, v, out, lse, lists, **options)
+        results.append((np.ascontiguousarray(dq[:, :, :1]), dk, dv))
+    assert all(same_bits(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
 # ---- What is not seen ---------------------------------------------------------------------------------------------
