@@ -28,14 +28,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 # ---- Masks ---------------------------------------------------------------------------------------------------------
 
 
-def draw_mask(rng, kind, batch, tokens):
-    """A mask function: one of plain rules, of chunks, of packed sequences, or of images in a text, which may lie in a window."""
+def draw_runs(rng, kind, batch, tokens):
+    """A mask function of chunks, of packed sequences, or of images in a text, which may lie in a window."""
     numbers = torch.tensor([sorted(rng.randint(0, 3) for _ in range(tokens)) for _ in range(batch)])
     causal = rng.choice([masks.causal_mask_function, masks.sliding_window_causal_mask_function(rng.randint(1, 6))])
-    if kind == "causal":
-        return causal
-    if kind == "both sides":
-        return rng.choice([masks.bidirectional_mask_function, masks.sliding_window_bidirectional_mask_function(rng.randint(1, 6))])
     if kind == "chunks":
         return masks.chunked_causal_mask_function(rng.randint(1, 5), torch.tensor([rng.randint(0, 3) for _ in range(batch)]))
     if kind == "packed":
@@ -44,24 +40,22 @@ def draw_mask(rng, kind, batch, tokens):
     return images if rng.random() < 0.5 else masks.and_masks(masks.sliding_window_overlay(rng.randint(1, 6)), images)
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("kind", ["causal", "both sides", "chunks", "packed", "images"])
-def test_rules_say_what_the_mask_of_sdpa_says(kind, seed):
-    rng = random.Random(f"{kind} {seed}")
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_of_keys_say_what_the_mask_of_sdpa_says(seed):
+    rng = random.Random(seed)
     batch, queries = rng.randint(1, 3), rng.randint(1, 8)
     past, room = rng.choice([(0, 0), (rng.randint(1, 7), 0), (rng.randint(0, 4), rng.randint(1, 5))])
-    if kind in ("both sides", "packed"):  # which have no cache
+    kind = rng.choice(["chunks", "images", "packed"])
+    if kind == "packed":  # sequences that are packed have no cache
         past = room = 0
-    function = draw_mask(rng, kind, batch, past + queries + room)
+    function = draw_runs(rng, kind, batch, past + queries + room)
     kv_offset = rng.choice([0, past and rng.randrange(past)])
     padding = padded(rng, rng.choice(["left", "right"]), batch, past + queries).bool() if kind == "packed" or rng.random() < 0.7 else None
     options = {"batch_size": batch, "q_length": queries, "kv_length": past + queries + room - kv_offset, "q_offset": past}
-    options |= {"kv_offset": kv_offset, "mask_function": function, "attention_mask": padding}
-    mask = make_mask(**options)
-    expected = masks.sdpa_mask(**options, allow_is_causal_skip=False)
+    options["kv_offset"] = kv_offset
+    mask = make_mask(**options, mask_function=function, attention_mask=padding)
+    expected = masks.sdpa_mask(**options, mask_function=function, attention_mask=padding, allow_is_causal_skip=False)
     assert mask.rules is not None, mask.reason
-    if kind in ("causal", "both sides"):
-        assert (mask.elements() == expected).all()
     real = np.ones((batch, queries), bool) if padding is None else padding[:, past:].numpy()
     assert (seen_by_calls(mask) == expected[:, 0].numpy())[real].all()
     q, k, v = tensors(batch, 4, queries, 8), tensors(batch, 2, mask.shape[3], 8, seed=1), tensors(batch, 2, mask.shape[3], 8, seed=2)
@@ -69,6 +63,34 @@ def test_rules_say_what_the_mask_of_sdpa_says(kind, seed):
         found = call(q, k, v, mask, implementation)
         assert (found - eager(q, k, v, expected))[torch.from_numpy(real)].abs().max() < 1e-5
     assert not TOLD
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rules_say_what_the_mask_of_sdpa_says(seed):
+    rng = random.Random(seed)
+    functions = [
+        masks.causal_mask_function, masks.bidirectional_mask_function, masks.sliding_window_causal_mask_function(rng.randint(1, 6)),
+        masks.sliding_window_bidirectional_mask_function(rng.randint(1, 6)),
+    ]  # fmt: skip
+    function = rng.choice(functions)
+    batch, queries = rng.randint(1, 3), rng.randint(1, 8)
+    past, room = rng.choice([(0, 0), (rng.randint(1, 7), 0), (rng.randint(0, 4), rng.randint(1, 5))])
+    kv_offset = rng.choice([0, past and rng.randrange(past)])
+    if functions.index(function) % 2:  # encoders have no cache
+        past = room = kv_offset = 0
+    keys = past + queries + room - kv_offset
+    padding = None
+    if rng.random() < 0.7:
+        side = rng.choice(["left", "right"])
+        padding = padded(rng, side, batch, past + queries).bool()
+    options = {"batch_size": batch, "q_length": queries, "kv_length": keys, "q_offset": past, "kv_offset": kv_offset}
+    mask = make_mask(**options, mask_function=function, attention_mask=padding)
+    expected = masks.sdpa_mask(**options, mask_function=function, attention_mask=padding, allow_is_causal_skip=False)
+    assert (mask.elements() == expected).all()
+    assert mask.rules is not None, mask.reason
+    found = seen_by_calls(mask)
+    real = np.ones((batch, queries), bool) if padding is None else padding[:, past:].numpy()
+    assert (found == expected[:, 0].numpy())[real].all()
 
 
 def test_a_mask_makes_elements_where_torch_works_on_it():
@@ -128,10 +150,7 @@ MISREAD = {
 @pytest.mark.parametrize("name", list(MISREAD))
 def test_numbers_that_a_mask_does_not_have_are_refused(name):
     mask = make_mask(2, 3, 5, 2)
-    with pytest.raises(
-        ValueError,
-        match='^attn_implementation: expected "eager", or another that the model supports, for a model with attention code of its own, ',
-    ):
+    with pytest.raises(ValueError, match='^attn_implementation: expected "eager", or another that the model supports, for a model with attention code of its own, '):
         MISREAD[name](mask, tensors(2, 1, 3, 5))
 
 
