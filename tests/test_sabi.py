@@ -324,6 +324,8 @@ def test_masks_must_be_boolean():
         (ValueError, "indptr: expected numbers rising from 0 to 1", lambda: sabi.from_csr([0, 2], [1])),
         (ValueError, "lead: expected axes that divide 2 rows", lambda: sabi.from_csr([0, 1, 2], [1, 0], lead=(3,))),
         (ValueError, "indices: expected columns from 0 on, got -1", lambda: sabi.from_csr([0, 1], [-1])),
+        (ValueError, "idx: expected columns from 0 on, got -1", lambda: sabi.from_num_idx([1], [[-1, 0]])),
+        (ValueError, "block_shape: expected two positive numbers", lambda: sabi.dense(8, 8, (3, 4, 5))),
         (ValueError, r"num: expected counts in 0..2, got 3..3", lambda: sabi.from_num_idx([3], [[0, 1]])),
         (ValueError, r"rows: expected 1..2, got 3", lambda: sabi.refine(np.array([[0]]), (2, 2), 3, 2)),
         (ValueError, "columns: expected at least 1, got 0", lambda: sabi.density(np.array([[0]]), 0)),
