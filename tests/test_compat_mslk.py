@@ -63,6 +63,25 @@ def test_references():
         np.testing.assert_array_equal(ours, expected)
 
 
+class WithoutShape:
+    """An array that says its shape to NumPy alone."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def test_reference_of_a_gradient_without_a_shape():
+    q, k, v, _ = problem(40, 4, 2, 8, dtype="float64")
+    dout = tensors(q.shape, dtype="float64", seed=2)
+    expected = mslk.nsa_backward_reference(q, k, v, dout, *SIZES)
+    grads = mslk.nsa_backward_reference(q, k, v, WithoutShape(dout), *SIZES)
+    for name in ("dQ", "dK", "dV"):
+        np.testing.assert_array_equal(grads[name], expected[name])
+
+
 def test_no_sequences_and_no_blocks():
     """An empty run of sequences, and sequences shorter than a block, are calls like others."""
     Q, K = np.ones((0, 2, 4), np.float32), np.ones((0, 1, 4), np.float32)
