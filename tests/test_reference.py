@@ -218,9 +218,13 @@ def paged(**options):
     return reference.paged_attention(q, cache, cache, np.array([[0, 1], [2, 3]]), options.pop("seq_lens", [9, 16]), **options)
 
 
-def nsa(**options):
+def nsa(queries=12, **options):
     x = np.zeros((1, 12, 2, 4))
-    return reference.nsa(x, x, x, compress_block_size=4, window_size=3, **options)
+    return reference.nsa(x[:, :queries], x, x, compress_block_size=4, window_size=3, **options)
+
+
+def nsa_gradient(*shape, **options):
+    return reference.nsa_backward(np.zeros(shape), nsa(**options, return_context=True)[1])
 
 
 @pytest.mark.parametrize(
@@ -240,6 +244,8 @@ def nsa(**options):
         (ValueError, "num_selected_blocks: expected at least init_blocks", lambda: nsa(num_selected_blocks=2)),
         (ValueError, "block_indices: expected blocks from 0 to 2", lambda: nsa(block_indices=np.full((1, 2, 12, 1), 3))),
         (TypeError, "ctx: expected the context that nsa returned, got None", lambda: reference.nsa_backward(np.zeros((1, 12, 2, 4)), None)),
+        (ValueError, "ctx: expected that of a call with as many queries as keys", lambda: nsa_gradient(1, 5, 2, 4, queries=5)),
+        (ValueError, r"dout: expected shape \(1, 12, 2, 4\) of the result", lambda: nsa_gradient(1, 11, 2, 4)),
         (TypeError, 'dtype: expected "bfloat16" to read uint16 bits', lambda: reference.to_float64(np.zeros(1, np.uint16))),
         (ValueError, "dtype: expected float64, float32, float16 or bfloat16, got int8", lambda: reference.round_to([1.0], "int8")),
     ],
