@@ -1,18 +1,8 @@
-/* What args.c and arrays.c share: the sentences that refuse an argument, and arrays as their exporters describe them. */
+/* Arrays as their exporters describe them. */
 #ifndef BA_PYTHON_RAW_ARRAY_H
 #define BA_PYTHON_RAW_ARRAY_H
 
-#include "python/args.h"
-
-/* ---- Sentences --------------------------------------------------------------------------------------------- */
-
-/* Raises a TypeError `name: expected <expected>, got <the type of object>`, and returns -1. */
-int arg_fail_kind(const char *name, const char *expected, PyObject *object);
-
-/* Called when one of the object's own methods has raised an exception: replaces it by a ValueError that names the argument and has the first
- * exception as its cause. Exceptions that are no fault of the argument (KeyboardInterrupt, MemoryError) stay as they are. Returns -1. */
-int arg_fail_raising(const char *name, const char *expected, PyObject *object);
-int arg_fail_unreadable(const char *name, PyObject *object);
+#include "python/arrays.h"
 
 /* ---- Arrays ------------------------------------------------------------------------------------------------ */
 
