@@ -33,6 +33,7 @@ import blitz_attn  # noqa: E402
 from blitz_attn import _core  # noqa: E402
 from blitz_attn.__main__ import drop_output  # noqa: E402
 from blitz_attn.plot import _cell as cell_value  # noqa: E402
+from machine import cache_sizes  # noqa: E402
 
 # ---- The command line --------------------------------------------------------------------------------------------
 
@@ -261,10 +262,8 @@ HEAD = ("machine", "commit", "date", "command", "compiler")
 
 def machine() -> dict[str, Any]:
     """What makes a machine another one for its speed."""
-    import roofline
-
     level, threads = _core.isa_active(), blitz_attn.get_num_threads()
-    return {"cpu": _core.cpu_model(), "threads": threads, "level": level, "caches": roofline.cache_sizes()}
+    return {"cpu": _core.cpu_model(), "threads": threads, "level": level, "caches": cache_sizes()}
 
 
 def tag(found: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import _bench  # noqa: F401  (finds the library of this checkout)
-import roofline
+import machine
 from _bench import Contender, Report, block_shape, columns, command, in_turns, parameters, parser_of, positive, share, yes
 from blitz_attn import _core
 from operations import DTYPES, Attention, Gradients, draw
@@ -56,7 +56,7 @@ def measure(dtype: str, causal: bool, args: argparse.Namespace, report: Report, 
     cells = {sparsity: Gradients(asked_of(dtype, causal, sparsity, args), args.seed) for sparsity in args.sparsities}
     alone: dict[float, float] = {}
     for threads in args.threads:
-        limit = Contender("limit", lambda threads=threads: roofline.peak_flops(threads, seconds=PEAK_SECONDS), 0.0)
+        limit = Contender("limit", lambda threads=threads: machine.peak_flops(threads, seconds=PEAK_SECONDS), 0.0)
         contenders, torch = [limit], None
         if args.torch:
             try:
@@ -119,7 +119,7 @@ def main(args: argparse.Namespace, report: Report) -> None:
     if args.sparsities[0] != 0:
         raise ValueError(f"--sparsities: expected 0 first, which the others are measured against, got {args.sparsities[0]:g}")
     rules = (False, True) if args.causal is None else (args.causal,)
-    limits = ", ".join(f"{threads}: {roofline.peak_flops(threads):.0f}" for threads in args.threads)
+    limits = ", ".join(f"{threads}: {machine.peak_flops(threads):.0f}" for threads in args.threads)
     report.head(parameters(ISA=_core.isa_active(), SEED=args.seed), f"F in GFLOP/s by threads: {limits}")
     for dtype, causal in itertools.product(args.dtypes, rules):
         measure(dtype, causal, args, report, 1 / len(args.dtypes) / len(rules))

@@ -25,6 +25,7 @@ import numpy as np
 
 import _bench  # first: finds the library of this checkout
 import blitz_attn
+import machine
 import roofline
 from _bench import Contender, Report, block_shape, columns, command, in_turns, natural, parser_of, positive, readable, share, yes
 from blitz_attn import _core, sabi, select, testing
@@ -92,7 +93,7 @@ def measured(dense: Attention, jobs: Sequence[Job], args: argparse.Namespace, re
         if args.repeats == 1:
             time.sleep(SETTLE_SECONDS)
 
-    limit = Contender("limit", lambda: roofline.peak_flops(args.threads, seconds=PEAK_SECONDS), 0.0)
+    limit = Contender("limit", lambda: machine.peak_flops(args.threads, seconds=PEAK_SECONDS), 0.0)
     reference = Contender("dense", dense_call(dense, args), dense.flops)
     own = {Contender(" ".join(map(str, job.values.values())), job.asked.call(args.threads), job.asked.flops, prepare): job for job in jobs}
     for contender in in_turns([limit, reference, *own], args, report.progress, part):

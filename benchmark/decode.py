@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import _bench  # noqa: F401  (finds the library of this checkout)
-import roofline
+import machine
 from _bench import Contender, Report, checked, columns, command, in_turns, parameters, parser_of, positive, sizes, yes
 from blitz_attn import _core, testing
 from operations import ITEM_BYTES, Decode, draw_decode, memory_available, poison, query_dtype, token_bytes
@@ -94,7 +94,7 @@ shape = checked(
 
 def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
     """The cells that were asked for. Those that differ in their queries only follow each other: they share a cache."""
-    per_level = roofline.read_sizes(1)
+    per_level = machine.read_sizes(1)
     whole = [("own", one) for one in args.shapes or ()]
     if not args.shapes and "upstream" in args.cells:
         whole = [(name, sizes(text, 4)) for name, text in map(str.split, UPSTREAM_CELLS)]
@@ -133,7 +133,7 @@ def peer_calls(step: Decode, args: argparse.Namespace, notes: dict[str, None]) -
 def measure(cell: Cell, args: argparse.Namespace, report: Report, share: float, notes: dict[str, None]) -> None:
     """Print the rows of a cell, one for each number of threads."""
     step = draw_decode(cell.lengths, cell.heads, cell.kv_heads, cell.head_dim, cell.page, cell.dtype, args.seed)
-    work, isa, largest_cache = step.work(), _core.isa_active(), max(roofline.cache_sizes().values())
+    work, isa, largest_cache = step.work(), _core.isa_active(), max(machine.cache_sizes().values())
     memory = step.cache.memory  # to fill as much anew in each turn would keep the system busy when others are timed
     beyond = work.bytes > 2 * largest_cache
     elsewhere = np.zeros(2 * largest_cache if beyond else 0, np.uint8)
@@ -151,7 +151,7 @@ def measure(cell: Cell, args: argparse.Namespace, report: Report, share: float, 
             contenders[name, threads] = Contender(name, run)
             contenders[f"pause after {name}", threads] = pause()
         contenders["read", threads] = Contender("limit", lambda threads=threads: _core.probe_read(isa, memory, PROBE_SECONDS, threads))
-        contenders["flops", threads] = Contender("limit", lambda threads=threads: roofline.peak_flops(threads, seconds=PROBE_SECONDS))
+        contenders["flops", threads] = Contender("limit", lambda threads=threads: machine.peak_flops(threads, seconds=PROBE_SECONDS))
         contenders["forget", threads] = Contender("forget", forget)
         contenders["own", threads] = Contender("own", step.call(threads), before_last=lambda: poison(step.out))
     label = f"{cell.name} {cell.dtype} {len(cell.lengths)}x{cell.heads}x{cell.kv_heads}x{max(cell.lengths)}"

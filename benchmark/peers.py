@@ -23,7 +23,7 @@ from typing import Any
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-import roofline
+import machine
 from _bench import Contender, Report, above_zero, columns, command, in_turns, parameters, parser_of, positive, share
 from blitz_attn import _core
 from operations import Attention, draw, is_feasible, memory_available
@@ -111,7 +111,7 @@ class Table:
         reasons: dict[tuple[int, str], str] = {}
         contenders: list[Contender] = []
         for threads in args.threads:
-            limits[threads] = Contender("limit", lambda threads=threads: roofline.peak(cell.dtype, threads, seconds=PROBE_SECONDS))
+            limits[threads] = Contender("limit", lambda threads=threads: machine.peak(cell.dtype, threads, seconds=PROBE_SECONDS))
             contenders.append(limits[threads])
             for name in (OWN, *args.peers):
                 try:

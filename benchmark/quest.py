@@ -22,7 +22,7 @@ import numpy as np
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-import roofline
+import machine
 from _bench import Contender, Report, columns, command, in_turns, parameters, parser_of, positive, yes
 from blitz_attn import _core, testing
 from operations import ITEM_BYTES, Decode, bits_options, draw_cache, draw_tables, memory_available, poison, poisoned, token_bytes
@@ -49,7 +49,7 @@ class Layers:
         self.context, self.page = context, args.page
         self.count = -(-context // args.page)  # pages of a layer
         self.blocks = min(blocks, self.count)
-        largest = CACHES_OVER * max(roofline.cache_sizes().values())
+        largest = CACHES_OVER * max(machine.cache_sizes().values())
         item = ITEM_BYTES[args.dtype]
         self.kv_bytes = context * token_bytes(args.dtype, args.kv_heads, args.head_dim)
         self.k_bytes = self.kv_bytes // 2

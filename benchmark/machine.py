@@ -1,0 +1,59 @@
+"""What this machine has, and what it can do at most: its caches, and the peaks that the library's own vector code reaches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from blitz_attn import _core
+
+DRAM_BYTES = int(os.environ.get("BENCHMARK_DRAM_BYTES") or 0)  # tests set it, to save time; what is measured then is no limit
+DEFAULT_CACHES = {"L1": 32 << 10, "L2": 512 << 10, "L3": 16 << 20}  # where the system does not tell
+
+
+def _bytes(text: str) -> int:
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    return int(text.rstrip("KMGkmg")) * unit
+
+
+def cache_sizes() -> dict[str, int]:
+    """Bytes of the data caches that the first CPU sees."""
+    sizes = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            kind, level, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))
+        except OSError:
+            continue
+        if kind != "Instruction":
+            sizes[f"L{level}"] = _bytes(size)
+    return sizes or dict(DEFAULT_CACHES)
+
+
+def read_sizes(threads: int) -> dict[str, int]:
+    """Bytes a thread that sit in each level and in none below it. A level that leaves no room for that is left out."""
+    caches = cache_sizes()
+    sizes = {}
+    below = 0
+    for level in ("L1", "L2", "L3"):
+        if level not in caches:
+            continue
+        share = caches[level] // (threads if level == "L3" else 1)
+        size = share // 2
+        if size >= 2 * below:
+            sizes[level] = size
+        below = caches[level]
+    largest = max(caches.values())
+    # what L3 keeps of memory that is read again and again makes it look quicker than it is (of four times L3: by a quarter)
+    sizes["DRAM"] = (DRAM_BYTES or max(8 * largest, 1 << 30)) // threads
+    return sizes
+
+
+def peak_flops(threads: int, seconds: float = 0.15) -> float:
+    """F in GFLOP/s of the level in use, all threads together."""
+    return _core.probe_flops(_core.isa_active(), seconds, threads)
+
+
+def peak(dtype: str, threads: int, seconds: float = 0.15) -> float:
+    """What binds arithmetic of `dtype`, in GFLOP/s, all threads together: P for bfloat16 where there are tiles, else F."""
+    tiles = _core.probe_tile_flops(_core.isa_active(), seconds, threads) if dtype == "bfloat16" else 0.0
+    return tiles or peak_flops(threads, seconds=seconds)
