@@ -167,7 +167,7 @@ int arg_text(PyObject *object, const char *name, const char **value) {
 int arg_threads(PyObject *object, const char *name, int *value) {
     *value = 0;
     if (object == Py_None) return 0;
-    int64_t number;
+    int64_t number = 0;
     if (arg_int64(object, name, &number) < 0) return -1;
     if (number < 1 || number > INT_MAX)
         return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected a positive number of threads or None, got %lld", name, (long long)number);
@@ -176,7 +176,7 @@ int arg_threads(PyObject *object, const char *name, int *value) {
 }
 
 int arg_layout(PyObject *object, const char *name, ba_layout *value) {
-    const char *text;
+    const char *text = NULL;
     if (arg_text(object, name, &text) < 0) return -1;
     for (int layout = BA_BNSD; layout <= BA_TND; layout++) {
         if (strcmp(text, ba_layout_name((ba_layout)layout)) != 0) continue;
@@ -187,7 +187,7 @@ int arg_layout(PyObject *object, const char *name, ba_layout *value) {
 }
 
 int arg_kv_layout(PyObject *object, const char *name, ba_kv_layout *value) {
-    const char *text;
+    const char *text = NULL;
     if (arg_text(object, name, &text) < 0) return -1;
     *value = strcmp(text, "HND") == 0 ? BA_HND : BA_NHD;
     return *value == BA_HND || strcmp(text, "NHD") == 0 ? 0
@@ -195,7 +195,7 @@ int arg_kv_layout(PyObject *object, const char *name, ba_kv_layout *value) {
 }
 
 int arg_isa(PyObject *object, const char *name, ba_isa *value) {
-    const char *text;
+    const char *text = NULL;
     if (arg_text(object, name, &text) < 0) return -1;
     const int level = ba_isa_parse(text);
     if (level >= 0) {
@@ -213,7 +213,7 @@ int arg_isa(PyObject *object, const char *name, ba_isa *value) {
 int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value) {
     *value = BA_DTYPE_COUNT;
     if (object == Py_None) return 0;
-    const char *text;
+    const char *text = NULL;
     if (arg_text(object, name, &text) < 0) return -1;
     for (int dtype = 0; dtype < BA_DTYPE_COUNT; dtype++) {
         if (!arg_role_takes(role, (ba_dtype)dtype) || strcmp(text, ba_dtype_name((ba_dtype)dtype)) != 0) continue;
