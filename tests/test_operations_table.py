@@ -28,8 +28,7 @@ FUNCTIONS = {
     "paged_select_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE}", ""),
     "merge_states_n": ("merge_states", MADE, ""),
     "quantize_kv": ("quantize_kv", "values scale", ""),  # the results
-    # q_begin belongs to other calls with requests; summaries are another operation
-    "append_paged_kv": ("append_paged_kv", f"{TRIPLE} q_begin", "maxblocks minblocks meanblocks metadata_block_tables"),
+    "append_paged_kv": ("append_paged_kv", f"{TRIPLE} q_begin", ""),  # q_begin belongs to other calls with requests
     "quest_prefill_metadata": ("quest_metadata", "", ""),
     # source is what a and b are made of; counts are returned where selected_indices are
     "select_blocks": ("select_blocks", f"{MADE} query a b selected_indices return_counts", "q source dense_below"),
