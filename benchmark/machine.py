@@ -1,4 +1,4 @@
-"""What this machine has, and what it can do at most: its caches, and the peaks that the library's own vector code reaches."""
+"""What this machine has, and what it can do at most: its caches, and the peaks that the library's own vector and tile code reaches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cache_sizes() -> dict[str, int]:
 
 
 def read_sizes(threads: int) -> dict[str, int]:
-    """Bytes a thread that sit in each level and in none below it. A level that leaves no room for that is left out."""
+    """Bytes per thread that fit this level and not the one closer to the core. A level that leaves no room for that is left out."""
     caches = cache_sizes()
     sizes = {}
     below = 0

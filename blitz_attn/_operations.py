@@ -1,7 +1,7 @@
 """The arguments of each operation, by the core's table of them (csrc/python/operations.h), and what Python adds: defaults and shapes.
 
 What passes arguments on, such as the functions for torch and JAX, takes their names, kinds and places from here, so that an argument of an
-operation is written down in that table and in the signature of its NumPy function, and nowhere else.
+operation is written down in that table and in the signature of its NumPy function: torch and JAX need no line of code for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Argument(NamedTuple):
     """One argument of an operation."""
 
     name: str
-    role: str  # see arg_role in csrc/python/args.h
+    role: str  # see arg_role in csrc/python/arrays.h; _MADE_OF adds chooser, budget and counts
     differentiable: bool = False
     default: Any = REQUIRED
 

@@ -17,7 +17,7 @@ LEFT_OUT = ("bad_calls",)  # see test_refusals.py and test_bad_calls.py
 
 
 def cells():
-    """As many seeds of each problem as its weight says."""
+    """Seeds for each problem: its weight times 40, or times 15 where problems take longer."""
     for problem in problems.load().values():
         file = problem.run.__module__.rpartition(".")[2]
         count = 15 if file.removesuffix("_problems") in FEWER else 40
@@ -33,7 +33,7 @@ def test_right(problem, seed):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_twins_of_attention(seed):
-    """Those of `blitz_attn.reference`, which compute in float64, against the same oracle."""
+    """The twins in `blitz_attn.reference`, which compute in float64, agree with the fuzzer's oracle."""
     draw = Draw(seed, {"bad_keys": 0.0, "own_forward": False})
     case = draw_case(draw)
     p, f = case.problem, forward(case.problem)

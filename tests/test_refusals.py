@@ -29,7 +29,7 @@ def wrong(name, row, **more):
 
 
 def refused(call, error, pattern=None):
-    """The sentence, by which nothing is written."""
+    """Makes a call that must be refused, checks that it writes nothing, and returns the sentence."""
     before = call.arena.memory.copy()
     with pytest.raises(error, match=pattern) as caught:
         call.good.call(**call.arguments)

@@ -64,7 +64,7 @@ class Sequence:
     q_len: int  # valid queries: others see nothing
     kv_len: int
     begin: int  # the token number of query 0: that of the key on its diagonal
-    ranges: Array | None  # (queries, 2): the run of keys of each query, which `low` and `high` contain
+    ranges: Array | None  # (queries, 2): the run of keys of each query, already applied in `low` and `high`
     low: Array  # (queries,)
     high: Array
     kept: Array | None = None  # bool (heads, KV heads or 1; blocks of queries; blocks of keys)
@@ -76,7 +76,7 @@ class Sequence:
         kv_heads, tokens = self.k.shape[:2]
         step = max(1, _STRIP_ELEMENTS // max(1, len(self.q) * tokens))
         if self.kept is not None:
-            step = min(step, max(128, self.block_shape[0]))  # queries near each other, which have few keys together
+            step = min(step, max(128, self.block_shape[0]))  # queries near each other, so that together they see few keys
         for first in range(0, len(self.low), step):
             rows = np.arange(first, min(first + step, len(self.low)))
             low, high = self.low[rows], self.high[rows]

@@ -42,10 +42,12 @@
  *     bias         what attn_mask and alibi_slopes add to scores, one number for each query and key; -inf hides the key
  *
  *     block        block_q queries by block_kv keys, which are attended or left out together: a block row by a block column
- *     list         the block columns that one block row attends, in any order. Each is a row of an array of lists, a list row
+ *     list         the block columns that one block row attends, in any order
+ *     list row     one list, as a row of the array of lists
+ *     run          consecutive keys, rows, pages or tiles
  *     routed       of lists: each is of one query or a small tile of them, and neighbours have little in common. Routed kernels attend any number of
  *                  queries that have just one chunk in common, and pack no panels
- *     walk         one pass over the keys of a list, in rising order
+ *     walk         going once over the keys of a list, in rising order
  *     place        of a key in a walk: how many keys of the list come before it. ba_chunk.place counts within a chunk
  *     chunk        the keys that one kernel call attends, at most BA_MAX_CHUNK. A walk is cut into chunks by places, not at the borders of blocks
  *     group        key_pad consecutive keys that are packed and multiplied together

@@ -24,10 +24,10 @@
 enum { KIB = 1 << 10, MIB = 1 << 20 };
 #define ALL INT64_MAX
 
-/* Not timed yet: neon, neon_bf16. own_few_queries of avx512_bf16: panels of bfloat16 multiply pairs, and are faster than other panels.
- * few_least_heads of amx: over int8, tiles were not faster than vectors. tile_few was found on a model of the tile unit, and not swept on tiles
- * (docs/notes/decode_xeon.rst): prefetches fall behind while scores are made, which read half of the bytes in a third of the time. The distance
- * covers that, too. */
+/* neon and neon_bf16 are not timed yet. avx512_bf16 has own_few_queries because its panels of bfloat16 multiply pairs, and are faster than others.
+ * amx has no few_least_heads for int8 because tiles were not faster than vectors there. tile_few was found on a model of the tile unit, and not swept
+ * on tiles (docs/notes/decode_xeon.rst): prefetches fall behind while scores are made, which read half of the bytes in a third of the time. The
+ * distance covers that, too. */
 /* clang-format off */
 #define NUMBERS(N) \
     /*name                             portable   neon       neon_bf16  avx2      avx512     avx512_bf16  amx */ \
@@ -92,7 +92,7 @@ static const ba_tuning levels[BA_ISA_COUNT] = {
 };
 
 const ba_tuning *ba_tuning_at(ba_isa level) {
-    assert(levels[level].chunk_keys > 0); /* or the level has no block above, and its numbers are all 0 */
+    assert(levels[level].chunk_keys > 0); /* it fails where the level has no line in `levels`: its numbers are then 0 */
     return &levels[level];
 }
 

@@ -1,8 +1,8 @@
-/* Reading Python arguments. Other files examine an object of the caller themselves only where it is None, a tuple, a capsule or a probe's memory.
+/* Reading Python arguments. Apart from arrays.c, which holds arrays, other files examine an object of the caller themselves only where it is None, a
+ * tuple, a capsule or a probe's memory.
  *
- * Every arg_* function that returns int returns 0 on success. On failure it returns -1 with a Python exception set, whose text is
- * `name: expected ..., got ...`: a TypeError where the argument is of a wrong kind, a ValueError where its shape or value is wrong.
- * `name` is the argument's name. The string must outlive the arg_array that it goes into. */
+ * Every arg_* function that returns int returns 0 on success. On failure it returns -1 with an exception set, see sentences.h; arg_sort() words its
+ * own as Python does. `name` is the argument's name. */
 #ifndef BA_PYTHON_ARGS_H
 #define BA_PYTHON_ARGS_H
 
@@ -60,7 +60,8 @@ int arg_kv_layout(PyObject *object, const char *name, ba_kv_layout *value);
 int arg_isa(PyObject *object, const char *name, ba_isa *value);
 int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value); /* role: ARG_FLOATS or ARG_CACHE; None gives BA_DTYPE_COUNT */
 
-/* The dtype of an output whose usual dtype is that of q: None and that dtype set *unrounded to 0, "float32" with float16 and bfloat16 to 1. */
+/* The dtype of an output whose usual dtype is that of q: *unrounded becomes 0 for None or that dtype, and 1 for "float32" where q is float16 or
+ * bfloat16. */
 int arg_out_dtype(PyObject *object, ba_dtype q_dtype, int *unrounded);
 
 /* A list of 64-bit integers that was copied from a Python argument. The caller frees `values` with PyMem_Free. */

@@ -81,12 +81,13 @@ bool call_same_array(const ba_tensor *a, const ba_tensor *b) {
     return same;
 }
 
+/* It skips an array and itself, pairs that come again, two arrays of one pool, and summaries in the pool of their keys. */
 int call_expect_disjoint(const py_call *call) {
     enum { COMPARED = ARG_WRITTEN | ARG_POOL };
     for (int i = 0; i < call->arrays; i++)
         for (int j = 0; call->traits[i] & COMPARED && j < call->arrays; j++) {
             if (i == j || (call->traits[j] & COMPARED && j > i) || call->traits[i] & call->traits[j] & ARG_POOL) continue;
-            const bool pool = call->traits[i] & ARG_POOL; /* tokens that lie in a cache are wrong, and not the cache */
+            const bool pool = call->traits[i] & ARG_POOL; /* where tokens lie in a cache, the sentence names the tokens */
             const arg_array *const a = &call->array[pool ? j : i], *const b = &call->array[pool ? i : j];
             if (call->pages_by_token && call->traits[j] & ARG_SUMMARISED && call_same_array(&a->tensor, &b->tensor)) continue;
             if (arg_disjoint(a, b) < 0) return -1;
@@ -183,7 +184,7 @@ int call_read_each(py_call *call, int64_t heads, int64_t sequences, const char *
         if (a->role == ARG_HEADS && heads > 0) {
             arg_array *const array = &call->array[call->arrays];
             call->place[i] = (signed char)call->arrays;
-            call->traits[call->arrays++] = a->traits; /* before it is read: an array of another shape is held when it is refused */
+            call->traits[call->arrays++] = a->traits; /* counted before it is read: an array of a wrong shape stays held when it is refused */
             if (arg_head_numbers(call->state, call->values[i], a->name, heads, array, member_of(call, a)) < 0) return -1;
         } else if (a->role == ARG_PER_SEQUENCE) {
             arg_list *const list = call_add_list(call, i);

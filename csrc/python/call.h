@@ -24,7 +24,7 @@ typedef struct py_call {
     PyObject *result[CALL_MOST_RESULTS];
     int64_t *cumulative; /* of call_cumulative() */
     bool each;           /* some argument of ARG_HEADS or ARG_PER_SEQUENCE is given */
-    bool pages_by_token; /* the caches are in layout NHD, see ARG_SUMMARISED; set by the operation, which compares the pages, too */
+    bool pages_by_token; /* the caches are in layout NHD, see ARG_SUMMARISED. The operation sets it, and compares the pages itself */
 } py_call;
 
 /* Begins py_<name>: declares `call` and `a`, the library's arguments, and sorts what the caller gave, or returns NULL. call_end() ends it. */
@@ -37,7 +37,7 @@ typedef struct py_call {
 int call_begin(py_call *call, PyObject *module, int index, const operation *operation, void *args, PyObject *const *given, Py_ssize_t nargs,
                PyObject *kwnames);
 
-/* Releases what the call holds. Returns its results: None, the only one, or a tuple. NULL, with the exception that is set, where the call failed. */
+/* Releases what the call holds. Returns None, the only result, or a tuple of all. Returns NULL, with the exception set, where the call failed. */
 PyObject *call_end(py_call *call, int failed);
 
 /* Reads all arguments that have a member, but those of ARG_HEADS and ARG_PER_SEQUENCE. `either`: kv_dtype also says how arrays of ARG_FLOATS are read
@@ -60,7 +60,7 @@ int call_result(py_call *call, PyObject *given, const ba_tensor *shape, const ch
 void call_no_result(py_call *call); /* None is one of the results */
 
 /* The list of integers of an argument, without values where it is not given; call_read_list() reads one that has no member, and call_add_list() gives
- * one that is to be made another. */
+ * the argument an empty list, for the caller to fill. */
 const arg_list *call_list(const py_call *call, int index);
 int call_read_list(py_call *call, int index);
 arg_list *call_add_list(py_call *call, int index);
@@ -71,7 +71,7 @@ const int64_t *call_cumulative(py_call *call, const arg_list *lengths);
 /* The array of an argument; one without memory and axes where it is not given. */
 const arg_array *call_array(const py_call *call, int index);
 
-/* Fails where an array that is written overlaps another one. Results are compared, too, that are held by then. */
+/* Fails where an array that is written overlaps another one. Results that are held by then are compared, too. */
 int call_expect_disjoint(const py_call *call);
 
 /* Fails where a summary page is listed twice, or holds keys, because the summaries are in the same pool of pages as the keys. */

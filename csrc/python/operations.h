@@ -3,8 +3,8 @@
  * as tensors, what has a gradient, what belongs to sequences or heads.
  *
  * A(T, name, role, traits, member) is an argument that goes to `member` of T, the library's arguments. O(T, name, role) is one that the function's
- * own code reads, or that says how others are read. Lists that several operations have in common stand first; IN is then the place of the call's
- * arguments in those of the operation. */
+ * own code reads, or that says how others are read. Lists that several operations have in common stand first; IN is then the prefix, such as
+ * `forward.`, under which their members stand in T. */
 #ifndef BA_PYTHON_OPERATIONS_H
 #define BA_PYTHON_OPERATIONS_H
 
@@ -65,7 +65,7 @@
     A(T, accumulate,    FLAG,         0,            accumulate) \
     O(T, dq, OWN) O(T, dk, OWN) O(T, dv, OWN) O(T, bias_grads, OWN)
 
-/* v is k once more and sabi None. */
+/* Callers give k again as v, and None as sabi. */
 #define SELECT_PREFILL(A, O, T) \
     SEQUENCE_ARGUMENTS(A, O, T, call.) \
     O(T, chooser, OWN) \
@@ -260,7 +260,8 @@
 #define ARGUMENT_INDEX(T, name, role, traits, member) T##_##name,
 #define OWN_INDEX(T, name, role) T##_##name,
 
-/* Defines operation_<name>, whose arguments the table lists, and the indices INDEX_<argument> of call.values. */
+/* Defines operation_<name>, whose arguments the table lists, and the indices INDEX_<argument> of call.values. `required` is the
+ * index of the first argument that need not be given. */
 #define OPERATION(name, T, ARGUMENTS, required, INDEX)                                                                                               \
     enum { ARGUMENTS(ARGUMENT_INDEX, OWN_INDEX, INDEX) INDEX##_COUNT };                                                                              \
     static const argument rows_of_##name[] = {ARGUMENTS(ARGUMENT_ROW, OWN_ROW, T)};                                                                  \

@@ -1,5 +1,6 @@
 /* The exceptions that refuse an argument. Their texts are `name: expected ..., got ...`: a TypeError where the argument is of a wrong kind, a
- * ValueError where its shape or value is wrong. Each function raises an exception and returns -1. */
+ * ValueError where its shape or value is wrong. Each function raises an exception and returns -1, but arg_check()
+ * returns 0 for BA_OK. */
 #ifndef BA_PYTHON_SENTENCES_H
 #define BA_PYTHON_SENTENCES_H
 
