@@ -75,9 +75,12 @@ def attend_requests(
             and rules[4] is rules[5] is rules[6] is None  # out_dtype, dtype and kv_dtype
             and not (is_registered(q) or is_registered(k_cache) or is_registered(v_cache))
         ):  # fmt: skip
+            scale, kv_layout, window, softcap, _, _, _, num_threads = rules  # unpacked, because a call with * takes longer
+            tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split = requests
             return _core.paged_attention(
-                empty, q, k_cache, v_cache, *requests, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes,
-                return_lse, None, None, *rules,
+                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split, selected, counts, sinks,
+                k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, None, None, scale, kv_layout, window, softcap, None, None,
+                None, num_threads,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
