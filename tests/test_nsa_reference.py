@@ -74,6 +74,7 @@ def test_strips_do_not_show(mode, monkeypatch):
         monkeypatch.setattr(attend, "_STRIP_ELEMENTS", elements)
         out, context = reference.nsa(q, k, v, return_context=True, **MODES[mode])
         results.append([out, *reference.nsa_backward(dout, context)[:3]])
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-12, atol=1e-14)
     for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
 
