@@ -159,10 +159,7 @@ static int read_argument(py_call *call, int i) {
     case ARG_LAYOUT: return arg_layout(object, a->name, member);
     case ARG_KV_LAYOUT: return arg_kv_layout(object, a->name, member);
     case ARG_THREADS: return arg_threads(object, a->name, member);
-    default:
-        call->place[i] = (signed char)call->arrays;
-        if (call_hold(call, object, a->name, a->role, a->traits, member) < 0) return -1;
-        return 0;
+    default: call->place[i] = (signed char)call->arrays; return call_hold(call, object, a->name, a->role, a->traits, member);
     }
 }
 

@@ -7,7 +7,7 @@
 
 #include "ops/kv_cache/page_tables.h"
 
-enum { CALL_MOST_ARGUMENTS = 40, CALL_MOST_ARRAYS = 24, CALL_MOST_LISTS = 8, CALL_MOST_RESULTS = 5 };
+enum { CALL_MOST_ARRAYS = 24, CALL_MOST_LISTS = 8, CALL_MOST_RESULTS = 5 };
 
 typedef struct py_call {
     module_state *state;

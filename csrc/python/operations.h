@@ -12,6 +12,8 @@
 
 #include "python/args.h"
 
+enum { CALL_MOST_ARGUMENTS = 40 };
+
 /* clang-format off */
 
 /* ---- Attention over sequences --------------------------------------------------------------------------------------------------- */
@@ -264,6 +266,7 @@
  * index of the first argument that need not be given. */
 #define OPERATION(name, T, ARGUMENTS, required, INDEX)                                                                                               \
     enum { ARGUMENTS(ARGUMENT_INDEX, OWN_INDEX, INDEX) INDEX##_COUNT };                                                                              \
+    _Static_assert((int)INDEX##_COUNT <= (int)CALL_MOST_ARGUMENTS, "py_call has room for all arguments");                                            \
     static const argument rows_of_##name[] = {ARGUMENTS(ARGUMENT_ROW, OWN_ROW, T)};                                                                  \
     const operation operation_##name = {#name, rows_of_##name, INDEX##_COUNT, required};
 

@@ -13,6 +13,8 @@
 OPERATION(block_sparse_attention, ba_block_sparse_args, BLOCK_SPARSE_ATTENTION, FORWARD_sabi, FORWARD)
 OPERATION(block_sparse_attention_backward, ba_block_sparse_backward_args, BLOCK_SPARSE_ATTENTION_BACKWARD, BACKWARD_sabi, BACKWARD)
 OPERATION(select_prefill, ba_select_prefill_args, SELECT_PREFILL, CHOICE_q_begin, CHOICE)
+_Static_assert((int)FORWARD_num_kv_heads == (int)BACKWARD_num_kv_heads && (int)FORWARD_num_kv_heads == (int)CHOICE_num_kv_heads,
+               "read_sequences() finds its arguments in all three");
 
 /* Reads num_heads or num_kv_heads. In a layout that has an axis of heads, it may be given, too, but must agree with that axis. None leaves 0 for the
  * library, which is no number that a caller may give. */

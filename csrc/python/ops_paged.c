@@ -19,16 +19,16 @@ enum {
 };
 
 /* Opened tables are kept in a capsule, which closes them when it is freed. */
-static const char *const plan_name = "blitz_attn.page_tables";
+static const char *const capsule_name = "blitz_attn.page_tables";
 
-static void close_plan(PyObject *capsule) {
-    ba_page_tables *tables = PyCapsule_GetPointer(capsule, plan_name);
+static void close_capsule(PyObject *capsule) {
+    ba_page_tables *tables = PyCapsule_GetPointer(capsule, capsule_name);
     ba_close_page_tables(tables);
     PyMem_Free(tables);
 }
 
 const ba_page_tables *page_tables_of(PyObject *object) {
-    return PyCapsule_IsValid(object, plan_name) ? PyCapsule_GetPointer(object, plan_name) : NULL;
+    return PyCapsule_IsValid(object, capsule_name) ? PyCapsule_GetPointer(object, capsule_name) : NULL;
 }
 
 /* Computes the lengths from the numbers of pages and from last_page_len. Where indptr is invalid, the lengths are arbitrary, because the library
@@ -115,7 +115,7 @@ static PyObject *open_tables(py_call *call, ba_paged_args *a, int64_t *batch, in
     ba_page_tables *const tables = PyMem_Calloc(1, sizeof *tables);
     if (tables == NULL) return PyErr_NoMemory();
     INTERRUPTIBLE(status, ba_open_page_tables(a, page_size, num_pages, -1, tables));
-    PyObject *const capsule = arg_check(status) < 0 ? NULL : PyCapsule_New(tables, plan_name, close_plan);
+    PyObject *const capsule = arg_check(status) < 0 ? NULL : PyCapsule_New(tables, capsule_name, close_capsule);
     if (capsule != NULL) {
         *batch = tables->batch;
         *queries = tables->queries;
