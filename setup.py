@@ -63,6 +63,9 @@ if EMULATED:
     COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
 # Files that take these compilers more than a minute at -O1, and have -O0. clang takes a third of gcc's time for avx512 and amx.
 SLOW_EMULATED = {"gcc": ("avx512", "avx512_l2"), "clang": ("portable", "avx512", "avx512_l2", "amx_float16", "amx_float32")}
+# Where a loop lies within the lines of a cache is worth 5 % (docs/notes/timing.rst). By these it is the kernel file that decides, and not
+# the size of what happens to be linked before it.
+ALIGNMENT = ["-falign-functions=64", "-falign-loops=32"]
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 KERNEL_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_KERNEL_CFLAGS", ""))
 LEVELS = os.environ.get("BLITZ_ATTN_LEVELS", "").replace(",", " ").split()  # none: all
@@ -107,7 +110,7 @@ class BuildExt(build_ext):
             if EMULATED and path.stem in SLOW_EMULATED[family]:
                 flags += ["-O0"]
             if path.parent.name == "levels":
-                flags += KERNEL_FLAGS
+                flags += [*ALIGNMENT, *KERNEL_FLAGS]
             target = self.compiler.object_filenames([source], output_dir=self.build_temp)[0]
             command = Path(target + ".command")
             wanted = shlex.join([*self.compiler.compiler_so, *map(str, macros), *self.compiler.include_dirs, *flags])
