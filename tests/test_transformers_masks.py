@@ -28,15 +28,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 # ---- Masks ---------------------------------------------------------------------------------------------------------
 
 
-def draw_runs(rng, kind, batch, tokens):
-    """A mask function of chunks, of packed sequences, or of images in a text, which may lie in a window."""
+def draw_runs(rng, kind, batch, tokens, room):
+    """A mask function of chunks, of packed sequences, or of images in a text, which may lie in a window. No image reaches into the `room` of a
+    cache behind the last token, where a call sees nothing."""
     numbers = torch.tensor([sorted(rng.randint(0, 3) for _ in range(tokens)) for _ in range(batch)])
     causal = rng.choice([masks.causal_mask_function, masks.sliding_window_causal_mask_function(rng.randint(1, 6))])
     if kind == "chunks":
         return masks.chunked_causal_mask_function(rng.randint(1, 5), torch.tensor([rng.randint(0, 3) for _ in range(batch)]))
     if kind == "packed":
         return masks.and_masks(causal, masks.packed_sequence_mask_function(numbers))
-    images = masks.or_masks(causal, masks.blockwise_overlay(torch.where(numbers % 2 == rng.randint(0, 1), numbers, -1)))
+    numbers = torch.where((numbers % 2 == rng.randint(0, 1)) & (torch.arange(tokens) < tokens - room), numbers, -1)
+    images = masks.or_masks(causal, masks.blockwise_overlay(numbers))
     return images if rng.random() < 0.5 else masks.and_masks(masks.sliding_window_overlay(rng.randint(1, 6)), images)
 
 
@@ -48,7 +50,7 @@ def test_runs_of_keys_say_what_the_mask_of_sdpa_says(seed):
     kind = rng.choice(["chunks", "images", "packed"])
     if kind == "packed":  # sequences that are packed have no cache
         past = room = 0
-    function = draw_runs(rng, kind, batch, past + queries + room)
+    function = draw_runs(rng, kind, batch, past + queries + room, room)
     kv_offset = rng.choice([0, past and rng.randrange(past)])
     padding = padded(rng, rng.choice(["left", "right"]), batch, past + queries).bool() if kind == "packed" or rng.random() < 0.7 else None
     options = {"batch_size": batch, "q_length": queries, "kv_length": past + queries + room - kv_offset, "q_offset": past}
