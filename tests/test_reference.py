@@ -1,8 +1,10 @@
-"""The float64 twins: against softmax written out an element at a time, and rules with results that are known."""
+"""The float64 twins: what is known of them by itself.
+
+That those of attention say what the formulas say, element by element, is held by tests/test_problems.py against the fuzzer's oracle, and
+that those of native sparse attention say what the library says by test_nsa.py.
+"""
 
 import inspect
-import itertools
-import math
 
 import numpy as np
 import pytest
@@ -10,80 +12,22 @@ import pytest
 import blitz_attn
 from blitz_attn import reference, testing
 from blitz_attn._reference import attend
-from cases import DTYPES, LAYOUTS, bits_option, random_lists
+from cases import LAYOUTS, bits_option
+from cases_nsa import MODES, MSLK, WEIGHTS, every_mode, problem, tensors
 
 
-def by_element(q, k, v, scale, sees):
-    """(out, lse) of BNSD arrays, one product at a time. `sees(b, h, i, j)` says which keys a query may use."""
-    batch, heads, q_len, _ = q.shape
-    group = heads // k.shape[1]
-    out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
-    for b, h, i in itertools.product(range(batch), range(heads), range(q_len)):
-        keys = [j for j in range(k.shape[2]) if sees(b, h, i, j)]
-        if not keys:
-            continue
-        weights = [math.exp(scale * sum(x * y for x, y in zip(q[b, h, i], k[b, h // group, j], strict=True))) for j in keys]
-        lse[b, h, i] = math.log(math.fsum(weights))
-        for w, j in zip(weights, keys, strict=True):
-            out[b, h, i] += w / math.fsum(weights) * v[b, h // group, j]
-    return out, lse
-
-
-RULES = {
-    "dense": {},
-    "causal": {"causal": True},
-    "window": {"window": (3, 2)},
-    "left": {"window": (2, -1)},
-    "right": {"window": (-1, 1)},
-    "causal window": {"window": (4, 5), "causal": True},
-    "lengths": {"q_lens": [5, 9], "kv_lens": [13, 0], "causal": True},
-    "scale": {"scale": -0.7},
-}
-
-
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize("rule", RULES)
-def test_against_elements(rule, listed):
-    options = RULES[rule]
-    q, k, v = testing.make_qkv(2, 4, 2, 9, 13, 5, v_dim=3, dtype="float64", seed=3)
-    lists = random_lists(np.random.default_rng(0), 2, 4, 3, 4, empty=0.2) if listed else None
-    q_lens, kv_lens = options.get("q_lens", [9, 9]), options.get("kv_lens", [13, 13])
-    left, right = options.get("window", (-1, -1))
-
-    def sees(b, h, i, j):
-        away = j - (i + kv_lens[b] - q_lens[b])
-        kept = not listed or j // 4 in lists[b, h, i // 4].tolist()
-        inside = i < q_lens[b] and j < kv_lens[b]
-        return kept and inside and not (options.get("causal") and away > 0) and (left < 0 or away >= -left) and (right < 0 or away <= right)
-
-    out, lse = reference.block_sparse_attention(q, k, v, lists, block_shape=(4, 4), return_lse=True, **options)
-    expected, expected_lse = by_element(q, k, v, options.get("scale", 1 / math.sqrt(5)), sees)
-    np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_inputs_are_taken_at_their_exact_values(dtype):
-    arrays = testing.make_qkv(1, 1, 1, 6, 6, 4, dtype=dtype)
-    option = bits_option(arrays[0])
-    wide = [testing.to_float64(x, dtype) for x in arrays]
-    np.testing.assert_array_equal(reference.block_sparse_attention(*arrays, **option), reference.block_sparse_attention(*wide))
-
-
-def test_strips_do_not_show(monkeypatch):
-    q, k, v = testing.make_qkv(1, 2, 1, 70, 90, 8, dtype="float64")
-    lists = random_lists(np.random.default_rng(0), 1, 2, 3, 3)
-    calls = [
-        {"sabi": None},
-        {"sabi": lists, "block_shape": (32, 32)},
-        {"sabi": lists, "block_shape": (32, 32), "causal": True, "window": (20, -1)},
-    ]
-    whole = [reference.block_sparse_attention(q, k, v, return_lse=True, **c) for c in calls]
-    monkeypatch.setattr(attend, "_STRIP_ELEMENTS", 500)
-    for (out, lse), call in zip(whole, calls, strict=True):
-        narrow, narrow_lse = reference.block_sparse_attention(q, k, v, return_lse=True, **call)
-        np.testing.assert_allclose(narrow, out, rtol=1e-13, atol=1e-14)
-        np.testing.assert_allclose(narrow_lse, lse, rtol=1e-13)
+@every_mode
+def test_strips_do_not_show(mode, monkeypatch):
+    """In branches of blocks that are listed, of a window, and of compressed keys."""
+    q, k, v, _ = problem(40, 4, 2, 5, 3, dtype="float64")
+    dout, results = tensors((2, 40, 4, 3), dtype="float64"), []
+    for elements in (attend._STRIP_ELEMENTS, 600):
+        monkeypatch.setattr(attend, "_STRIP_ELEMENTS", elements)
+        out, context = reference.nsa(q, k, v, return_context=True, **MODES[mode])
+        results.append([out, *reference.nsa_backward(dout, context)[:3]])
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-12, atol=1e-14)
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
 
 
 def test_memory_is_bounded():
@@ -127,6 +71,37 @@ def test_selection_for_no_queries(per_query_head):
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_groups_of_compressed_keys_where_there_are_none(causal):
+    """A sequence that is shorter than a block has no compressed keys: their branch gives 0, and the window is all."""
+    q, k, v, _ = problem(3, 4, 2, 5, 3, batch=1, dtype="float64")
+    out = reference.nsa(q, k, v, **MSLK, causal=causal, num_cmp_selected_blocks=1)
+    window = reference.window_attention(q, k, v, MSLK["window_size"], causal=causal)
+    np.testing.assert_allclose(out, window / 3, rtol=1e-12, atol=1e-13)
+
+
+@every_mode
+@pytest.mark.parametrize(("tokens", "batch"), [(0, 2), (5, 0)])
+def test_nsa_of_nothing(tokens, batch, mode):
+    q, k, v, _ = problem(tokens, 4, 2, 5, 3, batch=batch, dtype="float64")
+    out, context = reference.nsa(q, k, v, return_context=True, **MODES[mode])
+    assert out.shape == (batch, tokens, 4, 3)
+    assert [x.shape for x in reference.nsa_backward(out, context)[:3]] == [q.shape, k.shape, v.shape]
+
+
+def test_shapes_of_no_sequences():
+    """Blocks and rows are those of the length that the entries would have, if there were any; packed runs have none."""
+    x = np.ones((0, 5, 2, 4))
+    k_cmp, _ = reference.compress_kv(x, x, 2)
+    assert k_cmp.shape == (0, 2, 2, 4)
+    assert reference.score_and_select_blocks(x, k_cmp, 3, 2, compress_stride=2, init_blocks=0).shape == (0, 2, 5, 3)
+    assert reference.score_and_select_blocks(x, k_cmp, 3, 2, mode="mslk", q_tile_size=4).shape == (0, 2, 2, 3)
+    for empty, packed in ((x, {}), (np.ones((0, 2, 4)), {"cu_seqlens": [0]})):
+        out, lse = reference.window_attention(empty, empty, empty, 3, return_lse=True, **packed)
+        grads = reference.window_attention_backward(empty, empty, empty, empty, out, lse, 3, **packed)
+        assert [g.shape for g in grads] == [empty.shape] * 3
+
+
 def test_slopes_and_sinks_of_float64_calls_are_read_as_float32():
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 1, 2, 20, 8))
@@ -152,9 +127,27 @@ def test_same_precision_errs_as_its_dtype_does(dtype, low, high):
     assert low < dense.relative < high
 
 
+@pytest.mark.parametrize(("dtype", "low", "high"), [("float32", 1e-9, 1e-6), ("float16", 1e-5, 3e-3), ("bfloat16", 1e-4, 3e-2)])
+@pytest.mark.parametrize("mode", ["paper", "mslk"])
+def test_same_precision_of_nsa_errs_as_its_dtype_does(mode, dtype, low, high):
+    q, k, v, options = problem(60, 4, 2, 16, dtype=dtype, weights=WEIGHTS[:3])
+    bits = {"dtype": "bfloat16"} if q.dtype == np.uint16 else {}
+    options = {**MODES[mode], **options, **bits}
+    exact, context = reference.nsa(q, k, v, return_context=True, **options)
+    options["block_indices"] = context.block_indices
+    rough, rough_context = reference.nsa_same_precision(q, k, v, **options)
+    assert low < testing.error_of(rough, exact).relative < high
+    dout = tensors(exact.shape, seed=3)
+    for ours, true in zip(*(reference.nsa_backward(dout, c) for c in (rough_context, context)), strict=True):
+        if true is not None:
+            assert low < testing.error_of(ours, true).relative < 4 * high
+
+
 def test_same_precision_of_float64_is_the_reference():
     q, k, v = testing.make_qkv(1, 1, 1, 20, 20, 8, dtype="float64")
     np.testing.assert_array_equal(reference.dense_same_precision(q, k, v), reference.block_sparse_attention(q, k, v))
+    q, k, v, _ = problem(20, dtype="float64")
+    np.testing.assert_array_equal(reference.nsa_same_precision(q, k, v, **MSLK)[0], reference.nsa(q, k, v, **MSLK))
 
 
 def test_same_precision_of_bfloat16_against_torch():
