@@ -249,5 +249,5 @@ coverage:
 	    --gcov-ignore-parse-errors=negative_hits.warn_once_per_file --gcov-suspicious-hits-threshold=0 build/coverage
 
 clean:
-	rm -rf build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache blitz_attn/*.so
+	rm -rf build dist *.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache blitz_attn/*.so
 	find blitz_attn benchmark tests -name __pycache__ -prune -exec rm -rf {} +

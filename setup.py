@@ -309,7 +309,7 @@ setup(
         "torch": TORCH,
         "peers": [*TORCH, "onnxruntime>=1.18", "onnx>=1.16", "openvino>=2024.4", "jax>=0.4.31", "ml_dtypes>=0.3", "threadpoolctl>=3.1"],
         "transformers": [*TORCH, "transformers>=5.20"],  # what is tested: 5.20 and 5.24
-        "test": ["pytest>=7.2", "hypothesis>=6.67", "ml_dtypes>=0.3", *PLOT],
+        "test": ["pytest>=7.2", "ml_dtypes>=0.3", *PLOT],
     },
     packages=find_packages(include=["blitz_attn", "blitz_attn.*"]),
     package_data={"blitz_attn": ["py.typed", "*.pyi"]},

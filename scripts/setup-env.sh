@@ -11,7 +11,7 @@ set -eu
 cd "$(dirname "$0")/.."
 
 packages="setuptools>=66 numpy>=1.24 pytest>=7.2 matplotlib>=3.6${*:+ $*}"
-welcome="ml_dtypes>=0.3 hypothesis>=6.67" # pip brings them along; without them the tests that use them are skipped
+welcome="ml_dtypes>=0.3" # pip brings it along; without it the tests that use it are skipped
 debian="python3-dev python3-venv python3-setuptools python3-numpy python3-pytest python3-matplotlib gcc libc6-dev"
 
 say() { echo "set-up: $*" >&2; }

@@ -80,9 +80,10 @@ def test_extreme_log_sum_exps():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_shards_of_keys_merge_to_the_whole(dtype, isa_level):
-    q, k, v = testing.make_qkv(2, 4, 2, 50, 230, 32, 24, dtype=dtype)
-    lists = sabi.random_with_frame(50, 230, (16, 16), 0.5, batch=2, heads=4)
+@pytest.mark.parametrize(("heads", "dims"), [((4, 2), (32, 24)), ((3, 1), (7, 1)), ((2, 2), (1, 64)), ((6, 2), (40, 5))], ids=str)
+def test_shards_of_keys_merge_to_the_whole(heads, dims, dtype, isa_level):
+    q, k, v = testing.make_qkv(2, *heads, 50, 230, *dims, dtype=dtype)
+    lists = sabi.random_with_frame(50, 230, (16, 16), 0.5, batch=2, heads=heads[0])
     whole, shards = attend(q, k, v, lists, block_shape=(16, 16)), []
     for first, last in ((0, 3), (3, 3), (3, 10), (10, 15)):
         mask = sabi.to_block_mask(lists, 15)
