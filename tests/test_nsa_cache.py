@@ -77,16 +77,6 @@ def test_prompts_of_different_lengths_in_one_call(rules, weights, dtype):
         assert not out[b, n:].any()
 
 
-@pytest.mark.parametrize("rules", [PAPER, MSLK], ids=["paper", "mslk"])
-def test_equal_lengths_are_the_call_without_lengths(rules):
-    q, k, v, options = problem(64, 4, 2, 16, 24, batch=3, weights=WEIGHTS[:3])
-    cache = nsa.NsaCache(**rules, **options)
-    cache.append(k, v)
-    assert same_bits(cache.attend(q, lens=[64] * 3), cache.attend(q))
-    assert same_bits(cache.attend(q, lens=[32] * 3)[:, :32], cache.attend(q[:, :32]))
-    assert not cache.attend(q, lens=[0] * 3).any()
-
-
 def test_padded_queries_in_pieces(monkeypatch):
     """Sequences that are cut between heads and between queries, in arrays whose axes are in another order."""
     monkeypatch.setattr(nsa, "PIECE_ELEMENTS", 24 * 30)
@@ -153,22 +143,6 @@ def test_the_cache_copies_only_what_it_must():
     np.testing.assert_array_equal(cache._store.held(0)[1][0], k[[0, 0, 2]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rejected_tokens_leave_no_trace(dtype):
-    """Draft tokens come and go, some of them NaN, at every place among the blocks: the others' results and blocks are as without them."""
-    q, k, v, options = problem(90, 4, 2, 16, 24, dtype=dtype, weights=WEIGHTS[:3])
-    drafted, plain = (nsa.NsaCache(**PAPER_STRIDES, **options, **bits_option(q)) for _ in range(2))
-    for begin in range(0, 90, 2):
-        new = slice(begin, begin + 2)
-        drafted.append(k[:, new], v[:, new])
-        drafted.append(*((nan_like(x[:, :9]) if begin % 3 == 0 else np.flip(x[:, begin : begin + 5], axis=1)) for x in (k, v)))
-        drafted.crop(begin + 2 if begin % 4 else [begin + 2] * 2)
-        plain.append(k[:, new], v[:, new])
-        assert drafted.lens.tolist() == [begin + 2] * 2
-        assert all(same_bits(*pair) for pair in zip(drafted._store.held(0)[1], plain._store.held(0)[1], strict=True))
-        assert same_bits(drafted.attend(q[:, new]), plain.attend(q[:, new]))
-
-
 def test_a_number_crops_only_longer_sequences():
     """And a view of lens is no way into the cache."""
     _, k, v, _ = problem(20, 2, 1, 8, batch=3)
@@ -178,25 +152,6 @@ def test_a_number_crops_only_longer_sequences():
     for most, lens in ((100, [20, 3, 11]), (np.int32(11), [11, 3, 11]), (10, [10, 3, 10]), (0, [0, 0, 0])):
         cache.crop(most)
         assert cache.lens.tolist() == lens
-
-
-def test_beams_of_prompts():
-    """Each prompt becomes three beams, which go different ways; the best ones go on."""
-    q, k, v, options = problem(50, 4, 2, 16, batch=6, weights=WEIGHTS[:3])
-    cache = nsa.NsaCache(**PAPER, **options)
-    cache.append(k[:2, :30], v[:2, :30])
-    beams = np.repeat(np.arange(2), 3)
-    cache.reorder(beams)
-    history = [[beam] * 30 for beam in beams]  # of each beam and token: the entry of k and v that it is from
-    rng = np.random.default_rng(0)
-    for n in range(30, 50):
-        cache.append(k[:, n : n + 1], v[:, n : n + 1])
-        history = [[*past, b] for b, past in enumerate(history)]
-        best = 3 * (np.arange(6) // 3) + rng.integers(0, 3, 6)
-        cache.reorder(best)
-        history = [history[b] for b in best]
-        paths = np.array(history), np.arange(n + 1)
-        assert same_bits(cache.attend(q[:, n : n + 1]), nsa.nsa(q[:, n : n + 1], k[paths], v[paths], **PAPER, **options))
 
 
 # ---- Bad input: what needs tokens in the cache; the rest is in tests/fuzz/refusals.py ---------------------------------------

@@ -12,7 +12,7 @@ from fuzz.attention_cases import draw_case, laid_out, plain_arguments
 from fuzz.attention_oracle import backward, forward
 from fuzz.draw import Discard, Draw
 
-FEWER = ("cache", "merge", "nsa", "nsa_cache", "nsa_parts", "paged", "quest")  # problems of these files take longer
+FEWER = ("cache", "merge", "nsa", "nsa_parts", "paged", "quest")  # problems of these files take longer
 LEFT_OUT = ("bad_calls",)  # see test_refusals.py and test_bad_calls.py
 
 
