@@ -1,6 +1,6 @@
 """What is measured: attention of whole sequences, its gradients, decode steps over pages, selection; how each is drawn, called and checked.
 
-`every_operation` is the small fixed set of roofline.py, speed.py and beside.py. It is small so that measuring it can be a habit; a number
+`every_operation` is the small fixed set of roofline.py and speed.py. It is small so that measuring it can be a habit; a number
 there that changes makes old records worthless. Operands are normal random numbers, never zeros: processors that save power on them would
 be timed too fast.
 """

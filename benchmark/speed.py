@@ -4,34 +4,46 @@
     python benchmark/speed.py --record     # or make bench-record: before a change
     python benchmark/speed.py --compare    # or make bench-compare: after it
     python benchmark/speed.py              # the table alone
+    git worktree add ../before HEAD && make -C ../before build && python benchmark/speed.py --beside ../before --threads 1
 
 A row is one operation of a small fixed set (operations.py) at one level with one number of threads; its number is the share of the limit
 that binds it (F, P or R), the median over turns, limits measured in the same turns. `Spread` is half the range of the middle half of the
 turns, over the median. A row is flagged where its median moved by more than both spreads twice over and by more than a twentieth (0.15
 where R binds): what moves by less may be the machine. Records are kept by machine, benchmark/results/<machine>/speed.json: CPU model,
 number of threads, level and cache sizes, and nothing else of it.
+
+`--beside` measures two builds of this library in one process, in turns over the same arrays, and tells what a change gained to half a
+percent: runs of their own differ by three percent, for each process is given other pages of memory. `This/other` is the time of this
+checkout over the other's, the median over turns and the middle half of them: below 1, this one is quicker. `Same_bits`: whether both
+returned the same. `--only decode --kv-mib 512` takes caches beyond L3.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-from _bench import RESULTS, Report, columns, command, commit, machine, parser_of, tag, today
+from _bench import RESULTS, Contender, Report, columns, command, commit, in_turns, machine, parser_of, positive, tag, today, yes
 from blitz_attn import _core
-from operations import chosen, every_operation, measured
+from operations import SETTLE_SECONDS, chosen, decode, every_operation, measured, poison
 
 # Between two runs of the same build, medians differ by this much on a machine that others share: caches and memory more than arithmetic.
 LEAST_MOVE = {"F": 0.05, "P": 0.05, "R": 0.15}
 
 COLUMNS = columns("operation:22 dtype:9 level:12 threads:7 Time_[usec]:12.1f Bound_by:8 Share:7.3f Spread:7.3f")
 MOVE_COLUMNS = columns("Was:7.3f Its_spread:10.3f Moved:7+.3f Flag:7")
+BESIDE_COLUMNS = columns(
+    "operation:22 dtype:9 threads:7 Other_[usec]:12.1f This_[usec]:12.1f This/other:10.3f Low:7.3f High:7.3f Same_bits:9"
+)
 
 
 def spread(shares: Sequence[float]) -> float:
@@ -58,11 +70,56 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"--compare: {path} is no record, for it is not JSON") from None
 
 
+def load(checkout: Path) -> ModuleType:
+    """The library of a checkout that was built in place, or of any folder that holds the package, under another name."""
+    package = (checkout / "blitz_attn").resolve()
+    if not any(package.glob("_core*.so")):
+        raise ValueError(f"--beside: expected a checkout that was built in place (make build), found no _core*.so in {package}")
+    spec = importlib.util.spec_from_file_location("blitz_attn_other", package / "__init__.py", submodule_search_locations=[str(package)])
+    assert spec  # of a path there is always one
+    assert spec.loader
+    library = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = library
+    spec.loader.exec_module(library)
+    return library
+
+
+def beside(args: argparse.Namespace, report: Report) -> None:
+    """The table of `--beside`."""
+    other = load(args.beside)
+    report.columns = BESIDE_COLUMNS
+    report.head(f"{blitz_attn.__version__} of this checkout beside {other.__version__} of {args.beside}")
+    operations = [one for one in every_operation() if one.level is None and not one.name.startswith("decode")]
+    operations += [decode(x, group, kv_bytes=args.kv_mib << 20) for x in ("float32", "float16", "bfloat16", "int8") for group in (1, 4, 8)]
+    operations = chosen(operations, args.only)
+    for operation in operations:
+        work = operation.draw()
+        for threads in args.threads:
+            results, contenders = [], []
+            for library in (other, blitz_attn):
+                call = work.call(threads, library)
+                poison(work.out)
+                call()
+                results.append(work.out.tobytes())
+                contenders.append(Contender(operation.name, call, settle=SETTLE_SECONDS))
+            before, after = contenders
+            # each goes first in half of a turn: what the one left in caches is what the other finds
+            list(in_turns([before, after, after, before], args, report.progress, 1 / len(operations) / len(args.threads)))
+            ratios = [mine / theirs for mine, theirs in zip(after.samples, before.samples, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            values = {"operation": operation.word, "dtype": operation.dtype, "threads": threads}
+            values |= {"Other_[usec]": before.median * 1e6, "This_[usec]": after.median * 1e6}
+            report.row(values | {"This/other": middle, "Low": low, "High": high, "Same_bits": yes(results[0] == results[1])})
+    report.foot()
+
+
 def parser() -> argparse.ArgumentParser:
     result = parser_of(__doc__, repeats=7)
     what = result.add_mutually_exclusive_group()
     what.add_argument("--record", action="store_true", help="store what is measured as this machine's record")
     what.add_argument("--compare", action="store_true", help="show what has moved since this machine's record")
+    what.add_argument("--beside", type=Path, metavar="CHECKOUT", help="measure beside this checkout, built in place, in one process")
+    result.add_argument("--kv-mib", type=positive, default=64, help="with --beside: K and V of a decode step in MiB (%(default)s)")
     result.add_argument("--file", type=Path, help="the record (benchmark/results/<this machine>/speed.json)")
     result.add_argument("--only", nargs="+", metavar="WORD", help="only operations with one of these words in their name or dtype")
     return result
@@ -70,6 +127,9 @@ def parser() -> argparse.ArgumentParser:
 
 @command(parser, COLUMNS)
 def main(args: argparse.Namespace, report: Report) -> None:
+    if args.beside:
+        beside(args, report)
+        return
     here = machine()
     path = args.file or RESULTS / tag(here) / "speed.json"
     record = read(path) if args.compare else None

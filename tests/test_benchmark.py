@@ -162,13 +162,13 @@ def test_a_peer_that_answers_something_else_is_not_timed(monkeypatch, capsys):
 def test_two_builds_side_by_side(small_operations, tmp_path, capsys):
     """What stands for another checkout is a copy of this build, then one whose results differ."""
     shutil.copytree(Path(blitz_attn.__file__).parent, tmp_path / "blitz_attn")
-    options = [str(tmp_path), *["--threads", "1", "2", "--repeats", "2", "--kv-mib", "1", "--only", "small", "select", "decode_G=1"]]
-    rows = rows_of(main_of("beside", options, capsys))
+    options = ["--beside", str(tmp_path), *["--threads", "1", "2", "--repeats", "2", "--kv-mib", "1", "--only", "small", "select", "decode_G=1"]]
+    rows = rows_of(main_of("speed", options, capsys))
     assert {row["threads"] for row in rows} == {1, 2}
     assert all(row["Same_bits"] == "yes" and 0 < row["Low"] <= row["This/other"] <= row["High"] for row in rows)
     with (tmp_path / "blitz_attn" / "__init__.py").open("a", encoding="utf-8") as file:
         file.write("\ndef block_sparse_attention(q, k, v, *_, out, **__):\n    out[...] = v\n")
-    assert rows_of(main_of("beside", [str(tmp_path), "--only", "small"], capsys, code=1))[0]["Same_bits"] == "no"
+    assert rows_of(main_of("speed", ["--beside", str(tmp_path), "--only", "small"], capsys, code=1))[0]["Same_bits"] == "no"
 
 
 # ---- What is kept ------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_results_of_this_repository_say_where_they_are_from():
         ("benchmark", f"--input {SLICE} --layers 5", "--layers: expected some of [3, 14], got [5]"),
         ("benchmark", f"--input {BENCHMARK / 'README.md'}", f"--input: {BENCHMARK / 'README.md'}: expected a file written by capture.py"),
         ("benchmark", f"--resume {SLICE}", "--resume: "),
-        ("beside", f"{BENCHMARK}", "beside.py: other: expected a checkout that was built in place"),
+        ("speed", f"--beside {BENCHMARK}", "speed.py: --beside: expected a checkout that was built in place"),
         ("decode", "--shapes 2x3x2x10", "expected B x H x Hkv x S such as 4x32x8x2048, H a multiple of Hkv, got '2x3x2x10'"),
         ("backward", "-D 999 -S 32 --no-torch", "backward.py: q: expected a head dim"),
         ("nsa", "--block 48 --stride 20 --tokens 100 -H 1 --kv-heads 1 -D 16", "nsa.py: compress_stride: expected a divisor"),
