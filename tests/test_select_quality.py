@@ -1,4 +1,4 @@
-"""What a block list keeps, against plain softmax, and budgets found by it."""
+"""What a block list keeps, by its definition over float64 attention, and budgets found by it."""
 
 import json
 import re
@@ -7,71 +7,58 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn import select, testing
-from cases import DTYPES, bits_option
-from fuzz.arrays import values_of
+from blitz_attn import reference, select, testing
+from cases import DTYPES, LAYOUTS, bits_option, random_lists
 from test_select_prefill import KV, Q, ranges_of
 
-
-def masses(q, k, causal, q_len, kv_len):
-    """Softmax (H, q_len, kv_len) of one sequence; rows that see nothing are NaN."""
-    k = np.repeat(k, q.shape[0] // k.shape[0], axis=0)
-    scores = q[:, :q_len] @ k[:, :kv_len].swapaxes(1, 2) / np.sqrt(q.shape[2])
-    if causal:
-        scores[:, np.arange(kv_len) > np.arange(q_len)[:, None] + kv_len - q_len] = -np.inf
-    with np.errstate(invalid="ignore"):
-        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-        return weights / weights.sum(axis=2, keepdims=True)
-
-
-def random_list(rng, *shape):
-    """(*shape, 4) unsorted columns below 6, some rows shorter."""
-    lists = np.argsort(rng.random((*shape, 6)), axis=-1)[..., :4].astype(np.int32)
-    lists[np.arange(4) >= rng.integers(0, 5, shape)[..., None]] = -1
-    return lists
+Q_LENS, KV_LENS = [90, 50], [130, 70]
+RULES = {
+    "causal": {"causal": True},
+    "a chunk with all that changes attention": {
+        "causal": True, "q_begin": [64, 3], "softcap": 2.0, "sinks": np.float32([0.5, -1, 0, 2]), "alibi_slopes": np.float32([0.1, 0, 0.2, 0]),
+        "attn_mask": np.where(np.random.default_rng(3).random((90, 130)) < 0.2, -np.inf, 0.5).astype(np.float32),
+    },
+    "runs of keys, some of them empty": {"kv_ranges": np.random.default_rng(4).integers(-5, 140, (2, 90, 2)) * (np.arange(90) % 48 > 15)[:, None]},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
+def in_layout(layout, q, k, v, rules):
+    """Arrays (B, H, S, D) and the options of a call in a layout."""
+    rules = rules | {"layout": layout} | bits_option(q)
+    if layout != "TND":
+        heads = {"num_heads": 4, "num_kv_heads": 2} if layout == "BSH" else {}
+        return [testing.to_layout(x, layout) for x in (q, k, v)], rules | heads | {"q_lens": Q_LENS, "kv_lens": KV_LENS}
+    parts = [[x[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lens)] for x, lens in ((q, Q_LENS), (k, KV_LENS), (v, KV_LENS))]
+    if "kv_ranges" in rules:
+        rules["kv_ranges"] = np.concatenate([x[:n] for x, n in zip(rules["kv_ranges"], Q_LENS, strict=True)])
+    return list(map(np.concatenate, parts)), rules | {"cu_seqlens_q": np.cumsum([0, *Q_LENS]), "cu_seqlens_kv": np.cumsum([0, *KV_LENS])}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("every", [1, 2])
-def test_against_softmax(layout, dtype, every):
-    rng = np.random.default_rng(1)
-    heads, kv_heads, tokens = 4, 2, 90
-    q, k, v = testing.make_qkv(2, heads, kv_heads, tokens, tokens, 16, dtype=dtype, layout=layout)
-    plain = [values_of(x, dtype) for x in testing.make_qkv(2, heads, kv_heads, tokens, tokens, 16, dtype=dtype)]
-    lens = [tokens, tokens] if layout == "TND" else [90, 50]
-    sabi = random_list(rng, 2, heads, 6)
-    options = {"block_shape": (16, 16), "layout": layout, "causal": True, "every": every}
-    if layout == "TND":
-        options |= {"cu_seqlens_q": [0, 90, 180], "cu_seqlens_kv": [0, 90, 180]}
-    else:
-        options |= {"q_lens": lens, "kv_lens": lens}
-    if layout == "BSH":
-        options |= {"num_heads": heads, "num_kv_heads": kv_heads}
-    options |= bits_option(q)
-    kept, error = select.recall(q, k, sabi, **options), select.output_error(q, k, v, sabi, **options)
-    assert kept.shape == (2, heads, 6)
-    half = {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}[dtype]  # of the dtype's own rounding of outputs
-    for b, n in enumerate(lens):
-        weights = masses(plain[0][b], plain[1][b], True, n, n)
-        listed = np.zeros((heads, 6, 6), bool)
-        for h, r in np.ndindex(heads, 6):
-            listed[h, r, sabi[b, h, r][sabi[b, h, r] >= 0]] = True
-        seen = listed[:, np.arange(n) // 16][:, :, np.arange(n) // 16]
-        shares = np.where(seen, weights, 0).sum(axis=2)
-        for r in range(6):
-            here = shares[:, r * 16 : min((r + 1) * 16, n)]
-            if r % every or not here.size:
-                assert np.isnan(kept[b, :, r]).all()
-            else:
-                assert np.abs(kept[b, :, r] - here.mean(axis=1)).max() < 1e-4
-        values = np.repeat(plain[2][b], 2, axis=0)[:, :n]
-        at = np.arange(n) // 16 % every == 0
-        dense = (weights @ values)[:, at]
-        with np.errstate(invalid="ignore"):
-            sparse = np.nan_to_num((np.where(seen, weights, 0) / shares[..., None]) @ values)[:, at]
-        expected = np.sqrt(((sparse - dense) ** 2).sum(axis=(1, 2)) / (dense**2).sum(axis=(1, 2)))
-        assert np.abs(error[b] - expected).max() < half * max(1, expected.max())
+@pytest.mark.parametrize("rule", RULES)
+def test_measures(rule, every, dtype, layout):
+    """A query's share is that of its sums of weights, without sinks, which take from all keys in proportion."""
+    given = testing.make_qkv(2, 4, 2, 90, 130, 16, dtype=dtype)
+    lists, rules = random_lists(np.random.default_rng(1), 2, 4, 6, 9, empty=0.1), RULES[rule]
+    exact = {"block_shape": (16, 16), "q_lens": Q_LENS, "kv_lens": KV_LENS} | rules | bits_option(given[0])
+    (out, _), (all_out, _) = (reference.block_sparse_attention(*given, x, return_lse=True, **exact) for x in (lists, None))
+    (_, lse), (_, all_lse) = (reference.block_sparse_attention(*given, x, return_lse=True, **exact | {"sinks": None}) for x in (lists, None))
+    (q, k, v), options = in_layout(layout, *given, rules)
+    options |= {"block_shape": (16, 16), "every": every}
+    error = select.output_error(q, k, v, lists, **options)
+    kept = select.recall(q, k, lists, **{name: x for name, x in options.items() if name != "sinks"})
+    at, half = np.arange(90), {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}[dtype]  # of the rounding of outputs
+    assert kept.shape == (2, 4, 6)
+    for b, h, r in np.ndindex(2, 4, 6):
+        seen = (at // 16 == r) & (at < Q_LENS[b]) & np.isfinite(all_lse[b, h]) & (r % every == 0)
+        share = np.exp(lse[b, h, seen] - all_lse[b, h, seen]).mean() if seen.any() else np.nan
+        np.testing.assert_allclose(kept[b, h, r], share, rtol=0, atol=1e-5)
+    for b, h in np.ndindex(2, 4):
+        looked_at = (at < Q_LENS[b]) & (at // 16 % every == 0)
+        apart, size = (np.linalg.norm(x[b, h, looked_at]) for x in (out - all_out, all_out))
+        assert abs(error[b, h] - apart / size) < half * max(1, apart / size)
 
 
 def captures(scales, tokens=256):
@@ -263,57 +250,7 @@ def test_recall_of_keys_without_views():
     np.testing.assert_array_equal(select.recall(q, WithoutViews(k), sabi, block_shape=(16, 16), causal=True), expected)
 
 
-# ---- Where the queries see runs of keys, or stand elsewhere -------------------------------------------------------
-
-
-def test_measures():
-    """Recall and error over the keys that the ranges let a query see."""
-    q, k, v = testing.make_qkv(1, 2, 1, Q, KV, 16, 16, seed=9)
-    sees = ranges_of("empty")
-    options = {"kv_ranges": sees, "block_shape": (16, 16)}
-    every = blitz_attn.select_blocks_prefill(q, k, top_p=1.0, **options)
-    some = blitz_attn.select_blocks_prefill(q, k, top_k=1, sink=0, recent=0, **options)
-    kept = select.recall(q, k, every, **options)
-    rows = [sees[r : r + 16] for r in range(0, Q, 16)]
-    blind = [bool((row[:, 0] >= row[:, 1]).all()) for row in rows]
-    assert any(blind)
-    assert (np.isnan(kept) == blind).all()
-    assert np.nanmin(kept) > 0.9999
-    assert select.output_error(q, k, v, every, **options).max() < 1e-6
-    assert np.nanmin(select.recall(q, k, some, **options)) < 0.9
-    assert select.output_error(q, k, v, some, **options).min() > 0.1
-    sparse = select.recall(q, k, some, every=2, **options)
-    assert np.isnan(sparse[:, :, 1::2]).all()
-    np.testing.assert_allclose(sparse[:, :, ::2], select.recall(q, k, some, **options)[:, :, ::2], atol=1e-6)
-
-
-@pytest.mark.parametrize("layout", ["BNSD", "BSND", "TND"])
-def test_a_chunk_of_a_prompt_is_judged_where_it_stands(layout):
-    """With everything that changes attention, against the log-sum-exps and the outputs of the two calls."""
-    rng = np.random.default_rng(3)
-    q, k, v = testing.make_qkv(1, 2, 1, 48, 160, 16, 16, seed=4)
-    whole = {"causal": True, "q_begin": 64, "softcap": 2.0, "sinks": np.float32([0.5, -1]), "alibi_slopes": np.float32([0.1, 0])}
-    whole |= {"attn_mask": np.where(rng.random((48, 160)) < 0.2, -np.inf, rng.standard_normal((48, 160))).astype(np.float32)}
-    sabi = blitz_attn.select_blocks_prefill(q, k, top_k=2, sink=0, recent=1, block_shape=(16, 16), causal=True, q_begin=64)
-    options = whole | {"block_shape": (16, 16)}
-    out, all_out = (blitz_attn.block_sparse_attention(q, k, v, lists, **options) for lists in (sabi, None))
-    lses = [
-        blitz_attn.block_sparse_attention(q, k, v, lists, return_lse=True, **options | {"sinks": None})[1] for lists in (sabi, None)
-    ]  # sinks take mass from all keys in proportion
-    if layout == "BSND":
-        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    if layout == "TND":
-        q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v))
-        options |= {"cu_seqlens_q": [0, 48], "cu_seqlens_kv": [0, 160]}
-    options["layout"] = layout
-    kept = np.exp(lses[0] - lses[1]).astype(np.float64).reshape(1, 2, 3, 16).mean(axis=3)
-    without = {name: x for name, x in options.items() if name != "sinks"}
-    found = select.recall(q, k, sabi, **without)
-    np.testing.assert_allclose(found, kept, rtol=1e-5)
-    assert found.max() < 0.95
-    np.testing.assert_allclose(select.recall(q, k, sabi, every=2, **without)[:, :, ::2], kept[:, :, ::2], rtol=1e-5)
-    error = np.linalg.norm((out - all_out)[0], axis=(1, 2)) / np.linalg.norm(all_out[0], axis=(1, 2))
-    np.testing.assert_allclose(select.output_error(q, k, v, sabi, **options)[0], error, rtol=1e-4)
+# ---- Where the queries see runs of keys --------------------------------------------------------------------------
 
 
 def test_profiles():
