@@ -83,6 +83,11 @@ def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
+def assert_same(got, expected):
+    """Holds results against others bit for bit."""
+    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def random_lists(rng, batch, heads, rows, columns, *, share=0.5, empty=0.0, dtype=np.int32):
     """Unsorted random block lists, a share of whose rows is empty."""
     mask = rng.random((batch, heads, rows, columns)) < share

@@ -4,9 +4,12 @@ import numpy as np
 
 import blitz_attn
 from blitz_attn import reference, testing
-from cases import ISA_LEVELS, LSE_TOLERANCE, poisoned
+from cases import DTYPES, ISA_LEVELS, LSE_TOLERANCE, poisoned
 
 CACHE_DTYPES = ["float32", "float16", "bfloat16", "int8", "float8_e4m3"]
+PAIRS = [(d, c) for d in DTYPES for c in (CACHE_DTYPES if d != "float64" else ["float64"])]  # queries, and the caches that they may read
+# Requests of 12, 20, 8, 32, 0 and 36 queries of a KV head, with four heads per KV head.
+DRAFT_LENS, DRAFTS = [1400, 2200, 700, 2100, 30, 2400], [3, 5, 2, 8, 0, 9]
 
 
 def _poisoned_results(case):

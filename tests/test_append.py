@@ -8,7 +8,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import reference, testing
-from cases import DTYPES, bits_option, same_bits
+from cases import DTYPES, assert_same, bits_option, same_bits
 from cases_paged import CACHE_DTYPES
 
 KV_HEADS, DIM, V_DIM = 2, 24, 17
@@ -29,10 +29,6 @@ def names_of(case):
 def new_tokens(count, dtype="float32", seed=0):
     rng = np.random.default_rng(seed)
     return [testing.round_to(rng.standard_normal((count, KV_HEADS, dim)), dtype) for dim in (DIM, V_DIM)]
-
-
-def assert_same(got, expected):
-    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def append_both(tokens, case, **options):

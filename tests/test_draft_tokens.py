@@ -1,12 +1,12 @@
 """Requests of several new tokens over long caches, as in speculative decoding: more queries of a KV head than the kernel for few queries
-takes at once, which take turns at each chunk of keys."""
+takes at once, which take turns at each chunk of keys. Threads, company, layouts and pages are in test_paged.py."""
 
 import numpy as np
 import pytest
 
 from blitz_attn import testing
-from cases import DTYPES, attend, check, random_lists, same_bits
-from cases_paged import CACHE_DTYPES, attend_paged, check_paged
+from cases import DTYPES, assert_same, attend, check, random_lists
+from cases_paged import DRAFT_LENS, DRAFTS, PAIRS, attend_paged, check_paged
 
 BAD = [np.nan, np.inf, -np.inf]
 RULES = {
@@ -16,13 +16,6 @@ RULES = {
     "softcap": {"softcap": 1.5},
     "all": {"window": 500, "sinks": np.linspace(-2, 3, 8).astype(np.float32), "softcap": 3.0, "scale": 0.4},
 }
-PAIRS = [(d, c) for d in DTYPES for c in (CACHE_DTYPES if d != "float64" else ["float64"])]
-# Requests of 12, 20, 8, 32, 0 and 36 queries of a KV head, with four heads per KV head.
-LENS, DRAFTS = [1400, 2200, 700, 2100, 30, 2400], [3, 5, 2, 8, 0, 9]
-
-
-def same(got, expected):
-    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
 # ---- Against the reference ----------------------------------------------------------------------------------------
@@ -34,7 +27,7 @@ def same(got, expected):
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_is_right(rule, dtype, kv_dtype, kv_layout):
     dims = (64, 64) if rule == "plain" else (40, 24)
-    check_paged(testing.make_paged(6, 8, 2, LENS, 32, *dims, dtype, kv_dtype, kv_layout, q_lens=DRAFTS), **RULES[rule])
+    check_paged(testing.make_paged(6, 8, 2, DRAFT_LENS, 32, *dims, dtype, kv_dtype, kv_layout, q_lens=DRAFTS), **RULES[rule])
 
 
 @pytest.mark.sampled(2)
@@ -87,33 +80,11 @@ def test_lists(q_len, dtype, block_q, list_heads):
 # ---- Bits ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
-    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "int8"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3")],
-)
-def test_same_bits(dtype, kv_dtype, isa_level):
-    """Whatever the number of threads, the other requests of the call, the layout, and the size of pages."""
-    case = testing.make_paged(6, 8, 2, LENS, 32, 64, 64, dtype, kv_dtype, q_lens=DRAFTS)
-    expected = attend_paged(case, num_threads=1)
-    for threads in (2, 3, 8):
-        same(attend_paged(case, num_threads=threads), expected)
-    if kv_dtype == dtype:  # pages are quantised by themselves
-        for page_size, kv_layout in ((32, "HND"), (23, "NHD"), (256, "HND")):
-            same(attend_paged(testing.make_paged(6, 8, 2, LENS, page_size, 64, 64, dtype, kv_dtype, kv_layout, q_lens=DRAFTS)), expected)
-    cuts = np.cumsum([0, *DRAFTS])
-    for b in range(6):
-        rows = slice(cuts[b], cuts[b + 1])
-        one = case._replace(q=case.q[rows], block_tables=case.block_tables[b : b + 1], seq_lens=case.seq_lens[b : b + 1])
-        one = one._replace(options={**case.options, "q_lens": case.options["q_lens"][b : b + 1]})
-        same(attend_paged(one), [x[rows] for x in expected])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lists_of_heads_have_the_bits_of_shared_ones(dtype, isa_level):
     q, k, v = testing.make_qkv(2, 8, 2, 4, 1200, 64, 64, dtype=dtype)
     lists = random_lists(np.random.default_rng(0), 2, 2, 1, 19)
-    same(attend(q, k, v, lists, block_shape=(64, 64)), attend(q, k, v, np.repeat(lists, 4, axis=1), block_shape=(64, 64)))
+    assert_same(attend(q, k, v, lists, block_shape=(64, 64)), attend(q, k, v, np.repeat(lists, 4, axis=1), block_shape=(64, 64)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,7 +93,7 @@ def test_a_slice_has_the_bits_of_the_whole(dtype, isa_level):
     whole = attend(q, k, v, causal=True)
     for first, end in ((0, 1), (1, 4), (3, 6), (5, 6)):
         part = attend(np.ascontiguousarray(q[:, :, first:end]), k, v, causal=True, q_begin=1594 + first, q_total=6)
-        same(part, [np.ascontiguousarray(x[:, :, first:end]) for x in whole])
+        assert_same(part, [np.ascontiguousarray(x[:, :, first:end]) for x in whole])
 
 
 # ---- Non-finite values ----------------------------------------------------------------------------------------------
@@ -137,7 +108,7 @@ def test_values_reach_only_the_queries_that_see_them(dtype, bad, isa_level):
     spoilt = testing.to_float64(v, dtype)
     spoilt[0, 0, 1596, 7] = bad
     got = attend(q, k, testing.round_to(spoilt, dtype), causal=True)
-    same([got[1], got[0][:, :, :1], np.delete(got[0], 7, -1)], [clean[1], clean[0][:, :, :1], np.delete(clean[0], 7, -1)])
+    assert_same([got[1], got[0][:, :, :1], np.delete(got[0], 7, -1)], [clean[1], clean[0][:, :, :1], np.delete(clean[0], 7, -1)])
     assert not np.isfinite(testing.to_float64(got[0], dtype)[:, :, 1:, 7]).any()
 
 
@@ -149,9 +120,9 @@ def test_a_slice_of_sixteen_queries_has_the_bits_of_the_whole(isa_level):
     check(q, k, v, **options)
     for entry, (rows, keys) in enumerate(zip(options["q_lens"], options["kv_lens"], strict=True)):
         one = attend(*(x[entry : entry + 1, :, :n] for x, n in ((q, rows), (k, keys), (v, keys))), causal=True)
-        same(one, [np.ascontiguousarray(x[entry : entry + 1, :, :rows]) for x in whole])
+        assert_same(one, [np.ascontiguousarray(x[entry : entry + 1, :, :rows]) for x in whole])
     part = attend(np.ascontiguousarray(q[:1, :, 1:3]), k[:1], v[:1], causal=True, kv_lens=[1400], q_begin=1397, q_total=4)
-    same(part, [np.ascontiguousarray(x[:1, :, 1:3]) for x in whole])
+    assert_same(part, [np.ascontiguousarray(x[:1, :, 1:3]) for x in whole])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,5 +131,5 @@ def test_a_chunk_of_a_prompt_has_the_bits_of_one_thread(dtype, isa_level):
     case = testing.make_paged(1, 16, 4, [1700], 32, 32, 32, dtype, dtype, q_lens=[128])
     expected = attend_paged(case, num_threads=1)
     for threads in (2, 4):
-        same(attend_paged(case, num_threads=threads), expected)
+        assert_same(attend_paged(case, num_threads=threads), expected)
     check_paged(case)

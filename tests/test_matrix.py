@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from blitz_attn import sabi, testing
-from cases import DTYPES, attend, check, random_lists, same_bits
+from cases import DTYPES, assert_same, attend, check, random_lists, same_bits
 from cases_grid import combination, every_combination
 
 HEAD_DIMS = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 160, 192, 200, 256, 320, 512, 575, 576]
@@ -68,9 +68,6 @@ def test_threads_batch_order_and_full_lists_change_no_bit(size, dtype, rule, isa
     q, k, v = testing.make_qkv(2, 4, 2, 700, 900, 64, dtype=dtype)
     lists = sabi.random_with_frame(700, 900, (size, size), 0.5, batch=2, heads=4, dtype="int32")
     options = {"block_shape": (size, size), **rule}
-
-    def assert_same(got, expected):
-        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
     out, lse = attend(q, k, v, lists, num_threads=1, **options)
     for threads in (2, 3, 8):

@@ -10,10 +10,9 @@ import pytest
 
 import blitz_attn
 from blitz_attn import _core, reference, testing
-from cases import DTYPES, bits_option, same_bits
-from cases_paged import CACHE_DTYPES, attend_paged, check_paged, plan_paged
+from cases import DTYPES, assert_same, bits_option, same_bits
+from cases_paged import DRAFT_LENS, DRAFTS, PAIRS, attend_paged, check_paged, plan_paged
 
-PAIRS = [(d, c) for d in DTYPES for c in (CACHE_DTYPES if d != "float64" else ["float64"])]  # queries, and the caches that they may read
 RULES = {
     "plain": {},
     "scale": {"scale": -0.7},
@@ -27,10 +26,6 @@ RULES = {
 
 def rule_options(rule, heads):
     return RULES[rule] | ({"sinks": np.linspace(-2, 3, heads).astype(np.float32)} if "sinks" in RULES[rule] else {})
-
-
-def assert_same(got, expected):
-    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
 # ---- Against the reference ----------------------------------------------------------------------------------------
@@ -146,17 +141,27 @@ def test_upstream_accuracy(shape, dtype):
 # ---- The same bits ------------------------------------------------------------------------------------------------
 
 
+FORMS = {
+    "one query": ([5000, 31, 2100, 700, 64], None),
+    "ragged": ([5000, 31, 2100, 700, 64], [1, 31, 2, 100, 3]),
+    "drafts": (DRAFT_LENS, DRAFTS),
+}  # fmt: skip
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("form", ["one query", "ragged", "selected"])
+@pytest.mark.parametrize("form", [*FORMS, "selected"])
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
-    [("float32", "float32"), ("float32", "bfloat16"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3")],
-)
+    [
+        ("float32", "float32"), ("float32", "bfloat16"), ("float32", "int8"), ("float16", "int8"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"),
+        ("bfloat16", "float8_e4m3"),
+    ],
+)  # fmt: skip
 def test_same_bits(dtype, kv_dtype, form, isa_level):
     """Whatever the number of threads, the other requests of the batch, and the pages that hold the tokens."""
-    lens = [5000, 31, 2100, 700, 64]
-    q_lens = [1, 31, 2, 100, 3] if form == "ragged" else None
-    case, moved = (testing.make_paged(5, 8, 2, lens, 32, 64, 64, dtype, kv_dtype, q_lens=q_lens, table_seed=n) for n in range(2))
+    lens, q_lens = FORMS.get(form, FORMS["one query"])
+    count = len(lens)
+    case, moved = (testing.make_paged(count, 8, 2, lens, 32, 64, 64, dtype, kv_dtype, q_lens=q_lens, table_seed=n) for n in range(2))
     selected = None
     if form == "selected":
         selected = np.full((5, 2, 70), -1)
@@ -167,8 +172,8 @@ def test_same_bits(dtype, kv_dtype, form, isa_level):
     for threads in (2, 3, 8):
         assert_same(attend_paged(case, selected, num_threads=threads), expected)
     assert_same(attend_paged(moved, selected), expected)
-    cuts = np.cumsum([0, *(q_lens or [1] * 5)])
-    for some in ([0], [1], [3], [4, 2], [1, 3, 4]):
+    cuts = np.cumsum([0, *(q_lens or [1] * count)])
+    for some in (*([b] for b in range(count)), [4, 2], [1, 3, 4]):
         rows = np.concatenate([np.arange(cuts[b], cuts[b + 1]) for b in some])
         part = case._replace(q=case.q[rows], block_tables=case.block_tables[some], seq_lens=case.seq_lens[some])
         if q_lens:
@@ -183,11 +188,12 @@ def test_same_bits(dtype, kv_dtype, form, isa_level):
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8"), ("bfloat16", "int8")]
 )
-def test_layouts_and_page_sizes_give_the_same_bits(dtype, kv_dtype, page_size, kv_layout, isa_level):
+@pytest.mark.parametrize(("lens", "q_lens"), [([2500, 31, 700], None), (DRAFT_LENS, DRAFTS)], ids=["one query", "drafts"])
+def test_layouts_and_page_sizes_give_the_same_bits(lens, q_lens, dtype, kv_dtype, page_size, kv_layout, isa_level):
     """No value depends on how tokens are cut into pages."""
-    lens = [2500, 31, 700]
-    one = testing.make_paged(3, 8, 2, lens, 16, 40, 40, dtype, kv_dtype)
-    assert_same(attend_paged(testing.make_paged(3, 8, 2, lens, page_size, 40, 40, dtype, kv_dtype, kv_layout)), attend_paged(one))
+    sizes, kinds = (len(lens), 8, 2, lens), (40, 40, dtype, kv_dtype)
+    one, other = (testing.make_paged(*sizes, n, *kinds, x, q_lens=q_lens) for n, x in ((16, "NHD"), (page_size, kv_layout)))
+    assert_same(attend_paged(other), attend_paged(one))
 
 
 # ---- Plans --------------------------------------------------------------------------------------------------------

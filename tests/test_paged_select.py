@@ -5,7 +5,7 @@ import pytest
 
 import blitz_attn
 from blitz_attn import reference, testing
-from cases import DTYPES, same_bits
+from cases import DTYPES, assert_same
 from cases_paged import CACHE_DTYPES, attend_paged, check_paged, every_block
 
 LENS = [1, 0, 37, 130, 16]
@@ -20,10 +20,6 @@ def random_selection(case, rows, width, seed=0, empty=0.15):
         some = 0 if rng.random() < empty else int(rng.integers(0, min(width, blocks) + 1))
         selected[b, r, :some] = rng.permutation(blocks)[:some]
     return selected
-
-
-def assert_same(got, expected):
-    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.sampled(2)
