@@ -151,11 +151,15 @@ def tensors(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
 
 
-def eager(q, k, v, mask, bias=0.0):
-    """Attention in float64 by the elements of a mask, and by what is added to the scores."""
+def eager(q, k, v, mask, bias=0.0, scale=None, softcap=None, sinks=None):
+    """Attention in float64 by the elements of a mask, by what is added to the scores, and with a score without a value for each head."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5 + bias).masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
+    scores = q.double() @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = (scores + bias).masked_fill(~mask, -torch.inf)
+    sink = torch.full(scores.shape[1:2], -torch.inf) if sinks is None else sinks
+    scores = torch.cat([scores, sink.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., :-1].nan_to_num() @ v).transpose(1, 2)
 
 
 def seen_by_calls(mask):

@@ -47,15 +47,12 @@ def test_blocks_that_are_not_chosen_are_left_out(sides, window, softcap):
     capped = {"scaling": 1.5} | ({} if softcap is None else {"softcap": softcap})
     found = call(q, k, v, mask, "sparse", **capped)[0].double().numpy()
     queries = 37 - (48 - end)
-    own_q, own_k, own_v = q[:, :, :queries].double(), k[:, :, begin:end].double(), v[:, :, begin:end].double()
+    own_q, own_k, own_v = q[:, :, :queries], k[:, :, begin:end], v[:, :, begin:end]
     rules = {"causal": True, "window": None if window is None else (window - 1, -1), "scale": 1.5}
-    lists = select.select_blocks_prefill(own_q.float().numpy(), own_k.float().numpy(), **options, **rules)
+    lists = select.select_blocks_prefill(own_q.numpy(), own_k.numpy(), **options, **rules)
     seen = torch.from_numpy(sabi.to_token_mask(lists, queries, end - begin, (8, 4)))
     seen &= mask.elements()[:, :, :queries, begin:end]
-    scores = 1.5 * own_q @ own_k.repeat_interleave(2, 1).transpose(2, 3)
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
-    expected = (weights @ own_v.repeat_interleave(2, 1))[0].transpose(0, 1).numpy()
+    expected = eager(own_q, own_k, own_v, seen, scale=1.5, softcap=softcap)[0].numpy()
     assert np.abs(found[:queries] - expected).max() < 1e-5
     assert not found[queries:].any()
     dense = call(q, k, v, mask, **capped)[0].double().numpy()
