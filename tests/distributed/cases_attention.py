@@ -4,15 +4,8 @@ import numpy as np
 from mpi4py import MPI
 
 import blitz_attn
-from blitz_attn.distributed import (
-    ContextParallelPlan,
-    _comm,
-    _exchange,
-    context_parallel_attention,
-    dispatch,
-    undispatch,
-)  # fmt: skip
-from problems import DISPATCHES, Problem, lse_axis, same_bits
+from blitz_attn.distributed import ContextParallelPlan, _exchange, context_parallel_attention, dispatch, undispatch
+from problems import DISPATCHES, Problem, lse_axis, raised, same_bits, same_everywhere
 
 
 class Counting:
@@ -109,15 +102,7 @@ def case_one_error_for_all(comm):
     shards = [dispatch(x, plan) for x in problem.arrays]
 
     def text(call):
-        try:
-            call()
-        except Exception as error:
-            words = f"{type(error).__name__}: {error}"
-        else:
-            words = None
-        every = _comm.everyone(comm, words)
-        assert all(w == every[0] for w in every), every
-        return every[0]
+        return same_everywhere(comm, raised(call))
 
     where = f" (on rank {last})" if last else ""
     bad = [shards[0][..., :5] if rank == last else shards[0], *shards[1:]]

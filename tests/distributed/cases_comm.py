@@ -9,20 +9,7 @@ from mpi4py import MPI
 
 import blitz_attn
 from blitz_attn.distributed import _comm
-
-
-def raised(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def same_everywhere(comm, value):
-    values = _comm.everyone(comm, value)
-    assert all(v == values[0] for v in values), values
-    return values[0]
+from problems import raised, same_everywhere
 
 
 def agreement(comm, fail=None, call="call", **values):

@@ -4,9 +4,8 @@ import numpy as np
 
 import blitz_attn
 from blitz_attn import testing
-from blitz_attn.distributed import _comm
 from blitz_attn.distributed import nsa as distributed_nsa
-from problems import same_bits
+from problems import raised, same_bits, same_everywhere
 
 SIZES = {"compress_block_size": 16, "num_selected_blocks": 4, "window_size": 40}
 
@@ -75,15 +74,7 @@ def case_one_error_for_all(comm):
     rank, last = comm.Get_rank(), comm.Get_size() - 1
 
     def text(call):
-        try:
-            call()
-        except Exception as error:
-            words = f"{type(error).__name__}: {error}"
-        else:
-            words = None
-        every = _comm.everyone(comm, words)
-        assert all(w == every[0] for w in every), every
-        return every[0]
+        return same_everywhere(comm, raised(call))
 
     x = np.ones((1, 64, 2, 16), np.float32)
     bad = x[..., :8] if rank == last else x

@@ -1,9 +1,10 @@
-"""Calls of attention over a whole sequence, for ranks to share: the same arrays on each of them, without MPI."""
+"""Calls of attention over a whole sequence, for ranks to share: the same arrays on each of them, without MPI; and what ranks say of a call."""
 
 import numpy as np
 
 import blitz_attn
 from blitz_attn import testing
+from blitz_attn.distributed import _comm
 
 DISPATCHES = ("cut", "zigzag", "contiguous", "items")
 
@@ -53,6 +54,22 @@ class Problem:
 
 def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
+
+
+def raised(call):
+    """What a call raises, as text; None where it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def same_everywhere(comm, value):
+    """The value, which must be that of all ranks."""
+    values = _comm.everyone(comm, value)
+    assert all(v == values[0] for v in values), values
+    return values[0]
 
 
 def lse_axis(problem):

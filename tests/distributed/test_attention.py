@@ -11,29 +11,13 @@ from blitz_attn.distributed import ContextParallelPlan, _exchange, dispatch
 from blitz_attn.distributed._rows import RowCall
 from problems import DISPATCHES, Problem, lse_axis, same_bits
 
+MODULES = ("cases_attention", "cases_backward", "cases_random", "cases_nsa_ranks")
 
-@pytest.mark.parametrize("case", launcher.names_of("cases_attention"))
+
+@pytest.mark.parametrize(("module", "case"), [(module, case) for module in MODULES for case in launcher.names_of(module)])
 @pytest.mark.parametrize(("library", "ranks"), launcher.jobs())
-def test_attention(library, ranks, case):
-    launcher.passes(case, "cases_attention", ranks, library)
-
-
-@pytest.mark.parametrize("case", launcher.names_of("cases_backward"))
-@pytest.mark.parametrize(("library", "ranks"), launcher.jobs())
-def test_backward(library, ranks, case):
-    launcher.passes(case, "cases_backward", ranks, library)
-
-
-@pytest.mark.parametrize("case", launcher.names_of("cases_random"))
-@pytest.mark.parametrize(("library", "ranks"), launcher.jobs())
-def test_random_problems(library, ranks, case):
-    launcher.passes(case, "cases_random", ranks, library)
-
-
-@pytest.mark.parametrize("case", launcher.names_of("cases_nsa_ranks"))
-@pytest.mark.parametrize(("library", "ranks"), launcher.jobs())
-def test_nsa(library, ranks, case):
-    launcher.passes(case, "cases_nsa_ranks", ranks, library)
+def test_cases(library, ranks, module, case):
+    launcher.passes(case, module, ranks, library)
 
 
 @pytest.mark.long
