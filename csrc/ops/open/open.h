@@ -28,6 +28,10 @@ ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *arg
  * is closed. */
 ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *opened, ba_attention *attention);
 
+/* Each checks the rules of scores in `args`, and puts them into a problem that has its dtype and head_dim. */
+ba_status ba_take_block_sparse_rules(const ba_block_sparse_args *args, ba_problem *problem);
+ba_status ba_take_paged_rules(const ba_paged_args *args, ba_problem *problem);
+
 /* Checks the outputs in `args` and adds them to the opened call. */
 ba_status ba_set_block_sparse_outputs(const ba_block_sparse_args *args, ba_attention *attention);
 ba_status ba_set_paged_outputs(const ba_paged_args *args, ba_attention *attention);

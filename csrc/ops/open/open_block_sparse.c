@@ -156,9 +156,7 @@ static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tok
     return BA_OK;
 }
 
-static ba_status check_options(const ba_block_sparse_args *args, int64_t head_dim, double *scale) {
-    BA_TRY(ba_take_scale(args->q.dtype, head_dim, args->scale, scale));
-    BA_TRY(ba_check_softcap(args->q.dtype, args->softcap));
+static ba_status check_options(const ba_block_sparse_args *args) {
     if (args->sinks && args->routed) return ba_fail(BA_ERROR_VALUE, BA_ARG("sinks") ": expected none with routed lists, got some");
     if (args->routed || args->key_stride != 0) {
         if (ba_given(&args->attn_mask))
@@ -267,9 +265,7 @@ static ba_status check_positions(const ba_block_sparse_args *args, ba_problem *p
 
 static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, ba_tensor *out_shape, ba_tensor *lse_shape) {
     sized_view q, k, v;
-    double scale;
     BA_TRY(take_inputs(args, &q, &k, &v));
-    BA_TRY(check_options(args, q.dim, &scale));
 
     *p = (ba_problem){
         .dtype = args->q.dtype,
@@ -286,10 +282,6 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         .kv_len = k.tokens,
         .head_dim = q.dim,
         .v_dim = v.dim,
-        .scale = scale,
-        .softcap = args->softcap,
-        .sinks = args->sinks,
-        .alibi_slopes = args->alibi_slopes,
         .q = q.view,
         .k = k.view,
         .v = v.view,
@@ -297,6 +289,8 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         .window_left = ba_min(args->window[0], INT32_MAX),
         .window_right = ba_min(args->window[1], INT32_MAX),
     };
+    BA_TRY(ba_take_block_sparse_rules(args, p));
+    BA_TRY(check_options(args));
     BA_TRY(check_sequences(args, q.tokens, k.tokens, p));
     BA_TRY(check_blocks(args, p));
     BA_TRY(check_positions(args, p));

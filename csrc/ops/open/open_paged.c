@@ -81,19 +81,13 @@ static ba_status check_caches(const ba_paged_args *args, ba_caches *c) {
     return BA_OK;
 }
 
-/* Checks q, the caches and the options (kv_layout, scale, softcap, window, num_threads), and fills the problem with them. Page tables, lengths, the
+/* Checks q, the caches and the options (kv_layout, rules, window, num_threads), and fills the problem with them. Page tables, lengths, the
  * places of queries, selected pages and outputs are left to other functions. `reused` and `ragged`: see check_q(). */
 static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t batch, bool ragged, ba_problem *p) {
     const ba_tensor *q = &args->q;
     ba_caches c;
-    double scale;
     BA_TRY(check_q(q, reused, batch, ragged));
     BA_TRY(check_caches(args, &c));
-    BA_TRY(ba_take_scale(q->dtype, q->dims[2], args->scale, &scale));
-    BA_TRY(ba_check_softcap(q->dtype, args->softcap));
-    if (args->window < -1)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("window") ": expected a token count of at least 0, or -1 for no bound, got %" PRId64, args->window);
-    BA_TRY(ba_check_threads(args->num_threads));
 
     *p = (ba_problem){
         .dtype = q->dtype,
@@ -109,10 +103,6 @@ static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t ba
         .q_len = 1,
         .head_dim = q->dims[2],
         .v_dim = c.v_dim,
-        .scale = scale,
-        .softcap = args->softcap,
-        .sinks = args->sinks,
-        .alibi_slopes = args->alibi_slopes,
         .q = ragged ? (ba_view){q->data, 0, ba_step(q, 1), ba_step(q, 0)} : (ba_view){q->data, ba_step(q, 0), ba_step(q, 1), 0},
         .k = c.k,
         .v = c.v,
@@ -123,7 +113,10 @@ static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t ba
         .window_left = ba_min(args->window, INT32_MAX),
         .window_right = -1,
     };
-    return BA_OK;
+    BA_TRY(ba_take_paged_rules(args, p));
+    if (args->window < -1)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("window") ": expected a token count of at least 0, or -1 for no bound, got %" PRId64, args->window);
+    return ba_check_threads(args->num_threads);
 }
 
 /* Checks that page tables which were opened before this call, for all calls of a step, fit the call. In Python such tables are a PagedPlan, which is
