@@ -622,7 +622,7 @@ def select_and_attend(
         kv_layout=kv_layout, k_scale=k_scale, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
     )  # fmt: skip
     result = attend_requests(
-        q, k_cache, v_cache, requests, (scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads),
+        q, k_cache, v_cache, requests, (out_dtype, dtype, kv_dtype, scale, kv_layout, window, softcap, num_threads),
         selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, with_lse, out,
     )  # fmt: skip
     return with_lists(result, with_lse, (selected, counts) if with_selected else ())

@@ -11,6 +11,7 @@ from blitz_attn._operations import ARRAYS, OPERATIONS, arguments_of
 MADE = "empty"  # makes results that the caller does not give
 STATE = "lse_out"  # out may be a pair
 TRIPLE = "indptr last_page_len"  # block_tables may be a tuple that has them
+TUPLE = "rules"  # in which the last arguments may come
 INSIDE = "cu_rows routed key_stride key_last"  # how native sparse attention calls the core
 
 # Public functions and their operations: arguments that only the table has, and those that only the function has. Operations of native sparse
@@ -24,8 +25,8 @@ FUNCTIONS = {
         f"{MADE} v sabi pool_q pool_k term largest budget budgets",
         "density top_p threshold top_k",
     ),
-    "paged_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE} selected counts", ""),
-    "paged_select_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE}", ""),
+    "paged_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE} {TUPLE} selected counts", ""),
+    "paged_select_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE} {TUPLE}", ""),
     "merge_states_n": ("merge_states", MADE, ""),
     "quantize_kv": ("quantize_kv", "values scale", ""),  # the results
     "append_paged_kv": ("append_paged_kv", f"{TRIPLE} q_begin", ""),  # q_begin belongs to other calls with requests

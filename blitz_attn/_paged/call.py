@@ -1,4 +1,4 @@
-"""The core's calls for paged caches, with arrays of any kind."""
+"""Attention over a paged key/value cache, for decoding and chunked prefill."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from numpy import empty, float32, floating, integer, ndarray, zeros
 from .. import _arrays, _core
 from .._arrays import bias_for_core, is_registered
 from .._floats import FLOATS
+from .._names import KVLayout
 from .._sentences import rename
+from .tables import tables_for_core
+
+__all__ = ["paged_attention", "paged_select_attention"]
 
 _CORE_NAMES = {"selected_counts": "counts"}
 _OTHER_FLOATS = ("float64", "float16", "bfloat16")
@@ -20,13 +24,13 @@ _NO_REQUESTS = zeros((0, 1), "int32"), (), None, None, None, None, None  # what 
 class Rules(NamedTuple):
     """Options that hold for all calls of a plan, see `paged_attention`: the last arguments of the core's function, in its order."""
 
+    out_dtype: Any = None
+    dtype: Any = None
+    kv_dtype: Any = None
     scale: Any = None
     kv_layout: Any = "NHD"
     window: Any = None
     softcap: Any = None
-    out_dtype: Any = None
-    dtype: Any = None
-    kv_dtype: Any = None
     num_threads: Any = None
 
 
@@ -61,8 +65,8 @@ def attend_requests(
     return_lse: Any = False, out: Any = None,
 ) -> Any:  # fmt: skip
     """Attention over a paged cache by one call of the core, with arrays of any kind; over all blocks where `selected` is None. `requests`:
-    what `tables_for_core` gives, `q_lens`, `q_begin` and `kv_split`, or what `open_requests` gives; `rules`: `Rules`, or their values as a
-    plain tuple, which takes less time to make."""
+    what `tables_for_core` gives, `q_lens`, `q_begin` and `kv_split`, or what `open_requests` gives; `rules`: `Rules`, or the first ones of
+    their values as a plain tuple, which takes less time to make."""
     if k_scale is not None or v_scale is not None:
         k_scale, v_scale = scales_for_core(k_scale, "k_scale", k_cache), scales_for_core(v_scale, "v_scale", v_cache)
     if sinks is not None:
@@ -72,24 +76,21 @@ def attend_requests(
     try:
         if (  # plain NumPy arrays: nothing to translate
             type(q) is type(k_cache) is type(v_cache) is ndarray and out is None
-            and rules[4] is rules[5] is rules[6] is None  # out_dtype, dtype and kv_dtype
+            and rules[0] is rules[1] is rules[2] is None  # out_dtype, dtype and kv_dtype
             and not (is_registered(q) or is_registered(k_cache) or is_registered(v_cache))
         ):  # fmt: skip
-            scale, kv_layout, window, softcap, _, _, _, num_threads = rules  # unpacked, because a call with * takes longer
-            tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split = requests
+            tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split = requests  # unpacked, because a call with * takes longer
             return _core.paged_attention(
                 empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split, selected, counts, sinks,
-                k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, None, None, scale, kv_layout, window, softcap, None, None,
-                None, num_threads,
+                k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, None, None, rules,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
-        rules = Rules(*rules)
-        named = {name: _arrays.dtype_name(getattr(rules, name), name) for name in ("out_dtype", "dtype", "kv_dtype")}
+        kinds = [_arrays.dtype_name(x, name) for x, name in zip(rules, ("out_dtype", "dtype", "kv_dtype"), strict=False)]
         result = _core.paged_attention(
             family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True),
             _arrays.readable(v_cache, "v_cache", True), *requests, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
-            alibi_slopes, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), *rules._replace(**named),
+            alibi_slopes, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), (*kinds, *rules[3:]),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         rename(error, _CORE_NAMES)
@@ -110,3 +111,271 @@ def check_rules(rules: Rules) -> None:
     if dtype is None and kind == "bfloat16":
         rules = rules._replace(dtype=kind)  # its bits are stored as uint16
     attend_requests(q, cache, cache, _NO_REQUESTS, rules, k_scale=factor, v_scale=factor)
+
+
+# ---- Public functions ---------------------------------------------------------------------------------------------
+
+
+def paged_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    seq_lens: Any = None,
+    *,
+    scale: float | None = None,
+    kv_layout: KVLayout = "NHD",
+    q_lens: Any = None,
+    window: int | None = None,
+    q_begin: Any = None,
+    kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_split: int | None = None,
+    return_lse: bool = False,
+    out_dtype: Any = None,
+    out: Any = None,
+    dtype: Any = None,
+    kv_dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Attention of each request's newest queries over its own pages of a key/value cache.
+
+    Token t of request b lies in page ``block_tables[b, t // page_size]``, at place ``t % page_size``. The queries are the
+    last of the request's tokens, so that query i of n sees token j when ``j <= i + seq_len - n``. Only pages within a request's length are
+    read.
+
+    Parameters
+    ----------
+    q : array
+        ``(B, H, D)``, one query per request; with `q_lens` ``(T, H, D)``, the queries of all requests one after the other. float32,
+        float16, bfloat16 or float64; D from 1 to 576.
+    k_cache, v_cache : array
+        ``(pages, page_size, Hkv, D)`` and ``(pages, page_size, Hkv, Dv)``: page_size is at least 1. float32, float16,
+        bfloat16, or with scales int8 or float8 e4m3, whatever the dtype of `q`; float64 where `q` is float64. H must be a
+        multiple of Hkv; query head h reads head ``h // (H // Hkv)``.
+    block_tables : array of int32 or int64, or tuple
+        ``(B, W)`` page numbers; entries beyond a request's length are not read. Or the triple ``(indptr, indices, last_page_len)``:
+        request b has the pages ``indices[indptr[b]:indptr[b + 1]]``, and its last page holds ``last_page_len[b]`` tokens.
+    seq_lens : sequence of int
+        ``(B,)``: number of tokens of each request in the cache, including those of the queries. None with the triple.
+    scale : float, optional
+        Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
+    kv_layout : {"NHD", "HND"}
+        HND caches are ``(pages, Hkv, page_size, D)``, their scales ``(pages, Hkv, page_size)``.
+    q_lens : sequence of int, optional
+        ``(B,)``: queries of each request, 0 to ``seq_lens[b]``: chunked prefill, speculative decoding.
+    window : int, optional
+        Number of tokens before itself that a query sees, at least 0. Default, and -1: all.
+    q_begin : sequence of int, optional
+        ``(B,)``: token number of each request's query 0; may be negative. It is for a cache that holds a stretch of a longer request, whose
+        first token there counts as 0. Query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the number of tokens.
+        Default: the queries are the last tokens.
+    kv_ranges : array of int, optional
+        ``(B, 2)``, with `q_lens` ``(T, 2)``; int32 or int64: query i sees the tokens ``kv_ranges[i, 0] <= j < kv_ranges[i, 1]`` of its
+        request instead of those up to itself, for prompts in which an image or a prefix sees itself. `window` still holds. Ranges may be
+        empty, and reach beyond the tokens.
+    attn_mask : array, optional
+        ``(B, H, Q, T)``, or any shape that broadcasts to it, with Q at least the most queries of a request and T at least the most tokens:
+        row i is that of a request's query i, column j that of its token j. Of bool, where False hides the token as the causal rule does, or
+        of numbers that are added to the scores, as in `block_sparse_attention`: a tree of draft tokens, for example. A mask of one axis
+        has one element per token of the longest request and no more, so that a flattened mask of queries and tokens is refused.
+    alibi_slopes : array_like, optional
+        ``(H,)`` float32: ``-alibi_slopes[h] * abs(p - j)`` is added to the score of token j, where p is the query's own token number.
+    sinks : array_like, optional
+        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. One
+        beyond about +-2.3e38 counts as infinite, unless `q` is float64.
+    softcap : float, optional
+        Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default, and 0: scores are not capped.
+    k_scale, v_scale : array of float32, or float, optional
+        The factors of int8 and float8 e4m3 caches: ``(pages, page_size, Hkv)``, one for each token and head, ``(Hkv,)``, one for each head,
+        or one number. Arrays of other floats are converted. For other caches only the number 1 is accepted, and has no effect.
+    kv_split : int, optional
+        Attend to each request in chunks of so many tokens, a multiple of page_size, and merge the states of its chunks by a fixed tree: see
+        the notes. Default: requests are cut as suits the machine.
+    return_lse : bool
+        Also return the log-sum-exp.
+    out_dtype : str or dtype, optional
+        ``"float32"`` with float16 and bfloat16 queries returns the float32 result before rounding; rounding it gives exactly the default
+        result. Default: the dtype of `q`.
+    out : array, optional
+        Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input. With
+        `return_lse`, also a pair ``(out, lse)``, either of which may be None.
+    dtype, kv_dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits.
+        `kv_dtype` defaults to `dtype`.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    out : array
+        ``(B, H, Dv)`` or ``(T, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`. A query that sees no token gets 0.
+    lse : array
+        With `return_lse`: ``(B, H)`` or ``(T, H)``, natural log of the sum of ``exp(score)``; ``-inf`` where no token is seen. float32,
+        for float64 queries float64.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind or dtype.
+    ValueError
+        An argument of the wrong shape or out of range, such as a page that the cache does not have within a request's length.
+        No output has been written then.
+    MemoryError
+        The scratch memory could not be allocated.
+
+    See Also
+    --------
+    paged_select_attention : over listed pages only.
+    PagedPlan : checks tables and lengths once for all layers of a step.
+    append_paged_kv : writes new tokens into the cache.
+    blitz_attn.reference.paged_attention : the same in plain float64 NumPy.
+
+    Notes
+    -----
+    Query heads that share a key/value head are computed together, so that each byte of the cache is read once. Long requests are cut into
+    parts, which are merged by their log-sum-exp. Where a request is cut depends on that request alone: the result is the same bit for bit
+    whatever else is in the batch and whatever the number of threads.
+
+    With `kv_split`, chunk c of a request is its tokens ``c * kv_split`` to ``(c + 1) * kv_split - 1``. Attention over each chunk is
+    computed by itself, and its state (the result and the log-sum-exp, in float32) is merged with others by `merge_states_tree`; then
+    `sinks` take part, and the result is rounded once. So the result is bit-identical to that of calls over single chunks, each as a request
+    of its own with `q_begin` and ``out_dtype="float32"``, whose results are merged in the same way: it does not matter who computes which
+    chunk. Of `attn_mask`, each chunk has the columns of its tokens, which are read where they lie.
+
+    A prefix that many requests share can be read once for all of them: attend to the prefix with all queries in one call, to the rest of
+    each request in a second call, and merge the two results with `blitz_attn.merge_states` (see the second example).
+
+    The operation follows paged attention of vLLM [1]_ and the table formats of FlashInfer [2]_.
+
+    References
+    ----------
+    .. [1] W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+    .. [2] Z. Ye et al., "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving", 2025.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((2, 8, 64), dtype=np.float32)
+    >>> k_cache, v_cache = (rng.standard_normal((6, 16, 2, 64), dtype=np.float32) for _ in range(2))
+    >>> tables, seq_lens = np.array([[4, 1, 0], [2, 5, 3]], dtype=np.int32), [40, 48]
+    >>> out = blitz_attn.paged_attention(q, k_cache, v_cache, tables, seq_lens)
+    >>> exact = blitz_attn.reference.paged_attention(q, k_cache, v_cache, tables, seq_lens)
+    >>> bool(np.abs(out - exact).max() < 1e-5)
+    True
+
+    Two requests that share the 32 tokens of pages 4 and 1, which are read once for both:
+
+    >>> tables = np.array([[4, 1, 0], [4, 1, 3]], dtype=np.int32)
+    >>> k, v = (np.concatenate([cache[4], cache[1]]).swapaxes(0, 1)[None] for cache in (k_cache, v_cache))
+    >>> prefix = blitz_attn.block_sparse_attention(q.swapaxes(0, 1)[None], k, v, return_lse=True)
+    >>> own = blitz_attn.paged_attention(q, k_cache, v_cache, tables[:, 2:].copy(), [8, 16], return_lse=True)
+    >>> own = own[0].swapaxes(0, 1)[None], own[1].swapaxes(0, 1)[None]
+    >>> joined = blitz_attn.merge_states(*prefix, *own)[0][0].swapaxes(0, 1)
+    >>> bool(np.abs(joined - blitz_attn.paged_attention(q, k_cache, v_cache, tables, [40, 48])).max() < 1e-5)
+    True
+    """
+    requests = (*tables_for_core(block_tables, seq_lens), q_lens, q_begin, kv_split)
+    return attend_requests(
+        q, k_cache, v_cache, requests, (out_dtype, dtype, kv_dtype, scale, kv_layout, window, softcap, num_threads), None, None, sinks,
+        k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out,
+    )  # fmt: skip
+
+
+def paged_select_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    selected: Any,
+    *,
+    counts: Any = None,
+    scale: float | None = None,
+    kv_layout: KVLayout = "NHD",
+    q_lens: Any = None,
+    window: int | None = None,
+    q_begin: Any = None,
+    kv_ranges: Any = None,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_split: int | None = None,
+    return_lse: bool = False,
+    out_dtype: Any = None,
+    out: Any = None,
+    dtype: Any = None,
+    kv_dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Attention over listed blocks of each request: `paged_attention` that leaves the other blocks out.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, block_tables, seq_lens
+        See `paged_attention`. `seq_lens` is None where `block_tables` is the triple.
+    selected : array of int16, int32 or int64
+        ``(B, Hkv, K)`` or ``(B, H, K)``: the blocks that a key/value head's group, or a query head, sees. Block i of a request is its i-th
+        page, ``block_tables[b, i]``: numbers from 0 to ``ceil(seq_len / page_size) - 1``, in any order, none twice. A row ends at the
+        first -1.
+    counts : array of int, optional
+        ``(B, Hkv)`` or ``(B, H)``: number of entries in use in each row of `selected`, which then needs no -1.
+    scale, kv_layout, q_lens, window, q_begin, kv_ranges, attn_mask, alibi_slopes, sinks, softcap, k_scale, v_scale, kv_split, return_lse
+        See `paged_attention`.
+    out_dtype, out, dtype, kv_dtype, num_threads
+        See `paged_attention`.
+
+    Returns
+    -------
+    out : array
+        As `paged_attention`. A row that lists no block gives 0.
+    lse : array
+        With `return_lse`, as `paged_attention`, over the tokens of the listed blocks.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `paged_attention`; also for a block that the request does not have or that a row lists twice.
+
+    See Also
+    --------
+    blitz_attn.select_blocks : makes such lists.
+    blitz_attn.select_and_attend : both in one call.
+
+    Notes
+    -----
+    The last block of a request may be listed at any place; only its valid tokens are seen. With a list of all blocks, the result is
+    bit-identical to that of `paged_attention`. One list per key/value head is faster than one per query head, whose heads do not share
+    reads of the cache.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 4, 64), dtype=np.float32)
+    >>> k_cache, v_cache = (rng.standard_normal((6, 16, 2, 64), dtype=np.float32) for _ in range(2))
+    >>> tables, seq_lens = np.array([[4, 1, 0, 5]], dtype=np.int32), [57]
+    >>> selected = np.array([[[0, 3, -1], [3, 1, 0]]], dtype=np.int32)
+    >>> out = blitz_attn.paged_select_attention(q, k_cache, v_cache, tables, seq_lens, selected)
+    >>> exact = blitz_attn.reference.paged_select_attention(q, k_cache, v_cache, tables, seq_lens, selected)
+    >>> bool(np.abs(out - exact).max() < 1e-5)
+    True
+    """
+    if selected is None:
+        raise TypeError("selected: expected an array, got NoneType")
+    requests = (*tables_for_core(block_tables, seq_lens), q_lens, q_begin, kv_split)
+    return attend_requests(
+        q, k_cache, v_cache, requests, (out_dtype, dtype, kv_dtype, scale, kv_layout, window, softcap, num_threads),
+        selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out,
+    )  # fmt: skip

@@ -104,7 +104,7 @@ class PagedPlan:
         self._tables, self.batch, self.num_queries = open_requests(*tables, q_lens, q_begin, page_size, num_pages, kv_split)
         self._opened = Opened(self._tables[0], _arrays.integer(page_size, "page_size"))
         kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
-        self._rules = Rules(scale, kv_layout, window, softcap, *kinds, num_threads)
+        self._rules = Rules(*kinds, scale, kv_layout, window, softcap, num_threads)
         if not (scale is window is softcap is num_threads is None and kinds == _NO_DTYPES and kv_layout is _USUAL_RULES.kv_layout):
             check_rules(self._rules)
 
@@ -145,10 +145,11 @@ class PagedPlan:
         >>> np.argwhere(k_cache[:, :, 0, 0]).tolist()
         [[0, 7], [3, 15]]
         """
-        _, kv_layout, _, _, _, own, kv_dtype, num_threads = self._rules
+        rules = self._rules
         append_tokens(
-            k, v, k_cache, v_cache, None, self._tables, kv_layout, k_scale, v_scale,
-            Summaries(maxblocks, minblocks, meanblocks, metadata_block_tables), own if dtype is None else dtype, kv_dtype, num_threads,
+            k, v, k_cache, v_cache, None, self._tables, rules.kv_layout, k_scale, v_scale,
+            Summaries(maxblocks, minblocks, meanblocks, metadata_block_tables), rules.dtype if dtype is None else dtype, rules.kv_dtype,
+            rules.num_threads,
         )  # fmt: skip
 
     def attention(
@@ -306,14 +307,15 @@ class PagedPlan:
         True
         """
         with_lse, with_selected = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_selected, "return_selected")
-        _, kv_layout, _, _, _, dtype, kv_dtype, num_threads = self._rules
+        rules = self._rules
         selected, counts = select_to_attend(
             q, k_cache, None, self._opened, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,
             per_query_head=per_query_head, dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update,
-            q_lens=None, kv_layout=kv_layout, k_scale=k_scale, dtype=dtype, kv_dtype=kv_dtype, num_threads=num_threads,
+            q_lens=None, kv_layout=rules.kv_layout, k_scale=k_scale, dtype=rules.dtype, kv_dtype=rules.kv_dtype,
+            num_threads=rules.num_threads,
         )  # fmt: skip
         result = attend_requests(
-            q, k_cache, v_cache, self._tables, self._rules, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
+            q, k_cache, v_cache, self._tables, rules, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
             alibi_slopes, with_lse, out,
         )  # fmt: skip
         return with_lists(result, with_lse, (selected, counts) if with_selected else ())

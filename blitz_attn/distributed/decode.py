@@ -262,7 +262,7 @@ class DecodePlan:
         shards.agree_owners(comm)
         self.num_queries: int = int(self._queries.sum())
         self._first_query = np.cumsum(self._queries) - self._queries
-        self._rules = Rules(scale, kv_layout, self._window, softcap, None, self._dtype, self._kv_dtype, num_threads)
+        self._rules = Rules(None, self._dtype, self._kv_dtype, scale, kv_layout, self._window, softcap, num_threads)
         self._lay_out()
 
     def _lay_out(self) -> None:

@@ -124,6 +124,18 @@ int call_expect_lengths(const py_call *call, int64_t sequences, const char *mean
 
 /* ---- Reading ----------------------------------------------------------------------------------------------------------- */
 
+int call_spread(py_call *call, int index) {
+    PyObject *const tuple = call->values[index];
+    if (tuple == Py_None) return 0;
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) >= call->operation->count - index) {
+        arg_fail(PyExc_TypeError, BA_ARG("%s") ": expected a tuple of the arguments behind it, got %R", call->operation->arguments[index].name,
+                 tuple);
+        return -1;
+    }
+    for (Py_ssize_t i = PyTuple_Size(tuple); i-- > 0;) call->values[index + 1 + i] = PyTuple_GetItem(tuple, i);
+    return 0;
+}
+
 static void *member_of(const py_call *call, const argument *argument) { return (char *)call->args + argument->member; }
 
 static int read_dtypes(py_call *call, bool either) {

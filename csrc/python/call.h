@@ -40,6 +40,9 @@ int call_begin(py_call *call, PyObject *module, int index, const operation *oper
 /* Releases what the call holds. Returns None, the only result, or a tuple of all. Returns NULL, with the exception set, where the call failed. */
 PyObject *call_end(py_call *call, int failed);
 
+/* Puts the values of a tuple, which stands for the arguments behind it, in their places. Where it is None, these were given by themselves. */
+int call_spread(py_call *call, int index);
+
 /* Reads all arguments that have a member, but those of ARG_HEADS and ARG_PER_SEQUENCE. `either`: kv_dtype also says how arrays of ARG_FLOATS are read
  * where dtype is not given. */
 int call_read(py_call *call, bool either);

@@ -101,7 +101,8 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     REQUEST_ARGUMENTS(A, O, T, ) \
     O(T, page_size, INTEGER) O(T, num_pages, INTEGER) O(T, kv_split, INTEGER)
 
-/* Those from scale on are the rules of a call, which a plan holds for all of its calls (blitz_attn/_paged/call.py). */
+/* What follows `rules` may be given by itself, or as a tuple in the place of `rules`, which a plan makes once for all of its calls
+ * (blitz_attn/_paged/call.py). A shorter tuple leaves the last ones out. */
 #define PAGED_ATTENTION(A, O, T) \
     O(T, empty, OWN) \
     A(T, q,             FLOATS,       ARG_OPTIONAL | ARG_NAMED, q) \
@@ -118,11 +119,11 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, attn_mask,     MASK,         ARG_OPTIONAL, attn_mask) \
     A(T, alibi_slopes,  HEADS,        ARG_OPTIONAL, alibi_slopes) \
     O(T, return_lse, FLAG) O(T, out, OWN) O(T, lse_out, OWN) \
+    O(T, rules, OWN) O(T, out_dtype, OWN) O(T, dtype, DTYPE) O(T, kv_dtype, KV_DTYPE) \
     A(T, scale,         SCALE,        ARG_OPTIONAL, scale) \
     A(T, kv_layout,     KV_LAYOUT,    0,            kv_layout) \
     A(T, window,        TOKENS_BEFORE, ARG_OPTIONAL, window) \
     A(T, softcap,       NUMBER,       ARG_OPTIONAL, softcap) \
-    O(T, out_dtype, OWN) O(T, dtype, DTYPE) O(T, kv_dtype, KV_DTYPE) \
     A(T, num_threads,   THREADS,      ARG_OPTIONAL, num_threads)
 
 #define QUANTIZE_KV(A, O, T) \

@@ -192,7 +192,8 @@ static int open_paged(py_call *call, ba_paged_args *a, ba_attention *attention) 
     const ba_page_tables *const opened = page_tables_of(values[PAGED_block_tables]);
     ba_status status;
     int return_lse;
-    if (arg_flag(values[PAGED_return_lse], "return_lse", &return_lse) < 0 || call_read(call, false) < 0) return -1;
+    if (call_spread(call, PAGED_rules) < 0 || arg_flag(values[PAGED_return_lse], "return_lse", &return_lse) < 0) return -1;
+    if (call_read(call, false) < 0) return -1;
     if (opened == NULL && read_requests(call, PAGED_block_tables, page_tokens(a), a) < 0) return -1;
     if (read_split(values[PAGED_kv_split], a) < 0 || arg_out_dtype(values[PAGED_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
     if (read_counts(call, a) < 0) return -1;

@@ -1325,6 +1325,8 @@ REFUSALS: dict[str, list[Refusal]] = {
     "core.paged_attention": [
         value_error("selected: expected pages from 0 to 1, got -1 at [0, 0, 1]", counts=np.array([[2], [2]])),
         value_error("selected: expected pages from 0 to 1, or a pad, got 2 at [1, 0, 1]", selected=entry(2, 1, 0, 1)),
+        type_error("rules: expected a tuple of the arguments behind it, got [None]", rules=[None]),
+        type_error(f"rules: expected a tuple of the arguments behind it, got {(None,) * 40}", rules=(None,) * 40),
     ],
     "core.merge_states": [
         value_error("lses: expected 2 arrays, one for each of outs, got 1", outs=lambda x: x * 2),
