@@ -7,7 +7,7 @@ operation is written down in that table and in the signature of its NumPy functi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -72,15 +72,25 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, Argument]:
 def like(
     function: Callable[_Parameters, _Result], without: tuple[str, ...]
 ) -> Callable[[Callable[..., _Result]], Callable[_Parameters, _Result]]:
-    """Gives a function that takes keywords the signature of `function`, which it passes them on to, but for some arguments."""
+    """Gives a function that takes keywords the signature of `function`, which it passes them on to, but for some arguments. Its docstring
+    names those, too, that came after it was written."""
 
     def decorate(decorated: Callable[..., _Result]) -> Any:
         signature = inspect.signature(function)
         shown = [parameter for name, parameter in signature.parameters.items() if name not in without]
+        decorated.__doc__ = naming_all(decorated.__doc__, [parameter.name for parameter in shown], function.__name__)
         decorated.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
         return decorated
 
     return decorate
+
+
+def naming_all(docstring: str | None, names: Iterable[str], function: str) -> str | None:
+    """A docstring whose Parameters name all of these: those that were missing stand last, and are said to be those of `function`."""
+    head, returns, rest = inspect.cleandoc(docstring or "").partition("\n\nReturns\n")
+    named = {name.strip() for line in head.splitlines() if line[:1] != " " for name in line.partition(" : ")[0].split(",")}
+    missing = ", ".join(name for name in names if name not in named)
+    return f"{head}\n{missing}\n    See `blitz_attn.{function}`.{returns}{rest}" if returns and missing else docstring
 
 
 def options_of(function: Callable[..., Any], without: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:

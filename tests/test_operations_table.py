@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import blitz_attn
-from blitz_attn._operations import ARRAYS, OPERATIONS, arguments_of
+from blitz_attn._operations import ARRAYS, OPERATIONS, arguments_of, naming_all
 
 MADE = "empty"  # makes results that the caller does not give
 STATE = "lse_out"  # out may be a pair
@@ -124,6 +124,13 @@ def test_signatures_are_those_of_the_library(framework, name):
     expected = inspect.signature(getattr(blitz_attn, name))
     shown = [x for parameter, x in expected.parameters.items() if parameter not in left_out]
     assert inspect.signature(function) == expected.replace(parameters=shown)
+
+
+def test_docstrings_name_arguments_that_came_later():
+    old = "Adds.\n\n    Parameters\n    ----------\n    x, y : int\n        Terms, as z.\n\n    Returns\n    -------\n    int\n"
+    new = "Adds.\n\nParameters\n----------\nx, y : int\n    Terms, as z.\nz, w\n    See `blitz_attn.add`.\n\nReturns\n-------\nint"
+    assert naming_all(old, ["x", "y"], "add") == old
+    assert naming_all(old, ["x", "z", "y", "w"], "add") == new
 
 
 @pytest.mark.parametrize("name", NAMES)

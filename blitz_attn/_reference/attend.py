@@ -7,7 +7,7 @@ float64, or float32 where a twin imitates a program of lower precision, which ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,21 +162,35 @@ def factor(scale: Any, dim: int) -> float:
     return 1.0 / math.sqrt(dim) if scale is None else float(scale)
 
 
-def _scores(s: Sequence, strip: Strip, scale: float, softcap: float | None, r: Rounding) -> tuple[Array, Array | None]:
+class ScoreRules(NamedTuple):
+    """How products of queries and keys become scores: options of a call, by their names there."""
+
+    scale: Any = None
+    softcap: Any = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> ScoreRules:
+        return cls(**{name: x for name, x in options.items() if name in cls._fields})
+
+    def factor(self, dim: int) -> float:
+        """What the products are multiplied with."""
+        return factor(self.scale, dim)
+
+
+def _scores(s: Sequence, strip: Strip, rules: ScoreRules, r: Rounding) -> tuple[Array, Array | None]:
     """S = softcap * tanh(scale * q k^T / softcap) + bias, -inf where a query does not see the key; and the tangent."""
-    scores, tangent = matmul(grouped(s.q, len(s.k))[:, :, strip.rows], _of(s.k, strip).swapaxes(-1, -2)) * scale, None
-    if softcap:
-        tangent = np.tanh(scores / float(softcap))
-        scores = float(softcap) * tangent
+    products = matmul(grouped(s.q, len(s.k))[:, :, strip.rows], _of(s.k, strip).swapaxes(-1, -2))
+    scores, tangent = products * rules.factor(s.q.shape[2]), None
+    if rules.softcap:
+        tangent = np.tanh(scores / float(rules.softcap))
+        scores = float(rules.softcap) * tangent
     scores = r(scores)
     if strip.bias is not None:
         scores = r(scores + strip.bias)
     return np.where(strip.seen, scores, s.q.dtype.type(-np.inf)), tangent
 
 
-def weights(
-    s: Sequence, scale: Any, r: Rounding, softcap: float | None = None, sinks: Array | None = None
-) -> Iterator[tuple[Strip, Array, Array]]:
+def weights(s: Sequence, rules: ScoreRules, r: Rounding, sinks: Array | None = None) -> Iterator[tuple[Strip, Array, Array]]:
     """P = softmax(S) of each strip, 0 where a query sees no key, and the log-sum-exp (KV heads, group, queries) of its scores.
 
     The sink of a head is one more score, which has no value.
@@ -186,7 +200,7 @@ def weights(
         sink[:, : s.q_len] = sinks[:, None]
     sink = grouped(sink, len(s.k))[..., None]
     for strip in s.strips():
-        scores, own = _scores(s, strip, factor(scale, s.q.shape[2]), softcap, r)[0], sink[:, :, strip.rows]
+        scores, own = _scores(s, strip, rules, r)[0], sink[:, :, strip.rows]
         top = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), own)
         top = np.where(top == -np.inf, s.q.dtype.type(0), top)
         p = np.exp(scores - top)
@@ -195,11 +209,11 @@ def weights(
 
 
 @np.errstate(all="ignore")
-def attend(s: Sequence, scale: Any, r: Rounding, softcap: float | None = None, sinks: Array | None = None) -> tuple[Array, Array]:
+def attend(s: Sequence, rules: ScoreRules, r: Rounding, sinks: Array | None = None) -> tuple[Array, Array]:
     """(heads, queries, dim_v) P V and (heads, queries) log-sum-exp: 0 and -inf where a query sees nothing."""
     out = grouped(np.zeros((*s.q.shape[:2], s.v.shape[2]), s.q.dtype), len(s.k))
     lse = grouped(np.zeros(s.q.shape[:2], s.q.dtype), len(s.k))
-    for strip, p, sums in weights(s, scale, r, softcap, sinks):
+    for strip, p, sums in weights(s, rules, r, sinks):
         out[:, :, strip.rows] = r(product(r(p), _of(s.v, strip), strip.seen))
         lse[:, :, strip.rows] = sums
     return out.reshape(*s.q.shape[:2], s.v.shape[2]), lse.reshape(s.q.shape[:2])
@@ -207,21 +221,21 @@ def attend(s: Sequence, scale: Any, r: Rounding, softcap: float | None = None, s
 
 @np.errstate(all="ignore")
 def attend_backward(
-    s: Sequence, dout: Array, out: Array, lse: Array, scale: Any, r: Rounding, softcap: float | None = None, dlse: Array | None = None,
+    s: Sequence, dout: Array, out: Array, lse: Array, rules: ScoreRules, r: Rounding, dlse: Array | None = None,
     add_bias: Callable[[Array, Array, Array], None] | None = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Gradients of q, k and v: P from the log-sum-exp, and dS = P (dO V^T - (rowsum(dO O) - dlse)).
 
     `add_bias` is called for each strip with its queries, its keys and the gradient of what was added to the scores (heads, queries, keys).
     """
-    kv_heads, scale = len(s.k), factor(scale, s.q.shape[2])
+    kv_heads, scale = len(s.k), rules.factor(s.q.shape[2])
     delta = (dout * out).sum(axis=-1) - (0 if dlse is None else dlse)
     q, dout, lse, delta = (grouped(x, kv_heads) for x in (s.q, dout, lse[..., None], delta[..., None]))
     dq, dk, dv = np.zeros_like(q), np.zeros_like(s.k), np.zeros_like(s.v)
     for strip in s.strips():
         rows, keys, _, _ = strip
         seen = strip.seen & (lse[:, :, rows] != -np.inf)  # other queries attended to no key
-        scores, tangent = _scores(s, strip, scale, softcap, r)
+        scores, tangent = _scores(s, strip, rules, r)
         p = r(np.where(seen, np.exp(scores - lse[:, :, rows]), s.q.dtype.type(0)))
         slope = p * (r(dout[:, :, rows] @ _of(s.v, strip).swapaxes(-1, -2)) - delta[:, :, rows])
         if add_bias is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import dtype_name
+from .._block_sparse import call as operation
 from . import attend as core
 from .common import name_of, real_of, rounding_of, to_float64, with_options_of, written
 from .dense import join, sequences_of, split, split_numbers
@@ -50,19 +51,9 @@ def _gradients(name: str, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
     sequences = sequences_of(q, k, v, sabi, o, inputs)
     outs, douts = (split(x, layout, o["cu_seqlens_q"], o["num_heads"]) for x in (out, dout))
     lses, dlses = (_numbers(x, real, layout, o["cu_seqlens_q"], len(sequences)) for x in (lse, o["dlse"]))
-    biases = _BiasSums(o["attn_mask"], o["alibi_slopes"])
+    rules, r, biases = core.ScoreRules.of(o), rounding_of(name), _BiasSums(o["attn_mask"], o["alibi_slopes"])
     parts = [
-        core.attend_backward(
-            s,
-            dout,
-            out,
-            lse,
-            o["scale"],
-            rounding_of(name),
-            o["softcap"],
-            dlse,
-            partial(biases.add, b, s.begin) if o["bias_grads"] else None,
-        )
+        core.attend_backward(s, dout, out, lse, rules, r, dlse, partial(biases.add, b, s.begin) if o["bias_grads"] else None)
         for b, (s, dout, out, lse, dlse) in enumerate(zip(sequences, douts, outs, lses, dlses, strict=True))
     ]
     results = [join([part[i] for part in parts], layout, x.shape) for i, x in enumerate((q, k, v))]
@@ -73,14 +64,10 @@ def _gradients(name: str, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
     return (*(written(x, given) for x, given in zip(results, grads, strict=True)), *(biases.results() if o["bias_grads"] else ()))
 
 
-def block_sparse_attention_backward(
-    dout, q, k, v, out, lse, sabi=None, *, block_shape=(128, 128), scale=None, layout="BNSD", causal=False, window=None, q_lens=None,
-    kv_lens=None, cu_seqlens_q=None, cu_seqlens_kv=None, num_heads=None, num_kv_heads=None, q_begin=None, q_total=None, kv_ranges=None,
-    attn_mask=None, alibi_slopes=None, softcap=None, dlse=None, grads=None, bias_grads=False, accumulate=False, dtype=None,
-    num_threads=None,
-):  # fmt: skip
+@with_options_of(operation.block_sparse_attention_backward)
+def block_sparse_attention_backward(dout, q, k, v, out, lse, sabi=None, **options):
     """See `blitz_attn.block_sparse_attention_backward`."""
-    return _gradients("float64", dout, q, k, v, out, lse, sabi, locals())
+    return _gradients("float64", dout, q, k, v, out, lse, sabi, options)
 
 
 @with_options_of(block_sparse_attention_backward)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import array, dtype_name, float32_numbers
+from .._operations import naming_all
 
 __all__ = ["round_to", "to_float64"]
 
@@ -183,23 +184,29 @@ def delivered(result: np.ndarray, lse: np.ndarray, o: dict[str, Any]) -> Any:
     return (result, written(lse, lse_out)) if o["return_lse"] else result
 
 
-def with_options_of(*twins: Callable[..., Any], without: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a function, in place of ``**options``, the options of other twins but for those named in `without`; it gets all of them, with
-    their defaults."""
+def with_options_of(*functions: Callable[..., Any], without: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a twin, in place of ``**options``, the options of its operation, or of other twins, but for those named in `without`; it gets
+    all of them, with their defaults. A docstring with Parameters names those, too, that came after it was written."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        found = {p.name: p for twin in twins for p in inspect.signature(twin).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    def decorate(twin: Callable[..., Any]) -> Callable[..., Any]:
+        own = [p for p in inspect.signature(twin).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        found = {p.name: p for function in functions for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
         names = found.keys() - {p.name for p in own} - set(without.split())
         shown = inspect.Signature([*own, *(found[name] for name in found if name in names)])
 
-        @functools.wraps(function)
+        @functools.wraps(twin)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = shown.bind(*args, **kwargs)
             given.apply_defaults()
-            return function(*given.args, **given.kwargs)
+            return twin(*given.args, **given.kwargs)
 
+        call.__doc__ = naming_all(twin.__doc__, shown.parameters, functions[0].__name__)
         call.__signature__ = shown  # type: ignore[attr-defined]
         return call
 
     return decorate
+
+
+def taken_by(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that a function takes."""
+    return {name: x for name, x in options.items() if name in inspect.signature(function).parameters}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import array, choice, dtype_name
+from .._block_sparse import call as operation
 from .._floats import FLOATS
 from .._operations import sequence_shapes
 from .._sabi import lists
@@ -135,20 +136,17 @@ def _attend(name: str, q: Any, k: Any, v: Any, sabi: Any, o: dict[str, Any]) -> 
     """Attention as a program in dtype `name` computes it."""
     inputs, layout = name_of(q, o["dtype"]), o["layout"]
     q, k, v = (to_float64(x, o["dtype"]).astype(real_of(name)) for x in (q, k, v))
-    sinks = per_head(o.get("sinks"), "sinks")
-    results = [core.attend(s, o["scale"], rounding_of(name), o.get("softcap"), sinks) for s in sequences_of(q, k, v, sabi, o, inputs)]
+    rules, sinks = core.ScoreRules.of(o), per_head(o.get("sinks"), "sinks")
+    results = [core.attend(s, rules, rounding_of(name), sinks) for s in sequences_of(q, k, v, sabi, o, inputs)]
     shape, lse_shape = sequence_shapes(q, v, layout, o["num_heads"], o["num_kv_heads"])
     outs, lses = zip(*results, strict=True) if results else ((), ())
     return delivered(join(outs, layout, shape), join_numbers(lses, layout, lse_shape), o)
 
 
-def block_sparse_attention(
-    q, k, v, sabi=None, *, block_shape=(128, 128), scale=None, layout="BNSD", causal=False, window=None, q_lens=None, kv_lens=None,
-    cu_seqlens_q=None, cu_seqlens_kv=None, num_heads=None, num_kv_heads=None, q_begin=None, q_total=None, kv_ranges=None, attn_mask=None,
-    alibi_slopes=None, sinks=None, softcap=None, return_lse=False, out_dtype=None, out=None, dtype=None, num_threads=None,
-):  # fmt: skip
+@with_options_of(operation.block_sparse_attention)
+def block_sparse_attention(q, k, v, sabi=None, **options):
     """See `blitz_attn.block_sparse_attention`."""
-    return _attend("float64", q, k, v, sabi, locals())
+    return _attend("float64", q, k, v, sabi, options)
 
 
 @with_options_of(block_sparse_attention, without="sinks softcap")

@@ -12,7 +12,7 @@ import numpy as np
 from .._nsa.call import BRANCHES, Options, checked
 from .._nsa.rules import Rules
 from . import nsa_core as core
-from .attend import Array, Sequence, attend, attend_backward
+from .attend import Array, ScoreRules, Sequence, attend, attend_backward
 from .common import name_of, real_of, rounding_of, to_float64, written
 from .dense import join, split
 
@@ -99,7 +99,7 @@ def _run(q: Any, k: Any, v: Any, name: str, o: dict[str, Any]) -> tuple[Array, N
             core.selected_branch(q_one, k_one, v_one, begin, lists, how.select, how.tile, how.causal),
             core.window_branch(q_one, k_one, v_one, begin, call.window, how.causal),
         ]
-        out, lse = (list(x) for x in zip(*(attend(s, o["scale"], r) for s in branches), strict=True))
+        out, lse = (list(x) for x in zip(*(attend(s, ScoreRules(o["scale"]), r) for s in branches), strict=True))
         outs.append(core.combine(out, gates_one, r))
         sequences.append(Kept(branches, out, lse, gates_one))
         listed.append(lists)
@@ -184,7 +184,7 @@ def nsa_backward(dout, ctx, *, num_threads=None):
     for dout_one, one in zip(douts, ctx.sequences, strict=True):
         window = one.branches[2]
         dbranches, dgate, dq_gate, dw_gate = core.gates_backward(window.q, dout_one, one.out, one.gates, w_gate, r)
-        grads = [attend_backward(*given, ctx.scale, r) for given in zip(one.branches, dbranches, one.out, one.lse, strict=True)]
+        grads = [attend_backward(*given, ScoreRules(ctx.scale), r) for given in zip(one.branches, dbranches, one.out, one.lse, strict=True)]
         (dq_cmp, dk_cmp, dv_cmp), (dq_slc, dk_slc, dv_slc), (dq_win, dk_win, dv_win) = grads
         dk_back, dw_k = core.compress_backward(dk_cmp, window.k, how.size, how.stride, w_k, r)
         dv_back, dw_v = core.compress_backward(dv_cmp, window.v, how.size, how.stride, w_v, r)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._nsa.rules import CMP_GROUP, Rules, number, rules_of
-from .attend import Array, Sequence, factor, grouped, named, sequence, weights
+from .attend import Array, ScoreRules, Sequence, factor, grouped, named, sequence, weights
 from .common import Rounding, cuts, lengths, rounding_of
 
 # ---- Sequences ------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _paper_scores(q: Array, k_cmp: Array, rules: Rules, scale: float, begin: int
     scores = np.zeros((len(k_cmp), rows, blocks))
     first = np.arange(blocks) * (rules.select // rules.stride)
     s = compressed_branch(q, k_cmp, k_cmp, begin, rules.size, rules.stride, rules.mode, rules.causal)
-    for strip, p, _ in weights(s, scale, rounding_of("float64")):
+    for strip, p, _ in weights(s, ScoreRules(scale), rounding_of("float64")):
         every = np.zeros((*p.shape[:3], compressed))
         every[..., strip.keys] = p
         for offset, times in overlaps(rules).items():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import nsa_core as core
-from .attend import Sequence, attend, attend_backward
+from .attend import ScoreRules, Sequence, attend, attend_backward
 from .common import rounding_of, to_float64, with_options_of
 from .dense import join, split
 
@@ -127,7 +127,7 @@ def _forward(q, k, v, cu_q: Any, cu_k: Any, branch: Branch, o: dict[str, Any]) -
     q, k, v = (to_float64(x, o["dtype"]) for x in (q, k, v))
     layout = "BSND" if cu_q is None else "TND"
     parts = zip(split(q, layout, cu_q), split(k, layout, cu_k), split(v, layout, cu_k), strict=True)
-    results = [attend(branch(n, *part), o["scale"], EXACT) for n, part in enumerate(parts)]
+    results = [attend(branch(n, *part), ScoreRules(o["scale"]), EXACT) for n, part in enumerate(parts)]
     out = join([x for x, _ in results], layout, (*q.shape[:-1], v.shape[-1]))
     return (out, join([x[..., None] for _, x in results], layout, (*q.shape[:-1], 1))[..., 0]) if o["return_lse"] else out
 
@@ -138,7 +138,8 @@ def _backward(dout, q, k, v, out, lse, cu_q: Any, cu_k: Any, branch: Branch, o: 
     layout, lse = "BSND" if cu_q is None else "TND", np.asarray(lse, np.float64)[..., None]
     results = zip(*(split(x, layout, cu_q) for x in (dout, out, lse)), strict=True)
     parts = zip(split(q, layout, cu_q), split(k, layout, cu_k), split(v, layout, cu_k), results, strict=True)
-    grads = [attend_backward(branch(n, *part), d, own, sums[..., 0], o["scale"], EXACT) for n, (*part, (d, own, sums)) in enumerate(parts)]
+    rules = ScoreRules(o["scale"])
+    grads = [attend_backward(branch(n, *part), d, own, sums[..., 0], rules, EXACT) for n, (*part, (d, own, sums)) in enumerate(parts)]
     return tuple(join([one[n] for one in grads], layout, like.shape) for n, like in enumerate((q, k, v)))
 
 

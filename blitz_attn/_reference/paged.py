@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import choice, dtype_name
+from .._paged import call as operation
 from . import attend as core
 from .common import delivered, lengths, name_of, per_head, real_of, rounding_of, to_float64, with_options_of
 from .dense import add_biases, begins_of
@@ -139,21 +140,18 @@ def _attend(name: str, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, se
         size = by_token(k_cache, o["kv_layout"]).shape[1]
         for r, rows in zip(requests, lists, strict=True):
             r.kept, r.block_shape = core.named(rows, -(-r.kv_len // size))[:, None], (max(1, r.q_len), size)
-    sinks = per_head(o["sinks"], "sinks")
-    results = [core.attend(r, o["scale"], rounding_of(name), o["softcap"], sinks) for r in requests]
+    rules, sinks = core.ScoreRules.of(o), per_head(o["sinks"], "sinks")
+    results = [core.attend(r, rules, rounding_of(name), sinks) for r in requests]
     outs = np.zeros((*wide.shape[:2], np.shape(v_cache)[-1])), np.zeros(wide.shape[:2])
     for whole, parts in zip(outs, zip(*results, strict=True), strict=False):
         whole[...] = np.concatenate([x.swapaxes(0, 1) for x in parts])
     return delivered(*outs, o)
 
 
-def paged_select_attention(
-    q, k_cache, v_cache, block_tables, seq_lens, selected, *, counts=None, scale=None, kv_layout="NHD", q_lens=None, window=None,
-    sinks=None, softcap=None, k_scale=None, v_scale=None, q_begin=None, kv_ranges=None, attn_mask=None, alibi_slopes=None, kv_split=None,
-    return_lse=False, out_dtype=None, out=None, dtype=None, kv_dtype=None, num_threads=None,
-):  # fmt: skip
+@with_options_of(operation.paged_select_attention)
+def paged_select_attention(q, k_cache, v_cache, block_tables, seq_lens, selected, **options):
     """See `blitz_attn.paged_select_attention`."""
-    return _attend("float64", q, k_cache, v_cache, block_tables, seq_lens, selected, locals())
+    return _attend("float64", q, k_cache, v_cache, block_tables, seq_lens, selected, options)
 
 
 @with_options_of(paged_select_attention, without="counts")

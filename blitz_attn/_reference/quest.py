@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import choice, dtype_name
-from .common import round_to, to_float64, with_options_of
+from .common import round_to, taken_by, to_float64, with_options_of
 from .paged import by_token, gather, is_e4m3, paged_select_attention, quantize_kv, quantized, scale_by_token, tables_of
 
 # ---- Summaries ----------------------------------------------------------------------------------------------------
@@ -239,13 +239,13 @@ def select_and_attend(
     block_tables = np.zeros((len(runs), max((len(pages) for pages, _ in runs), default=0)), np.int64)
     for row, (pages, _) in zip(block_tables, runs, strict=True):
         row[: len(pages)] = pages
-    choosing = {name: x for name, x in options.items() if name in select_blocks.__kwdefaults__} | {"k": k, "block_size": size}
+    choosing = taken_by(select_blocks, options) | {"k": k, "block_size": size}
     if not of_keys:  # summaries have no scales
         dtype = options["kv_dtype"] if options["dtype"] is None else options["dtype"]
         choosing |= {"k_scale": None, "kv_dtype": None, "dtype": dtype}
     found = (k_cache, block_tables) if of_keys else (source, metadata_block_tables)
     selected, counts = select_blocks(q, *found, seq_lens, **choosing)
-    attending = {name: x for name, x in options.items() if name in paged_select_attention.__kwdefaults__}
+    attending = taken_by(paged_select_attention, options)
     result = paged_select_attention(q, k_cache, v_cache, block_tables, seq_lens, selected, counts=counts, **attending)
     parts = (*(result if options["return_lse"] else (result,)), *((selected, counts) if return_selected else ()))
     return parts if len(parts) > 1 else parts[0]

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._arrays import choice
 from .attend import Sequence, factor
-from .common import name_of, round_to, to_float64, with_options_of
+from .common import name_of, round_to, taken_by, to_float64, with_options_of
 from .dense import block_sparse_attention, sequences_of
 
 __all__ = ["select_and_attend_prefill", "select_blocks_prefill"]
@@ -270,8 +270,7 @@ def select_blocks_prefill(
 @with_options_of(block_sparse_attention, select_blocks_prefill, without="return_scores")
 def select_and_attend_prefill(q, k, v, *, return_sabi=False, **options):
     """See `blitz_attn.select_and_attend_prefill`."""
-    sabi = select_blocks_prefill(q, k, **{name: x for name, x in options.items() if name in select_blocks_prefill.__kwdefaults__})
-    attending = {name: x for name, x in options.items() if name in block_sparse_attention.__kwdefaults__}
-    result = block_sparse_attention(q, k, v, sabi, **attending)
+    sabi = select_blocks_prefill(q, k, **taken_by(select_blocks_prefill, options))
+    result = block_sparse_attention(q, k, v, sabi, **taken_by(block_sparse_attention, options))
     parts = (*(result if options["return_lse"] else (result,)), *((sabi,) if return_sabi else ()))
     return parts if len(parts) > 1 else parts[0]
