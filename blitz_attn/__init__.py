@@ -13,60 +13,35 @@ buffer protocol or DLPack; lists are refused, because they have no dtype. An ``a
 
 from typing import TYPE_CHECKING
 
-from . import nsa, sabi, select
+from . import block_sparse, config, merge, nsa, paged, quest, sabi, select
 from ._core import __version__
-from .block_sparse import block_sparse_attention, block_sparse_attention_backward
-from .config import get_num_threads, isa, isa_levels, kernels, set_num_threads, show_config
-from .merge import merge_states, merge_states_n, merge_states_tree
-from .paged import PagedPlan, append_paged_kv, dequantize_kv, paged_attention, paged_select_attention, quantize_kv
-from .quest import (
-    quest_block_select_paged,
-    quest_block_select_paged_in_out,
-    quest_block_select_paged_in_out_w,
-    quest_prefill_metadata,
-    select_and_attend,
-    select_blocks,
-)
+from .block_sparse import *
+from .config import *
+from .merge import *
+from .paged import *
+from .quest import *
 from .select import select_and_attend_prefill, select_blocks_prefill
 
 if TYPE_CHECKING:
     from . import distributed, plot, reference, testing
 
 __all__ = [
-    "PagedPlan",
     "__version__",
-    "append_paged_kv",
-    "block_sparse_attention",
-    "block_sparse_attention_backward",
-    "dequantize_kv",
     "distributed",
-    "get_num_threads",
-    "isa",
-    "isa_levels",
-    "kernels",
-    "merge_states",
-    "merge_states_n",
-    "merge_states_tree",
     "nsa",
-    "paged_attention",
-    "paged_select_attention",
     "plot",
-    "quantize_kv",
-    "quest_block_select_paged",
-    "quest_block_select_paged_in_out",
-    "quest_block_select_paged_in_out_w",
-    "quest_prefill_metadata",
     "reference",
     "sabi",
     "select",
-    "select_and_attend",
     "select_and_attend_prefill",
-    "select_blocks",
     "select_blocks_prefill",
-    "set_num_threads",
-    "show_config",
     "testing",
 ]
+__all__ += block_sparse.__all__
+__all__ += config.__all__
+__all__ += merge.__all__
+__all__ += paged.__all__
+__all__ += quest.__all__
 
 _LAZY = ("distributed", "plot", "reference", "testing")  # programs that only run the operations never need these modules
 

@@ -10,77 +10,29 @@ sequences of tens of thousands of tokens.
 error rule: the same attention as a plain array program would compute it in the precision of the inputs.
 """
 
-from ._reference.backward import block_sparse_attention_backward, dense_same_precision_backward
-from ._reference.common import round_to, to_float64
-from ._reference.dense import block_sparse_attention, dense_same_precision, merge_states, merge_states_n, merge_states_tree
-from ._reference.nsa import NSAContext, NSAGradients, nsa, nsa_backward, nsa_same_precision
-from ._reference.nsa_parts import (
-    compress_kv,
-    compress_kv_backward,
-    compressed_attention,
-    compressed_attention_backward,
-    compute_gates,
-    gate_and_combine,
-    gating_backward,
-    score_and_select_blocks,
-    score_blocks,
-    selected_attention,
-    selected_attention_backward,
-    window_attention,
-    window_attention_backward,
-)
-from ._reference.paged import dequantize_kv, paged_attention, paged_same_precision, paged_select_attention, quantize_kv
-from ._reference.quest import (
-    append_paged_kv,
-    quest_block_select_paged,
-    quest_block_select_paged_in_out,
-    quest_block_select_paged_in_out_w,
-    quest_prefill_metadata,
-    select_and_attend,
-    select_blocks,
-)
-from ._reference.select import select_and_attend_prefill, select_blocks_prefill
+from ._reference import backward as _backward
+from ._reference import common as _common
+from ._reference import dense as _dense
+from ._reference import nsa as _nsa
+from ._reference import nsa_parts as _nsa_parts
+from ._reference import paged as _paged
+from ._reference import quest as _quest
+from ._reference import select as _select
+from ._reference.backward import *
+from ._reference.common import *
+from ._reference.dense import *
+from ._reference.nsa import *
+from ._reference.nsa_parts import *
+from ._reference.paged import *
+from ._reference.quest import *
+from ._reference.select import *
 
-__all__ = [
-    "NSAContext",
-    "NSAGradients",
-    "append_paged_kv",
-    "block_sparse_attention",
-    "block_sparse_attention_backward",
-    "compress_kv",
-    "compress_kv_backward",
-    "compressed_attention",
-    "compressed_attention_backward",
-    "compute_gates",
-    "dense_same_precision",
-    "dense_same_precision_backward",
-    "dequantize_kv",
-    "gate_and_combine",
-    "gating_backward",
-    "merge_states",
-    "merge_states_n",
-    "merge_states_tree",
-    "nsa",
-    "nsa_backward",
-    "nsa_same_precision",
-    "paged_attention",
-    "paged_same_precision",
-    "paged_select_attention",
-    "quantize_kv",
-    "quest_block_select_paged",
-    "quest_block_select_paged_in_out",
-    "quest_block_select_paged_in_out_w",
-    "quest_prefill_metadata",
-    "round_to",
-    "score_and_select_blocks",
-    "score_blocks",
-    "select_and_attend",
-    "select_and_attend_prefill",
-    "select_blocks",
-    "select_blocks_prefill",
-    "selected_attention",
-    "selected_attention_backward",
-    "to_float64",
-    "window_attention",
-    "window_attention_backward",
-]
+__all__: list[str] = []
+__all__ += _backward.__all__
+__all__ += _common.__all__
+__all__ += _dense.__all__
+__all__ += _nsa.__all__
+__all__ += _nsa_parts.__all__
+__all__ += _paged.__all__
+__all__ += _quest.__all__
+__all__ += _select.__all__

@@ -17,6 +17,8 @@ from . import attend as core
 from .common import delivered, lengths, name_of, per_head, real_of, rounding_of, to_float64, with_options_of
 from .dense import add_biases, begins_of
 
+__all__ = ["dequantize_kv", "paged_attention", "paged_same_precision", "paged_select_attention", "quantize_kv"]
+
 # ---- Cache values -------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,16 @@ from .._arrays import choice, dtype_name
 from .common import round_to, taken_by, to_float64, with_options_of
 from .paged import by_token, gather, is_e4m3, paged_select_attention, quantize_kv, quantized, scale_by_token, tables_of
 
+__all__ = [
+    "append_paged_kv",
+    "quest_block_select_paged",
+    "quest_block_select_paged_in_out",
+    "quest_block_select_paged_in_out_w",
+    "quest_prefill_metadata",
+    "select_and_attend",
+    "select_blocks",
+]
+
 # ---- Summaries ----------------------------------------------------------------------------------------------------
 
 

@@ -8,15 +8,14 @@ JAX refuses those of forward mode (`jax.jvp`, `jax.linearize`), and `jax.linear_
 other. They require JAX 0.6.1 or later, and run on the CPU.
 """
 
-from ._jax.attention import block_sparse_attention, dot_product_attention, select_and_attend_prefill
-from ._jax.native import nsa
-from ._jax.paged import paged_attention, paged_select_attention
+from ._jax import attention as _attention
+from ._jax import native as _native
+from ._jax import paged as _paged
+from ._jax.attention import *
+from ._jax.native import *
+from ._jax.paged import *
 
-__all__ = [
-    "block_sparse_attention",
-    "dot_product_attention",
-    "nsa",
-    "paged_attention",
-    "paged_select_attention",
-    "select_and_attend_prefill",
-]
+__all__: list[str] = []
+__all__ += _attention.__all__
+__all__ += _native.__all__
+__all__ += _paged.__all__

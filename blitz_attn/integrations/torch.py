@@ -7,20 +7,19 @@ tensor is copied only if its last axis is not contiguous, or if torch.autocast c
 no second derivatives. All functions but `nsa` are operators (``torch.ops.blitz_attn``): `torch.compile` takes them into its graph.
 """
 
-from ._torch.attention import block_sparse_attention, scaled_dot_product_attention, select_and_attend_prefill
-from ._torch.block_mask import from_flex_block_mask, to_flex_block_mask
-from ._torch.native import nsa
-from ._torch.paged import paged_attention, paged_select_attention
+from ._torch import attention as _attention
+from ._torch import block_mask as _block_mask
+from ._torch import native as _native
+from ._torch import paged as _paged
+from ._torch.attention import *
+from ._torch.block_mask import *
+from ._torch.native import *
+from ._torch.paged import *
 from ._torch.tensors import expect_tensors as _expect_tensors  # noqa: F401 - for other integrations, as _rows is
 from ._torch.tensors import rows as _rows  # noqa: F401
 
-__all__ = [
-    "block_sparse_attention",
-    "from_flex_block_mask",
-    "nsa",
-    "paged_attention",
-    "paged_select_attention",
-    "scaled_dot_product_attention",
-    "select_and_attend_prefill",
-    "to_flex_block_mask",
-]
+__all__: list[str] = []
+__all__ += _attention.__all__
+__all__ += _block_mask.__all__
+__all__ += _native.__all__
+__all__ += _paged.__all__
