@@ -1,11 +1,14 @@
 """The table of operations (csrc/python/operations.h), and what follows from it: arguments of public functions, torch's schemas, signatures."""
 
 import inspect
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import blitz_attn
+from blitz_attn import _core
 from blitz_attn._operations import ARRAYS, OPERATIONS, arguments_of, naming_all
 
 MADE = "empty"  # makes results that the caller does not give
@@ -53,6 +56,15 @@ def test_arguments_have_the_defaults_of_the_function():
     assert (found["chooser"].role, found["density"].role, found["top_k"].role) == ("chooser", "budget", "counts")
     learned = [name for name, x in arguments_of(blitz_attn.block_sparse_attention).items() if x.differentiable]
     assert learned == ["q", "k", "v", "attn_mask", "alibi_slopes", "sinks"]
+
+
+def test_the_core_has_what_the_package_uses():
+    """Type checkers take any name for an operation of the core."""
+    used = set()
+    for path in Path(blitz_attn.__file__).parent.rglob("*.py"):
+        used |= set(re.findall(r"\b_core\.(?!pyi\b)(\w+)", path.read_text(encoding="utf-8")))
+    assert "paged_attention" in used
+    assert used <= set(dir(_core))
 
 
 def test_roles_are_those_of_the_core():

@@ -2,7 +2,6 @@
 #ifndef BA_PYTHON_CALL_H
 #define BA_PYTHON_CALL_H
 
-#include "python/operations.h"
 #include "python/ops.h"
 
 #include "ops/kv_cache/page_tables.h"

@@ -5,8 +5,8 @@
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL | METH_KEYWORDS, NULL},
 static PyMethodDef methods[] = {CORE_FUNCTIONS(METHOD){NULL, NULL, 0, NULL}};
 
-#define OPERATION(name) &operation_##name,
-const operation *const core_operations[CORE_COUNT] = {CORE_FUNCTIONS(OPERATION)};
+#define ADDRESS(name) &operation_##name,
+const operation *const core_operations[CORE_COUNT] = {CORE_FUNCTIONS(ADDRESS)};
 
 static int module_exec(PyObject *module) {
     module_state *state = PyModule_GetState(module);

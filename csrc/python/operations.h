@@ -1,10 +1,11 @@
-/* The table of operations: the arguments of each function of the module, in order. Everything mechanical follows from it: how arguments are read,
- * held, compared and released (call.c), and what the rest of the package knows of them (blitz_attn/_operations.py): which of them torch and JAX take
- * as tensors, what has a gradient, what belongs to sequences or heads.
+/* The table of operations: their names, their arguments in order, and what they return (where nothing is said, None). Everything mechanical follows
+ * from it: how arguments are read, held, compared and released (call.c), and what the rest of the package knows of them (blitz_attn/_operations.py):
+ * which of them torch and JAX take as tensors, what has a gradient, what belongs to sequences or heads.
  *
  * A(T, name, role, traits, member) is an argument that goes to `member` of T, the library's arguments. O(T, name, role) is one that the function's
  * own code reads, or that says how others are read. Lists that several operations have in common stand first; IN is then the prefix, such as
- * `forward.`, under which their members stand in T. */
+ * `forward.`, under which their members stand in T. `empty(shape, dtype name)` makes results that the caller does not give. An array may also be a
+ * pair (array of 16-bit integers, "bfloat16"). */
 #ifndef BA_PYTHON_OPERATIONS_H
 #define BA_PYTHON_OPERATIONS_H
 
@@ -15,6 +16,12 @@
 enum { CALL_MOST_ARGUMENTS = 40 };
 
 /* clang-format off */
+
+/* All operations, in the order in which they stand below. */
+#define CORE_OPERATIONS(X) \
+    X(block_sparse_attention) X(block_sparse_attention_backward) X(select_prefill) X(merge_states) X(open_page_tables) X(paged_attention) \
+    X(quantize_kv) X(append_paged_kv) X(quest_metadata) X(select_blocks) X(block_means) X(block_means_backward) X(gate) X(gate_backward) \
+    X(nsa_select)
 
 /* ---- Attention over sequences --------------------------------------------------------------------------------------------------- */
 
@@ -53,11 +60,14 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, key_stride,    INTEGER,      ARG_OPTIONAL,                      IN key_stride) \
     A(T, key_last,      INTEGER,      ARG_OPTIONAL,                      IN key_last)
 
+/* Returns out, or with return_lse (out, lse). */
 #define BLOCK_SPARSE_ATTENTION(A, O, T) \
     ATTENTION_ARGUMENTS(A, O, T, ) \
     A(T, sinks,         HEADS,        ARG_OPTIONAL | ARG_DIFFERENTIABLE, sinks) \
     O(T, return_lse, FLAG) O(T, out_dtype, OWN) O(T, out, OWN) O(T, lse_out, OWN)
 
+/* out and lse are what the forward call returned. Returns (dq, dk, dv). With bias_grads, which makes arrays as empty does, the gradients of attn_mask
+ * and of alibi_slopes follow: None for one that is not given, or is of bool. */
 #define BLOCK_SPARSE_ATTENTION_BACKWARD(A, O, T) \
     ATTENTION_ARGUMENTS(A, O, T, forward.) \
     A(T, dout,          FLOATS,       0,            dout) \
@@ -67,7 +77,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, accumulate,    FLAG,         0,            accumulate) \
     O(T, dq, OWN) O(T, dk, OWN) O(T, dv, OWN) O(T, bias_grads, OWN)
 
-/* Callers give k again as v, and None as sabi. */
+/* Callers give k again as v, and None as sabi. Returns (scores or None, sabi). */
 #define SELECT_PREFILL(A, O, T) \
     SEQUENCE_ARGUMENTS(A, O, T, call.) \
     O(T, chooser, OWN) \
@@ -84,12 +94,13 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, per_kv_head,   FLAG,         0,            per_kv_head) \
     O(T, index_dtype, OWN) O(T, return_scores, FLAG)
 
+/* outs and lses are tuples of arrays. Returns (out, lse). */
 #define MERGE_STATES(A, O, T) O(T, empty, OWN) O(T, outs, OWN) O(T, lses, OWN) O(T, out, OWN) O(T, lse_out, OWN) O(T, dtype, OWN)
 
 /* ---- Paged caches --------------------------------------------------------------------------------------------------------------- */
 
 /* The requests of a call. With indptr, block_tables lists the pages of all requests one after the other, and last_page_len replaces seq_lens.
- * block_tables may be opened page tables: then all others are None. */
+ * block_tables may be opened page tables: then all others, and kv_split, are None. */
 #define REQUEST_ARGUMENTS(A, O, T, IN) \
     O(T, block_tables, TABLES) \
     A(T, seq_lens,      LIST,         ARG_OPTIONAL, IN seq_lens) \
@@ -97,12 +108,13 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     O(T, last_page_len, LIST) O(T, q_lens, LIST) \
     A(T, q_begin,       LIST,         ARG_OPTIONAL, IN q_begin)
 
+/* Checks and copies the requests. Returns (opened page tables, number of requests, number of queries). */
 #define OPEN_PAGE_TABLES(A, O, T) \
     REQUEST_ARGUMENTS(A, O, T, ) \
     O(T, page_size, INTEGER) O(T, num_pages, INTEGER) O(T, kv_split, INTEGER)
 
 /* What follows `rules` may be given by itself, or as a tuple in the place of `rules`, which a plan makes once for all of its calls
- * (blitz_attn/_paged/call.py). A shorter tuple leaves the last ones out. */
+ * (blitz_attn/_paged/call.py). A shorter tuple leaves the last ones out. Returns out, or with return_lse (out, lse). */
 #define PAGED_ATTENTION(A, O, T) \
     O(T, empty, OWN) \
     A(T, q,             FLOATS,       ARG_OPTIONAL | ARG_NAMED, q) \
@@ -170,7 +182,9 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, num_threads,           THREADS,   ARG_OPTIONAL,               num_threads) \
     A(T, k_scale,               SCALES,    ARG_OPTIONAL,               k_scale)
 
-/* k is the width of a result that is made here. a and b are the arrays that the method scores. recent is one number, or one per request. */
+/* k is the width of a result that is made here, and budget is in blocks, one per request. a and b are the arrays that the method scores. recent is one
+ * number, or one per request. seq_lens may be opened page tables, which then also replace q_lens, block_size and, for the method max, tables. Returns
+ * selected, or a tuple of it and of counts and scores, where these are wanted. */
 #define SELECT_BLOCKS(A, O, T) \
     O(T, empty, OWN) O(T, method, OWN) \
     A(T, query,          FLOATS,       0,            q) \

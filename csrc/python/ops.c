@@ -1,5 +1,4 @@
 /* What the module offers besides operations: reading of arguments for the package's Python code, threads, instruction sets, and probes. */
-#include "python/operations.h"
 #include "python/ops.h"
 
 #include <fenv.h>

@@ -1,15 +1,14 @@
-/* The functions of the module blitz_attn._core, which are in the files ops*.c, in the order below. operations.h has the arguments of operations, and
- * _core.pyi says what each function returns. */
+/* The functions of the module blitz_attn._core, which are in the files ops*.c: the operations of operations.h, and those below, of which _core.pyi
+ * says what they take and return. */
 #ifndef BA_PYTHON_OPS_H
 #define BA_PYTHON_OPS_H
 
-#include "python/args.h"
+#include "python/operations.h"
 
 /* The names of all functions. */
 /* clang-format off */
-#define CORE_FUNCTIONS(X) \
-    X(block_sparse_attention) X(block_sparse_attention_backward) X(select_prefill) X(merge_states) X(open_page_tables) X(page_table_lengths) X(paged_attention) X(quantize_kv) X(append_paged_kv) \
-    X(quest_metadata) X(select_blocks) X(block_means) X(block_means_backward) X(gate) X(gate_backward) X(nsa_select) X(read_integer) X(read_number) X(read_flag) X(refuse_masked) X(in_usual_mode) \
+#define CORE_FUNCTIONS(X) CORE_OPERATIONS(X) \
+    X(page_table_lengths) X(read_integer) X(read_number) X(read_flag) X(refuse_masked) X(in_usual_mode) \
     X(get_num_threads) X(set_num_threads) X(num_threads_source) X(isa_levels) X(isa_detected) X(isa_active) X(isa_set_cap) X(isa_note) \
     X(cpu_model) X(kernels) X(probe_flops) X(probe_tile_flops) X(probe_read) X(operations) FAULT_FUNCTIONS(X)
 #ifdef BA_FAULTS /* faults.c, for tests; not in _core.pyi. _fail_allocation(n) and _fail_thread(n) make the n-th allocation, or the n-th start of a thread

@@ -1,5 +1,4 @@
 /* Merging of attention states: any number of parts, so that their arrays are held by code of its own. */
-#include "python/operations.h"
 #include "python/ops.h"
 
 #include "core/status.h"
