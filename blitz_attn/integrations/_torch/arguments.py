@@ -11,7 +11,6 @@ from ..._operations import OWN, Argument, arguments_of, unexpected
 from ..._select.choosers import CHOOSERS, fields_of, rules_of
 from ..._select.prefill import select_and_attend_prefill
 from ...block_sparse import block_sparse_attention
-from ...paged import paged_attention, paged_select_attention
 from .tensors import (
     flag_of,
     integer_of,
@@ -83,12 +82,16 @@ def _reader(argument: Argument) -> Reader:
     return lambda x, name: pair_of(x, name) or default
 
 
-_FUNCTIONS = (block_sparse_attention, select_and_attend_prefill, paged_attention, paged_select_attention)
-_READERS_OF = {function.__name__: {name: _reader(x) for name, x in taken(function).items()} for function in _FUNCTIONS}
-_READERS_OF["select_and_attend_prefill"] |= {name: _reader(x) for name, x in CHOICE.items()}
-# What an operator must be told where the caller says nothing.
-_TOLD: dict[str, dict[str, Any]] = {function.__name__: {} for function in _FUNCTIONS}
-_TOLD["select_and_attend_prefill"] = {"block_shape": list(taken(select_and_attend_prefill)["block_shape"].default)}
+_READERS_OF: dict[str, dict[str, Reader]] = {}
+_TOLD: dict[str, dict[str, Any]] = {}
+
+
+def takes(function: Callable[..., Any], arguments: Mapping[str, Argument] | None = None, **told: Any) -> None:
+    """Lets `read` know the library's function, and its arguments where they are not quite those of the operator. `told`: what the operator
+    must be told where the caller says nothing."""
+    arguments = taken(function) if arguments is None else arguments
+    _READERS_OF[function.__name__] = {name: _reader(x) for name, x in arguments.items()}
+    _TOLD[function.__name__] = told
 
 
 def read(function: str, rules: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from ..._arrays import refuse_block_mask
 from ..._operations import like
 from ..._select import prefill as numpy_choice
 from ..._sentences import rename
-from . import operators
+from . import attention_operators, operators  # noqa: F401 - the first one defines operators
 from .arguments import NOT_TAKEN, read
 from .tensors import expect_tensors, flag_of, mask_of, number_of
 

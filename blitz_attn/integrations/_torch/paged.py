@@ -5,13 +5,52 @@ from __future__ import annotations
 from typing import Any
 
 from ... import paged as numpy_calls
-from ..._operations import like
+from ..._operations import OPERATIONS, like
 from ..._paged.tables import tables_for_core
 from . import operators
-from .arguments import NOT_TAKEN, read
-from .tensors import expect_tensors, integers_of
+from .arguments import NOT_TAKEN, read, taken, takes
+from .tensors import expect_tensors, integers_of, lowered, torch
 
 __all__ = ["paged_attention", "paged_select_attention"]
+
+
+# ---- The operator -------------------------------------------------------------------------------------------------
+
+
+def _on_cpu(told: dict[str, Any], return_lse: bool) -> Any:
+    indptr, last_page_len, selected = (told.pop(name, None) for name in ("indptr", "last_page_len", "selected"))
+    if indptr is not None:
+        told["block_tables"] = indptr, told["block_tables"], last_page_len
+    if selected is None:
+        told.pop("counts", None)
+        return numpy_calls.paged_attention(**told, return_lse=return_lse)
+    told.setdefault("seq_lens", None)
+    return numpy_calls.paged_select_attention(**told, selected=selected, return_lse=return_lse)
+
+
+def _cast_queries(told: dict[str, Any], dtype: Any) -> None:
+    """Queries for a cache, which no call casts: it is as long as all that was said before."""
+    kept = told["k_cache"].dtype
+    to = dtype if kept.itemsize == 1 else kept
+    told["q"] = told["q"] if to == torch.float64 else lowered(told["q"], to)
+
+
+_TABLES = {x.name: x for x in OPERATIONS["paged_attention"] if x.name in ("indptr", "last_page_len", "selected", "counts")}
+operators.define(
+    "paged_attention",
+    taken(numpy_calls.paged_attention) | {name: x._replace(default=None) for name, x in _TABLES.items()},
+    "q k_cache v_cache block_tables seq_lens indptr last_page_len selected counts sinks k_scale v_scale q_lens kv_ranges attn_mask "
+    "alibi_slopes",
+    _on_cpu,
+    operators.attend_shapes,
+    operators.without("paged_attention"),
+    cast=_cast_queries,
+)
+takes(numpy_calls.paged_attention)
+takes(numpy_calls.paged_select_attention)
+
+
+# ---- Calls --------------------------------------------------------------------------------------------------------
 
 
 def _attend(function: str, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, return_lse: Any, rules: dict[str, Any]) -> Any:
