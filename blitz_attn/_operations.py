@@ -20,9 +20,9 @@ REQUIRED = inspect.Parameter.empty  # the default of an argument that has none
 
 # Roles of arguments that are arrays. All others are options: Python values.
 ARRAYS = frozenset({
-    "floats", "cache", "lse", "scales", "indices", "pages", "tables", "mask", "heads", "list", "lengths", "per_sequence",
+    "floats", "cache", "reals", "scales", "indices", "pages", "tables", "mask", "heads", "list", "lengths", "per_sequence",
 })  # fmt: skip
-FLOATS = frozenset({"floats", "cache", "lse"})  # those of them that the core reads in place, as rows
+READ_IN_PLACE = frozenset({"floats", "cache", "reals"})  # those of them that the core reads in place, as rows
 OWN = frozenset({"own", "dtype", "kv_dtype"})  # not passed on by frameworks, which make results and know dtypes
 
 

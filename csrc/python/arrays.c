@@ -190,7 +190,7 @@ static ba_dtype dtype_of(const raw_array *raw, ba_dtype bits_as) {
 static const char *const role_text[] = {
     [ARG_FLOATS] = "float32, float16, bfloat16 or float64",
     [ARG_CACHE] = "float32, float16, bfloat16, float64, int8 or float8_e4m3",
-    [ARG_LSE] = "float32 or float64",
+    [ARG_REALS] = "float32 or float64",
     [ARG_SCALES] = "float32",
     [ARG_INDICES] = "uint16, int16, int32 or int64",
     [ARG_PAGES] = "int16, int32 or int64",
@@ -202,7 +202,7 @@ bool arg_role_takes(arg_role role, ba_dtype dtype) {
     switch (role) {
     case ARG_FLOATS: return dtype <= BA_FLOAT64;
     case ARG_CACHE: return dtype <= BA_FLOAT64 || dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3;
-    case ARG_LSE: return dtype == BA_FLOAT32 || dtype == BA_FLOAT64;
+    case ARG_REALS: return dtype == BA_FLOAT32 || dtype == BA_FLOAT64;
     case ARG_SCALES: return dtype == BA_FLOAT32;
     case ARG_MASK: return dtype <= BA_FLOAT64 || dtype == BA_BOOL;
     case ARG_TABLES: return dtype == BA_INT32 || dtype == BA_INT64;

@@ -26,7 +26,7 @@ typedef struct module_state {
 typedef enum arg_role {
     ARG_FLOATS,        /* float32, float16, bfloat16, float64; the last axis contiguous */
     ARG_CACHE,         /* the dtypes of ARG_FLOATS, int8 and float8_e4m3; the last axis contiguous */
-    ARG_LSE,           /* float32, float64 */
+    ARG_REALS,         /* float32, float64 */
     ARG_SCALES,        /* float32 */
     ARG_INDICES,       /* uint16, int16, int32, int64 */
     ARG_PAGES,         /* int16, int32, int64 */

@@ -72,8 +72,8 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     ATTENTION_ARGUMENTS(A, O, T, forward.) \
     A(T, dout,          FLOATS,       0,            dout) \
     A(T, out,           FLOATS,       0,            forward.out) \
-    A(T, lse,           LSE,          0,            forward.lse) \
-    A(T, dlse,          LSE,          ARG_OPTIONAL, dlse) \
+    A(T, lse,           REALS,        0,            forward.lse) \
+    A(T, dlse,          REALS,        ARG_OPTIONAL, dlse) \
     A(T, accumulate,    FLAG,         0,            accumulate) \
     O(T, dq, OWN) O(T, dk, OWN) O(T, dv, OWN) O(T, bias_grads, OWN)
 
@@ -85,7 +85,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, pool_k,        INTEGER,      0,            pool_k) \
     O(T, term, OWN) \
     A(T, largest,       FLAG,         0,            largest) \
-    O(T, budget, OWN) O(T, budgets, LSE) \
+    O(T, budget, OWN) O(T, budgets, REALS) \
     A(T, sink,          INTEGER,      0,            sink) \
     A(T, recent,        INTEGER,      0,            recent) \
     A(T, last_columns,  INTEGER,      0,            last_columns) \
@@ -230,7 +230,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 #define GATE(A, O, T) \
     A(T, q,                 FLOATS,   ARG_OPTIONAL,               q) \
     A(T, gate_proj_weight,  FLOATS,   ARG_OPTIONAL,               weight) \
-    O(T, gates, LSE) O(T, branches, OWN) \
+    O(T, gates, REALS) O(T, branches, OWN) \
     A(T, out,               FLOATS,   ARG_OPTIONAL | ARG_WRITTEN, out) \
     O(T, dtype, DTYPE) \
     A(T, num_threads,       THREADS,  ARG_OPTIONAL,               num_threads)
@@ -238,20 +238,20 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 #define GATE_BACKWARD(A, O, T) \
     A(T, q,                 FLOATS,   ARG_OPTIONAL,               q) \
     A(T, gate_proj_weight,  FLOATS,   ARG_OPTIONAL,               weight) \
-    A(T, gates,             LSE,      ARG_OPTIONAL,               gates) \
+    A(T, gates,             REALS,    ARG_OPTIONAL,               gates) \
     O(T, branches, OWN) \
     A(T, dout,              FLOATS,   ARG_OPTIONAL,               dout) \
     O(T, dbranches, OWN) \
-    A(T, dgates,            LSE,      ARG_OPTIONAL | ARG_WRITTEN, dgates) \
+    A(T, dgates,            REALS,    ARG_OPTIONAL | ARG_WRITTEN, dgates) \
     A(T, dq,                FLOATS,   ARG_OPTIONAL | ARG_WRITTEN, dq) \
-    A(T, dgate_proj_weight, LSE,      ARG_OPTIONAL | ARG_WRITTEN, dweight) \
+    A(T, dgate_proj_weight, REALS,    ARG_OPTIONAL | ARG_WRITTEN, dweight) \
     O(T, dtype, DTYPE) \
     A(T, num_threads,       THREADS,  ARG_OPTIONAL,               num_threads)
 
 #define NSA_SELECT(A, O, T) \
     A(T, q,                   FLOATS,       ARG_OPTIONAL,               q) \
     A(T, k_cmp,               FLOATS,       ARG_OPTIONAL,               k_cmp) \
-    A(T, lse,                 LSE,          ARG_OPTIONAL,               lse) \
+    A(T, lse,                 REALS,        ARG_OPTIONAL,               lse) \
     A(T, block_indices,       TABLES,       ARG_OPTIONAL | ARG_WRITTEN, selected) \
     A(T, cmp_block_indices,   TABLES,       ARG_OPTIONAL | ARG_WRITTEN, selected_cmp) \
     A(T, scale,               SCALE,        ARG_OPTIONAL,               scale) \

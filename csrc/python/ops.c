@@ -224,7 +224,7 @@ PyObject *py_probe_read(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 /* The texts by which Python knows roles. */
 static const char *const role_names[ARG_ROLES] = {[ARG_FLOATS] = "floats",     [ARG_CACHE] = "cache",
-                                                  [ARG_LSE] = "lse",           [ARG_SCALES] = "scales",
+                                                  [ARG_REALS] = "reals",       [ARG_SCALES] = "scales",
                                                   [ARG_INDICES] = "indices",   [ARG_PAGES] = "pages",
                                                   [ARG_TABLES] = "tables",     [ARG_MASK] = "mask",
                                                   [ARG_HEADS] = "heads",       [ARG_LIST] = "list",

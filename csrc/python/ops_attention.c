@@ -90,7 +90,7 @@ static int open_forward(py_call *call, ba_block_sparse_args *a, ba_attention *at
     if (arg_out_dtype(values[FORWARD_out_dtype], a->q.dtype, &a->unrounded) < 0) return -1;
     if (arg_check(ba_open_block_sparse(a, attention)) < 0) return -1;
     if (call_result(call, values[FORWARD_out], &attention->out_shape, "out", ARG_FLOATS, &a->out) < 0) return -1;
-    if (*return_lse && call_result(call, values[FORWARD_lse_out], &attention->lse_shape, "lse", ARG_LSE, &a->lse) < 0) return -1;
+    if (*return_lse && call_result(call, values[FORWARD_lse_out], &attention->lse_shape, "lse", ARG_REALS, &a->lse) < 0) return -1;
     return call_expect_disjoint(call) < 0 ? -1 : arg_check(ba_set_block_sparse_outputs(a, attention));
 }
 
@@ -179,7 +179,7 @@ static int read_choice(py_call *call, ba_select_prefill_args *a, int *index_dtyp
     a->term = (ba_chooser_term)term;
     a->budget = (ba_budget)budget;
     if (arg_flag(call->values[CHOICE_return_scores], "return_scores", scores) < 0) return -1;
-    return call_hold(call, call->values[CHOICE_budgets], budget_names[budget], ARG_LSE, 0, &a->budgets);
+    return call_hold(call, call->values[CHOICE_budgets], budget_names[budget], ARG_REALS, 0, &a->budgets);
 }
 
 /* Allocates a row-major array of the tensor's shape. */
@@ -217,7 +217,7 @@ static int choose(py_call *call, ba_select_prefill_args *a) {
     }
     if (make_tensor(&prefill.kept_shape, &a->kept) < 0 || make_tensor(&prefill.counts_shape, &a->counts) < 0) return -1;
     if (!return_scores) call_no_result(call);
-    else if (call_result(call, Py_None, &prefill.scores_shape, "scores", ARG_LSE, &a->scores) < 0) return -1;
+    else if (call_result(call, Py_None, &prefill.scores_shape, "scores", ARG_REALS, &a->scores) < 0) return -1;
     if (arg_check(ba_set_prefill_outputs(a, &prefill)) < 0) return -1;
     INTERRUPTIBLE(status, ba_run_prefill(&prefill));
     return arg_check(status) < 0 ? -1 : make_lists(call, a, prefill.lists_shape);

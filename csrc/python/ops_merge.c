@@ -51,7 +51,7 @@ static int read_parts(module_state *state, PyObject *outs, PyObject *lses, ba_dt
         const Py_ssize_t part = is_lse ? i - call->parts : i;
         PyOS_snprintf(call->names[i], PART_NAME_SIZE, "%s[%lld]", is_lse ? "lses" : "outs", (long long)part);
         PyObject *object = PyTuple_GetItem(is_lse ? lses : outs, part);
-        if (arg_hold(state, object, call->names[i], is_lse ? ARG_LSE : ARG_FLOATS, bits_as, &call->arrays[i]) < 0) return -1;
+        if (arg_hold(state, object, call->names[i], is_lse ? ARG_REALS : ARG_FLOATS, bits_as, &call->arrays[i]) < 0) return -1;
         call->tensors[i] = call->arrays[i].tensor;
     }
     return 0;
@@ -104,7 +104,7 @@ PyObject *py_merge_states(PyObject *module, PyObject *const *args, Py_ssize_t na
     if (read_parts(state, values[MERGE_outs], values[MERGE_lses], bits_as, &call) < 0) goto done;
     out = arg_hold_or_make_output(state, values[MERGE_out], values[MERGE_empty], &call.tensors[0], "out", ARG_FLOATS, bits_as, &call.out);
     if (out == NULL) goto done;
-    lse = arg_hold_or_make_output(state, values[MERGE_lse_out], values[MERGE_empty], &call.tensors[call.parts], "lse_out", ARG_LSE, BA_UINT16,
+    lse = arg_hold_or_make_output(state, values[MERGE_lse_out], values[MERGE_empty], &call.tensors[call.parts], "lse_out", ARG_REALS, BA_UINT16,
                                   &call.lse);
     if (lse == NULL || arg_disjoint(&call.lse, &call.out) < 0) goto done;
     for (Py_ssize_t i = 0; i < 2 * call.parts; i++)

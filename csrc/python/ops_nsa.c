@@ -65,7 +65,7 @@ OPERATION(gate, ba_gate_args, GATE, GATE_dtype, GATE)
 PyObject *py_gate(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     BEGIN_CALL(gate, ba_gate_args, {.num_threads = 0});
     const int traits = ARG_OPTIONAL | (call.values[GATE_gate_proj_weight] != Py_None ? ARG_WRITTEN : 0);
-    const bool failed = call_read(&call, false) < 0 || call_hold(&call, call.values[GATE_gates], "gates", ARG_LSE, traits, &a.gates) < 0 ||
+    const bool failed = call_read(&call, false) < 0 || call_hold(&call, call.values[GATE_gates], "gates", ARG_REALS, traits, &a.gates) < 0 ||
                         hold_each(&call, GATE_branches, branch_names, 3, 0, a.branch) < 0;
     RUN_AND_END(failed, ba_gate(&a));
 }

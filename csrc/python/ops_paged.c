@@ -203,7 +203,7 @@ static int open_paged(py_call *call, ba_paged_args *a, ba_attention *attention) 
     const arg_array *const mask = call_array(call, PAGED_attn_mask);
     if (arg_check(status) < 0 || check_flat_mask(&mask->tensor, &attention->problem) < 0) return -1;
     if (call_result(call, values[PAGED_out], &attention->out_shape, "out", ARG_FLOATS, &a->out) < 0) return -1;
-    if (return_lse && call_result(call, values[PAGED_lse_out], &attention->lse_shape, "lse", ARG_LSE, &a->lse) < 0) return -1;
+    if (return_lse && call_result(call, values[PAGED_lse_out], &attention->lse_shape, "lse", ARG_REALS, &a->lse) < 0) return -1;
     return call_expect_disjoint(call) < 0 ? -1 : arg_check(ba_set_paged_outputs(a, attention));
 }
 

@@ -162,7 +162,7 @@ static int make_results(py_call *call, ba_select_args *a, bool return_counts, bo
     if (return_counts && call_result(call, Py_None, &shape, "counts", ARG_TABLES, &a->counts) < 0) return -1;
     shape = a->selected;
     shape.dtype = BA_FLOAT32;
-    if (return_scores && call_result(call, Py_None, &shape, "scores", ARG_LSE, &a->scores) < 0) return -1;
+    if (return_scores && call_result(call, Py_None, &shape, "scores", ARG_REALS, &a->scores) < 0) return -1;
     return call_expect_disjoint(call);
 }
 

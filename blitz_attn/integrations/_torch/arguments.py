@@ -47,7 +47,7 @@ def chooser_text(chooser: Any, name: str) -> str:
 
 
 _READERS: dict[str, Reader] = {
-    **dict.fromkeys(("floats", "cache", "lse"), tensor_of),
+    **dict.fromkeys(("floats", "cache", "reals"), tensor_of),
     **dict.fromkeys(("list", "lengths", "per_sequence", "pages"), integers_of),
     **dict.fromkeys(("heads", "scales"), numbers_of),
     **dict.fromkeys(("integer", "threads", "tokens_before"), integer_of),

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ..._operations import FLOATS, REQUIRED, Argument, result_shapes
+from ..._operations import READ_IN_PLACE, REQUIRED, Argument, result_shapes
 from .tensors import autocast_dtype, flag_of, lowered, rows, transforms_active
 
 try:
@@ -56,7 +56,7 @@ def named(name: str, given: tuple[Any, ...], options: Told) -> Told:
 
 def _on_cpu(name: str, work: Callable[[Told, bool], Any]) -> Callable[..., Any]:
     """The implementation of an operator: the work on its tensors, in rows where the core reads rows."""
-    floats = [tensor for tensor, x in TENSORS[name].items() if x.role in FLOATS]
+    floats = [tensor for tensor, x in TENSORS[name].items() if x.role in READ_IN_PLACE]
 
     def run(*given: Any, return_lse: bool = True, **options: Any) -> Any:
         told = named(name, given, options)
