@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,169 +30,92 @@ class Mistake(NamedTuple):
     wrong: str
 
 
-MISTAKES = [
-    Mistake(
-        "padding",
-        "tiles are cut by the padded length again",
-        "csrc/ops/plan/plan.c",
-        "return t->gradients ? q.rows : q.valid;",
-        "return q.rows;",
-    ),
-    Mistake(
-        "ragged",
-        "queries of ragged requests stand at the beginning of their keys, not at the end",
-        "csrc/ops/problem.h",
-        "p->q_begin[batch] : kv_valid - q_valid);",
-        "p->q_begin[batch] : p->page_size && p->cu_q && p->batch > 1 ? 0 : kv_valid - q_valid);",
-    ),
-    Mistake(
-        "mask",
-        "a mask is read as if the listed keys had no gaps",
-        "csrc/kernels/panel/bias_tmpl.inc",
-        "(real)NAME(mask_number)(dtype, row, key_index[i] * source->stride);",
-        "(real)NAME(mask_number)(dtype, row, (*key_index + i) * source->stride);",
-    ),
-    Mistake(
-        "lanes",
-        "gradients of a mask add lanes that have no query",
-        "csrc/ops/backward/backward_bias.c",
-        "w->slopes + j * width * real, panel->lanes);",
-        "w->slopes + j * width * real, width);",
-    ),
-    Mistake(
-        "slopes",
-        "keys behind a query get nearer with their distance",
-        "csrc/kernels/panel/bias_tmpl.inc",
-        "- slope * NAME(v_max)(far, -far));",
-        "- slope * far);",
-    ),
-    Mistake(
-        "window",
-        "the window's right bound is lost where the call is not causal",
-        "csrc/ops/open/open_block_sparse.c",
-        ".window_right = ba_min(args->window[1], INT32_MAX),",
-        ".window_right = args->causal ? ba_min(args->window[1], INT32_MAX) : -1,",
-    ),
-    Mistake(
-        "overflow",
-        "a product of page sizes may wrap",
-        "csrc/ops/kv_cache/pages.c",
-        "if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = BA_MOST_TOKENS;",
-        "page_tokens = (int64_t)((uint64_t)unit * (uint64_t)units);",
-    ),
-    Mistake(
-        "stride",
-        "layout BSND takes heads to lie side by side",
-        "csrc/ops/open/open_block_sparse.c",
-        "t->dims[1], t->dims[3], {t->data, step[0], step[2], step[1]}}; break;",
-        "t->dims[1], t->dims[3], {t->data, step[0], t->dims[3], step[1]}}; break;",
-    ),
-    Mistake(
-        "join",
-        "the caller leaves a job while workers are still in it",
-        "csrc/core/pool.c",
-        "pool.places = 0;\n        wait_for_workers(thread);",
-        "pool.places = 0;\n        pthread_mutex_unlock(&pool.lock);",
-    ),
-    Mistake(
-        "parts",
-        "the last part of a sequence's keys is not joined",
-        "csrc/ops/attend/attend_join.c",
-        "for (int64_t part = 1; part < parts; part++) {",
-        "for (int64_t part = 1; part < parts - (parts > 2); part++) {",
-    ),
-    Mistake(
-        "duplicates",
-        "a block that is listed twice is not refused",
-        "csrc/ops/plan/plan.c",
-        "if (column < 0 || column >= columns || bitmap[column / 64] >> (column % 64) & 1) return false;",
-        "if (column < 0 || column >= columns) return false;",
-    ),
-    Mistake(
-        "lists",
-        "every batch entry reads the first one's lists",
-        "csrc/ops/plan/plan.c",
-        "const int64_t offset = list_batch * t->strides[0] + list_head",
-        "const int64_t offset = 0 * list_batch * t->strides[0] + list_head",
-    ),
-    Mistake(
-        "groups",
-        "heads of a group share the first one's lists",
-        "csrc/ops/plan/plan.c",
-        "return p->listed && p->blocks.dims[1] == p->heads && p->group > 1 ? 1 : p->group;",
-        "return p->group;",
-    ),
-    Mistake(
-        "table",
-        "a table may be one page too short",
-        "csrc/ops/kv_cache/page_tables.c",
-        "ba_ceil_div(seq_lens[b], page_size) > width)",
-        "ba_ceil_div(seq_lens[b], page_size) > width + 1)",
-    ),
-    Mistake(
-        "diagonal",
-        "gradients place the causal diagonal one key too far",
-        "csrc/ops/backward/backward_tiles.c",
-        "ba_range seen = ba_visible_keys(p, item->batch, query);",
-        "ba_range seen = ba_visible_keys(p, item->batch, query);\n        seen.hi += seen.hi > 0 && seen.hi < ba_kv_span(p, item->batch).valid;",
-    ),
-    Mistake(
-        "stretches",
-        "stretches of a packed run read the first sequence's block lists",
-        "blitz_attn/_nsa/sequences.py",
-        "rows = slice(listed.start + begin // tile, listed.start - (-end // tile))",
-        "rows = slice(begin // tile, -(-end // tile))",
-    ),
-    Mistake(
-        "overlap",
-        "a compressed block that overlaps three blocks adds to two of them",
-        "csrc/ops/nsa/nsa_select.c",
-        "for (int64_t n = 0; n < c->narrow; n++) {",
-        "for (int64_t n = 0; n < ba_max(c->narrow - (c->narrow > 2), 1); n++) {",
-    ),
-    Mistake(
-        "empty",
-        "gradients by pairs read the weights of a panel that sees no key of the chunk",
-        "csrc/kernels/panel/add_pairs_tmpl.inc",
-        "if (panel->begin >= panel->end || key + rows <= panel->begin",
-        "if (key + rows <= panel->begin",
-    ),
-    Mistake(
-        "left_up",
-        "sparse mode 2 of the upstream operator is causal to the bottom right",
-        "blitz_attn/compat/torch_bsa.py",
-        'return {"causal": True, "q_begin": 0}',
-        'return {"causal": True}',
-    ),
-    Mistake(
-        "stale",
-        "the newest block is not always selected where the summaries end with a block, as upstream has it",
-        "csrc/python/ops_quest.c",
-        "pages = (tokens - 1) / a->page_size + 1;",
-        "pages = tokens / a->page_size + ((tokens - since) % a->page_size != 0);",
-    ),
-    Mistake(
-        "queries",
-        "the score of a block is that of the request's last query, not the largest of all",
-        "csrc/ops/select/select_pages.c",
-        "    if (score > *page || score != score) *page = score;",
-        "    *page = score;",
-    ),
-    Mistake(
-        "scales",
-        "all keys of a page are summarised with the scale of its first token",
-        "csrc/ops/kv_cache/summarise_pages.c",
-        "scales[t] = first[t * c->scale.token_stride];",
-        "scales[t] = first[0];",
-    ),
-    Mistake(
-        "refresh",
-        "an append refreshes the summary of each request's newest token alone",
-        "csrc/ops/kv_cache/append.c",
-        "begin[b] = tables->seq_lens[b] - new_tokens(tables, b);",
-        "begin[b] = tables->seq_lens[b] - (new_tokens(tables, b) > 0);",
-    ),
-]
+# Its name, its file and what it does; the text whose place is taken, and the one that takes it.
+TABLE = r"""
+padding in csrc/ops/plan/plan.c: tiles are cut by the padded length again
+    - return t->gradients ? q.rows : q.valid;
+    + return q.rows;
+ragged in csrc/ops/problem.h: queries of ragged requests stand at the beginning of their keys, not at the end
+    - p->q_begin[batch] : kv_valid - q_valid);
+    + p->q_begin[batch] : p->page_size && p->cu_q && p->batch > 1 ? 0 : kv_valid - q_valid);
+mask in csrc/kernels/panel/bias_tmpl.inc: a mask is read as if the listed keys had no gaps
+    - (real)NAME(mask_number)(dtype, row, key_index[i] * source->stride);
+    + (real)NAME(mask_number)(dtype, row, (*key_index + i) * source->stride);
+lanes in csrc/ops/backward/backward_bias.c: gradients of a mask add lanes that have no query
+    - w->slopes + j * width * real, panel->lanes);
+    + w->slopes + j * width * real, width);
+slopes in csrc/kernels/panel/bias_tmpl.inc: keys behind a query get nearer with their distance
+    - - slope * NAME(v_max)(far, -far));
+    + - slope * far);
+window in csrc/ops/open/open_block_sparse.c: the window's right bound is lost where the call is not causal
+    - .window_right = ba_min(args->window[1], INT32_MAX),
+    + .window_right = args->causal ? ba_min(args->window[1], INT32_MAX) : -1,
+overflow in csrc/ops/kv_cache/pages.c: a product of page sizes may wrap
+    - if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = BA_MOST_TOKENS;
+    + page_tokens = (int64_t)((uint64_t)unit * (uint64_t)units);
+stride in csrc/ops/open/open_block_sparse.c: layout BSND takes heads to lie side by side
+    - t->dims[1], t->dims[3], {t->data, step[0], step[2], step[1]}}; break;
+    + t->dims[1], t->dims[3], {t->data, step[0], t->dims[3], step[1]}}; break;
+join in csrc/core/pool.c: the caller leaves a job while workers are still in it
+    - pool.places = 0;
+    -         wait_for_workers(thread);
+    + pool.places = 0;
+    +         pthread_mutex_unlock(&pool.lock);
+parts in csrc/ops/attend/attend_join.c: the last part of a sequence's keys is not joined
+    - for (int64_t part = 1; part < parts; part++) {
+    + for (int64_t part = 1; part < parts - (parts > 2); part++) {
+duplicates in csrc/ops/plan/plan.c: a block that is listed twice is not refused
+    - if (column < 0 || column >= columns || bitmap[column / 64] >> (column % 64) & 1) return false;
+    + if (column < 0 || column >= columns) return false;
+lists in csrc/ops/plan/plan.c: every batch entry reads the first one's lists
+    - const int64_t offset = list_batch * t->strides[0] + list_head
+    + const int64_t offset = 0 * list_batch * t->strides[0] + list_head
+groups in csrc/ops/plan/plan.c: heads of a group share the first one's lists
+    - return p->listed && p->blocks.dims[1] == p->heads && p->group > 1 ? 1 : p->group;
+    + return p->group;
+table in csrc/ops/kv_cache/page_tables.c: a table may be one page too short
+    - ba_ceil_div(seq_lens[b], page_size) > width)
+    + ba_ceil_div(seq_lens[b], page_size) > width + 1)
+diagonal in csrc/ops/backward/backward_tiles.c: gradients place the causal diagonal one key too far
+    - ba_range seen = ba_visible_keys(p, item->batch, query);
+    + ba_range seen = ba_visible_keys(p, item->batch, query);
+    +         seen.hi += seen.hi > 0 && seen.hi < ba_kv_span(p, item->batch).valid;
+stretches in blitz_attn/_nsa/sequences.py: stretches of a packed run read the first sequence's block lists
+    - rows = slice(listed.start + begin // tile, listed.start - (-end // tile))
+    + rows = slice(begin // tile, -(-end // tile))
+overlap in csrc/ops/nsa/nsa_select.c: a compressed block that overlaps three blocks adds to two of them
+    - for (int64_t n = 0; n < c->narrow; n++) {
+    + for (int64_t n = 0; n < ba_max(c->narrow - (c->narrow > 2), 1); n++) {
+empty in csrc/kernels/panel/add_pairs_tmpl.inc: gradients by pairs read the weights of a panel that sees no key of the chunk
+    - if (panel->begin >= panel->end || key + rows <= panel->begin
+    + if (key + rows <= panel->begin
+left_up in blitz_attn/compat/torch_bsa.py: sparse mode 2 of the upstream operator is causal to the bottom right
+    - return {"causal": True, "q_begin": 0}
+    + return {"causal": True}
+stale in csrc/python/ops_quest.c: the newest block is not always selected where the summaries end with a block, as upstream has it
+    - pages = (tokens - 1) / a->page_size + 1;
+    + pages = tokens / a->page_size + ((tokens - since) % a->page_size != 0);
+queries in csrc/ops/select/select_pages.c: the score of a block is that of the request's last query, not the largest of all
+    - if (score > *page || score != score) *page = score;
+    + *page = score;
+scales in csrc/ops/kv_cache/summarise_pages.c: all keys of a page are summarised with the scale of its first token
+    - scales[t] = first[t * c->scale.token_stride];
+    + scales[t] = first[0];
+refresh in csrc/ops/kv_cache/append.c: an append refreshes the summary of each request's newest token alone
+    - begin[b] = tables->seq_lens[b] - new_tokens(tables, b);
+    + begin[b] = tables->seq_lens[b] - (new_tokens(tables, b) > 0);
+"""
+
+
+def read(table: str) -> Iterator[Mistake]:
+    for entry in re.split(r"\n(?=\w)", table.strip("\n")):
+        head, *lines = entry.split("\n")
+        name, file, what = re.fullmatch(r"(\w+) in (\S+): (.*)", head).groups()
+        right, wrong = ("\n".join(line[6:] for line in lines if line[4] == sign) for sign in "-+")
+        yield Mistake(name, what, file, right, wrong)
+
+
+MISTAKES = list(read(TABLE))
 
 
 def bring(source: str, target: str) -> None:
