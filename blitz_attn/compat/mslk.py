@@ -71,6 +71,7 @@ _NAMES = {
     "scale": "softmax_scale",
     "block_indices": "_block_indices",
 }
+_NOT_OPTIONS = ("Q", "K", "V", "dO", "n_block_size", "max_seqlen")  # of the functions that take the options of `nsa`
 
 
 def __dir__() -> list[str]:
@@ -98,24 +99,10 @@ def _detached(x: Any) -> Any:
 # ---- The whole --------------------------------------------------------------------------------------------------------
 
 
-def _options(
-    compress_block_size: Any, num_selected_blocks: Any, window_size: Any, w_k: Any, w_v: Any, gate: Any, causal: Any, scale: Any,
-    q_tile_size: Any, **more: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Keyword arguments of `blitz_attn.nsa.nsa` from arguments in upstream's order."""
-    return {
-        "compress_block_size": compress_block_size,
-        "num_selected_blocks": num_selected_blocks,
-        "window_size": window_size,
-        "w_k_compress": w_k,
-        "w_v_compress": w_v,
-        "gate_proj_weight": gate,
-        "causal": causal,
-        "scale": scale,
-        "q_tile_size": q_tile_size,
-        "mode": "mslk",
-        **more,
-    }
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `blitz_attn.nsa.nsa` from the arguments of one of the functions below."""
+    own = {upstream: name for name, upstream in _NAMES.items()}
+    return {own.get(name, name): x for name, x in given.items() if name not in _NOT_OPTIONS} | {"mode": "mslk"}
 
 
 def _wants_gradient(*tensors: Any) -> bool:
@@ -134,10 +121,7 @@ def nsa(
     n_block_size: int = 128, cu_seqlens: Any = None, max_seqlen: int | None = None, num_cmp_selected_blocks: int | None = None,
 ) -> Any:  # fmt: skip
     """See `blitz_attn.nsa.nsa` with ``mode="mslk"``. torch tensors that require gradients get them."""
-    options = _options(
-        compress_block_size, num_selected_blocks, window_size, W_k_compress, W_v_compress, gate_proj_weight, causal, softmax_scale,
-        q_tile_size, num_cmp_selected_blocks=num_cmp_selected_blocks, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    options = _options(locals())
     if _wants_gradient(Q, K, V, W_k_compress, W_v_compress, gate_proj_weight):
         from ..integrations.torch import nsa as differentiable
 
@@ -177,11 +161,7 @@ def nsa_forward_reference(
     _block_indices: Any = None,
 ) -> np.ndarray:  # fmt: skip
     """See `blitz_attn.reference.nsa` with ``mode="mslk"``: float64 and slow. A branch without keys gives 0, where upstream has NaN."""
-    options = _options(
-        compress_block_size, num_selected_blocks, window_size, W_k_compress, W_v_compress, gate_proj_weight, causal, softmax_scale,
-        q_tile_size, block_indices=_block_indices,
-    )  # fmt: skip
-    return _reference(Q, K, V, options)[0]
+    return _reference(Q, K, V, _options(locals()))[0]
 
 
 def nsa_backward_reference(
@@ -191,11 +171,7 @@ def nsa_backward_reference(
 ) -> dict[str, np.ndarray | None]:  # fmt: skip
     """See `blitz_attn.reference.nsa_backward`. The result is a dict ``dQ``, ``dK``, ``dV``, ``dW_k_compress``, ``dW_v_compress``,
     ``dgate_proj_weight`` of float64 gradients, None for a weight that was not given."""
-    options = _options(
-        compress_block_size, num_selected_blocks, window_size, W_k_compress, W_v_compress, gate_proj_weight, causal, softmax_scale,
-        q_tile_size, block_indices=_block_indices,
-    )  # fmt: skip
-    _, context = _reference(Q, K, V, options)
+    _, context = _reference(Q, K, V, _options(locals()))
     given, _ = floats(_detached(dO), "dO", None, strided=True)
     if _arrays.shape_of(dO) != given.shape:  # an exporter may know its shape only when NumPy asks for the array
         dO = given
@@ -209,11 +185,7 @@ def compute_block_indices_reference(
     softmax_scale: float | None = None, q_tile_size: int = 256,
 ) -> np.ndarray:  # fmt: skip
     """See `blitz_attn.reference.score_and_select_blocks`: int64 (B, H, tiles, n), for `_block_indices` of `nsa_forward_reference`."""
-    window = 1  # any: a selection has no window
-    options = _options(
-        compress_block_size, num_selected_blocks, window, W_k_compress, None, None, causal, softmax_scale, q_tile_size
-    )
-    _refuse_wrong(Q, K, K, options)
+    _refuse_wrong(Q, K, K, _options(locals()) | {"window_size": 1})  # any: a selection has no window
     k_cmp, _ = _named(reference.compress_kv, K, K, compress_block_size, W_k_compress)
     how = {"scale": softmax_scale, "causal": causal, "q_tile_size": q_tile_size, "mode": "mslk"}
     count = _places(num_selected_blocks, k_cmp)
