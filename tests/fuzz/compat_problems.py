@@ -168,9 +168,9 @@ class Upstream:
         self.draw = draw
         self.setting = setting = Setting(draw, kinds=KINDS, dtypes=DTYPES, packed=packed)
         self.rules, options = draw_rules(setting, ("mslk",))
-        self.Q = setting.tensor("Q", setting.normal("Q", *setting.shape(setting.heads, setting.dim)))
-        self.K = setting.tensor("K", setting.normal("K", *setting.shape(setting.kv_heads, setting.dim)))
-        self.V = setting.tensor("V", setting.normal("V", *setting.shape(setting.kv_heads, setting.v_dim)))
+        self.Q = setting.drawn("Q", *setting.shape(setting.heads, setting.dim))
+        self.K = setting.drawn("K", *setting.shape(setting.kv_heads, setting.dim))
+        self.V = setting.drawn("V", *setting.shape(setting.kv_heads, setting.v_dim))
         self.W_k = setting.weight("W_k", setting.kv_heads, setting.dim, setting.dim) if draw.flag("has_W_k") else None
         self.W_v = setting.weight("W_v", setting.kv_heads, setting.v_dim, setting.v_dim) if draw.flag("has_W_v") else None
         self.gate = setting.weight("gate", setting.heads, 3, setting.dim) if draw.flag("has_gate") else None

@@ -126,6 +126,9 @@ class Setting:
     def normal(self, name: str, *shape: int, amplitude: float = 1.0) -> np.ndarray:
         return self.draw.rng(name).standard_normal(shape) * amplitude
 
+    def drawn(self, name: str, *shape: int, amplitude: float = 1.0) -> Tensor:
+        return self.tensor(name, self.normal(name, *shape, amplitude=amplitude))
+
     def weight(self, name: str, *shape: int, amplitude: float | None = None) -> Tensor:
         """Makes a weight, which may have another dtype than q."""
         own = ("float64",) if self.dtype == "float64" else (self.dtype, "float32", "float16", "bfloat16")
@@ -225,6 +228,10 @@ def draw_rules(setting: Setting, modes: tuple[str, ...] = ("paper", "mslk")) -> 
     if not (plain and wide == block):
         options["select_block_size"] = wide
     return Rules(mode, causal, scale, block, step, wide, count, init, local, 1, window), {**options, "window_size": window}
+
+
+def weight_near(w: Tensor | None) -> Near | None:
+    return None if w is None else exact(w.values)
 
 
 def exact_parts(setting: Setting, x: np.ndarray) -> list[Near]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,30 +14,43 @@ from blitz_attn import nsa
 from . import arrays, checks
 from . import nsa_oracle as oracle
 from .draw import Draw
-from .nsa_draws import Setting, Tensor, as_lists, draw_rules, exact_parts, kind_of, list_parts, lists_shape, random_lists
+from .nsa_draws import Setting, Tensor, as_lists, draw_rules, exact_parts, kind_of, list_parts, lists_shape, random_lists, weight_near
 from .nsa_oracle import Arithmetic, Near, Rules, exact
 from .problems import Finding, problem
-
-
-def weight_near(w: Tensor | None) -> Near | None:
-    return None if w is None else exact(w.values)
 
 
 def given(w: Tensor | None) -> Any:
     return None if w is None else w.given
 
 
-def again_with_other_threads(draw: Draw, one: Any, call: Callable[..., Any]) -> None:
-    """Half of the time."""
-    if draw.pick("check", ("oracle", "threads")) == "threads":
-        other = call(num_threads=draw.pick("other_threads", checks.THREADS))
-        for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (one, other)), strict=True):
-            if a is not None:
-                checks.same_bits("other threads", a, b)
+class Part:
+    """A problem of one part: what it draws first, and what the oracle computes with."""
 
+    def __init__(self, draw: Draw, level: str):
+        self.draw, self.setting = draw, Setting(draw)
+        self.how = Arithmetic(self.setting.dtype, level)
 
-def common(setting: Setting) -> dict[str, Any]:
-    return {"dtype": setting.named, "num_threads": checks.threads(setting.draw)}
+    @classmethod
+    @contextlib.contextmanager
+    def at_level(cls, draw: Draw) -> Iterator[Part]:
+        """For the calls of a problem. At its end, no input may have changed."""
+        with checks.at_level(draw) as level:
+            part = cls(draw, level)
+            yield part
+        part.setting.check_inputs()
+
+    def common(self) -> dict[str, Any]:
+        return {"dtype": self.setting.named, "num_threads": checks.threads(self.draw)}
+
+    def called(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The results of a call, half of the time compared with those of other threads."""
+        results = call(*arguments, **options)
+        if self.draw.pick("check", ("oracle", "threads")) == "threads":
+            other = call(*arguments, **options | {"num_threads": self.draw.pick("other_threads", checks.THREADS)})
+            for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (results, other)), strict=True):
+                if a is not None:
+                    checks.same_bits("other threads", a, b)
+        return results
 
 
 def by_blocks(setting: Setting, rules: Rules, x: np.ndarray) -> list[np.ndarray]:
@@ -49,66 +64,48 @@ def by_blocks(setting: Setting, rules: Rules, x: np.ndarray) -> list[np.ndarray]
 # ---- Compression --------------------------------------------------------------------------------------------------
 
 
-def draw_compression(setting: Setting) -> tuple[Rules, dict[str, Any], Tensor, Tensor, Tensor | None, Tensor | None]:
-    draw = setting.draw
+def draw_compression(part: Part) -> tuple[Rules, dict[str, Any], list[Tensor], list[Tensor | None]]:
+    draw, setting = part.draw, part.setting
     block = draw.integer("block_size", 1, 80, likely=(1, 2, 4, 8, 16))
     stride = draw.integer("stride", 1, 80, likely=(1, 2, 4, 8, block))
-    rules = Rules(block=block, stride=stride)
-    k = setting.tensor("k", setting.normal("k", *setting.shape(setting.kv_heads, setting.dim)))
-    v = setting.tensor("v", setting.normal("v", *setting.shape(setting.kv_heads, setting.v_dim)))
-    w_k = setting.weight("w_k", setting.kv_heads, setting.dim, setting.dim) if draw.flag("has_w_k") else None
-    w_v = setting.weight("w_v", setting.kv_heads, setting.v_dim, setting.v_dim) if draw.flag("has_w_v") else None
+    dims = {"k": setting.dim, "v": setting.v_dim}
+    sides = [setting.drawn(name, *setting.shape(setting.kv_heads, dim)) for name, dim in dims.items()]
+    weights = [setting.weight(f"w_{x}", setting.kv_heads, dim, dim) if draw.flag(f"has_w_{x}") else None for x, dim in dims.items()]
     options = {"stride": None if block == stride and draw.flag("default_stride") else stride, "cu_seqlens": setting.cu_seqlens()}
-    return rules, {**options, **common(setting)}, k, v, w_k, w_v
+    return Rules(block=block, stride=stride), {**options, **part.common()}, sides, weights
 
 
 @problem("compress_kv", weight=0.5)
 def compress_kv(draw: Draw) -> None:
-    with checks.at_level(draw) as level:
-        setting = Setting(draw)
-        rules, options, k, v, w_k, w_v = draw_compression(setting)
-
-        def call(**more: Any) -> Any:
-            return nsa.compress_kv(k.given, v.given, rules.block, given(w_k), given(w_v), **{**options, **more})
-
-        results = call()
-        again_with_other_threads(draw, results, call)
-    setting.check_inputs()
-    for name, got, x, w in (("k_cmp", results[0], k, w_k), ("v_cmp", results[1], v, w_v)):
-        expected = [
-            oracle.compress(part, weight_near(w), rules, Arithmetic(setting.dtype, level)) for part in exact_parts(setting, x.values)
-        ]
-        setting.near(name, got, expected)
-        if tuple(got.shape) != setting.blocks_shape(rules, setting.kv_heads, x.values.shape[-1]):
+    with Part.at_level(draw) as part:
+        rules, options, sides, weights = draw_compression(part)
+        results = part.called(nsa.compress_kv, *(x.given for x in sides), rules.block, *map(given, weights), **options)
+    for name, got, x, w in zip(("k_cmp", "v_cmp"), results, sides, weights, strict=True):
+        shape = part.setting.blocks_shape(rules, part.setting.kv_heads, x.values.shape[-1])
+        part.setting.near(name, got, [oracle.compress(one, weight_near(w), rules, part.how) for one in exact_parts(part.setting, x.values)])
+        if tuple(got.shape) != shape:
             raise Finding(f"{name}: shape {tuple(got.shape)}")
 
 
 @problem("compress_kv_backward", weight=0.5)
 def compress_kv_backward(draw: Draw) -> None:
-    with checks.at_level(draw) as level:
-        setting = Setting(draw)
-        how = Arithmetic(setting.dtype, level)
-        rules, options, k, v, w_k, w_v = draw_compression(setting)
-        shapes = {
-            name: setting.blocks_shape(rules, setting.kv_heads, dim) for name, dim in (("dk_cmp", setting.dim), ("dv_cmp", setting.v_dim))
-        }
-        dk_cmp, dv_cmp = (setting.tensor(name, setting.normal(name, *shape)) for name, shape in shapes.items())
-
-        def call(**more: Any) -> Any:
-            return nsa.compress_kv_backward(
-                dk_cmp.given, dv_cmp.given, k.given, v.given, rules.block, given(w_k), given(w_v), **{**options, **more}
-            )
-
-        results = call()
-        again_with_other_threads(draw, results, call)
-    setting.check_inputs()
-    for i, (x, d, w) in enumerate(((k, dk_cmp, w_k), (v, dv_cmp, w_v))):
-        parts = [
-            oracle.compress_backward(exact(dpart), part, weight_near(w), rules, how)
-            for dpart, part in zip(by_blocks(setting, rules, d.values), exact_parts(setting, x.values), strict=True)
+    with Part.at_level(draw) as part:
+        setting = part.setting
+        rules, options, sides, weights = draw_compression(part)
+        grads = [
+            setting.drawn(name, *setting.blocks_shape(rules, setting.kv_heads, x.values.shape[-1]))
+            for name, x in zip(("dk_cmp", "dv_cmp"), sides, strict=True)
         ]
-        setting.near(f"d{'kv'[i]}", results[i], [part for part, _ in parts])
-        check_weight(setting, f"dw_{'kv'[i]}", results[2 + i], [dw for _, dw in parts if dw is not None], w, how)
+        results = part.called(
+            nsa.compress_kv_backward, *(x.given for x in (*grads, *sides)), rules.block, *map(given, weights), **options
+        )
+    for i, (x, d, w) in enumerate(zip(sides, grads, weights, strict=True)):
+        parts = [
+            oracle.compress_backward(exact(done), one, weight_near(w), rules, part.how)
+            for done, one in zip(by_blocks(setting, rules, d.values), exact_parts(setting, x.values), strict=True)
+        ]
+        setting.near(f"d{'kv'[i]}", results[i], [dx for dx, _ in parts])
+        check_weight(setting, f"dw_{'kv'[i]}", results[2 + i], [dw for _, dw in parts if dw is not None], w, part.how)
 
 
 def check_weight(setting: Setting, name: str, got: Any, parts: list[Near], w: Tensor | None, how: Arithmetic) -> None:
@@ -125,9 +122,8 @@ def check_weight(setting: Setting, name: str, got: Any, parts: list[Near], w: Te
 @problem("score_and_select_blocks")
 def score_and_select_blocks(draw: Draw) -> None:
     """Judges ties without a tolerance, where arithmetic is exact: mslk mode, small integers, tiles and scales that are powers of two."""
-    with checks.at_level(draw) as level:
-        setting = Setting(draw)
-        how = Arithmetic(setting.dtype, level)
+    with Part.at_level(draw) as part:
+        setting, how = part.setting, part.how
         rules, options = draw_rules(setting)
         contents = draw.pick("contents", ("normal", "integers", "equal"), (3, 2, 1))
         bad = draw.pick("poison", ("none", "k_cmp", "q"), (4, 1, 1))
@@ -146,7 +142,7 @@ def score_and_select_blocks(draw: Draw) -> None:
             values[name] = x
         q, k_cmp = (setting.tensor(name, values[name]) for name in shapes)
         keywords = {
-            "causal": rules.causal, "scale": options["scale"], "mode": rules.mode, "cu_seqlens": setting.cu_seqlens(), **common(setting),
+            "causal": rules.causal, "scale": options["scale"], "mode": rules.mode, "cu_seqlens": setting.cu_seqlens(), **part.common(),
             **{name: options[name] for name in ("q_tile_size", "init_blocks", "local_blocks", "compress_stride", "select_block_size") if name in options},
         }  # fmt: skip
         with_lse = draw.flag("has_lse") and rules.mode == "paper" and bad == "none"
@@ -155,20 +151,14 @@ def score_and_select_blocks(draw: Draw) -> None:
                 q.given, k_cmp.given, k_cmp.given, rules.block, stride=rules.stride, causal=rules.causal, scale=options["scale"],
                 cu_seqlens=keywords["cu_seqlens"], mode=rules.mode, return_lse=True, dtype=setting.named,
             )  # fmt: skip
-
-        def call(**more: Any) -> Any:
-            return nsa.score_and_select_blocks(q.given, k_cmp.given, rules.count, rules.block, **{**keywords, **more})
-
-        lists = call()
-        again_with_other_threads(draw, lists, call)
-    setting.check_inputs()
+        lists = part.called(nsa.score_and_select_blocks, q.given, k_cmp.given, rules.count, rules.block, **keywords)
     heads = setting.kv_heads if rules.mode == "paper" else setting.heads
     if not isinstance(lists, np.ndarray) or lists.dtype != np.int32 or lists.shape != lists_shape(setting, heads, rules.tile, rules.count):
         raise Finding(f"lists: {type(lists).__name__} {getattr(lists, 'dtype', None)} {getattr(lists, 'shape', None)}")
     q_spots = list(setting.parts(spots["q"][..., None]))
     k_spots = by_blocks(setting, rules, spots["k_cmp"][..., None])
     q_parts, k_parts = list(setting.parts(q.values)), by_blocks(setting, rules, k_cmp.values)
-    for i, part in enumerate(list_parts(setting, lists, rules.tile)):
+    for i, listed in enumerate(list_parts(setting, lists, rules.tile)):
         qs, ks = (exact(np.where(np.isfinite(x[i]), x[i], 0)) for x in (q_parts, k_parts))
         bad_q, bad_k = q_spots[i][..., 0], k_spots[i][..., 0]
         if rules.mode == "paper":
@@ -182,7 +172,7 @@ def score_and_select_blocks(draw: Draw) -> None:
             powers = is_power(rules.tile) and setting.lens[i] % rules.tile == 0 and rules.scale in (0.0, 0.25, -0.5, 1.0)
             if contents == "integers" and powers:
                 scores = scores._replace(score=Near(scores.score.value, np.zeros_like(scores.score.value)))
-        mistake = oracle.selection_mistake(part, scores, rules.count)
+        mistake = oracle.selection_mistake(listed, scores, rules.count)
         if mistake is not None:
             raise Finding(f"sequence {i}: {mistake}")
 
@@ -197,12 +187,11 @@ def is_power(n: int) -> bool:
 class Branch:
     """A drawn call of one of the three branches, forward and backward."""
 
-    def __init__(self, draw: Draw, name: str, level: str):
-        self.setting = setting = Setting(draw)
-        self.how = Arithmetic(setting.dtype, level)
-        self.name = name
+    def __init__(self, part: Part, name: str):
+        draw, setting = part.draw, part.setting
+        self.setting, self.how, self.name = setting, part.how, name
         self.rules, options = draw_rules(setting)
-        self.keywords = {"causal": self.rules.causal, "scale": options["scale"], "cu_seqlens": setting.cu_seqlens(), **common(setting)}
+        self.keywords = {"causal": self.rules.causal, "scale": options["scale"], "cu_seqlens": setting.cu_seqlens(), **part.common()}
         compressed = name == "compressed_attention"
         if compressed:
             self.keywords |= {"mode": self.rules.mode}
@@ -220,19 +209,9 @@ class Branch:
         else:
             self.sizes = (self.rules.window,)
         self.seen = self.sights()
-        shapes = {
-            "q": setting.shape(setting.heads, setting.dim),
-            "k": (
-                setting.blocks_shape(self.rules, setting.kv_heads, setting.dim)
-                if compressed
-                else setting.shape(setting.kv_heads, setting.dim)
-            ),
-            "v": (
-                setting.blocks_shape(self.rules, setting.kv_heads, setting.v_dim)
-                if compressed
-                else setting.shape(setting.kv_heads, setting.v_dim)
-            ),
-        }
+        of_keys = functools.partial(setting.blocks_shape, self.rules) if compressed else setting.shape
+        shapes = {"q": setting.shape(setting.heads, setting.dim)}
+        shapes |= {"k": of_keys(setting.kv_heads, setting.dim), "v": of_keys(setting.kv_heads, setting.v_dim)}
         values = {x: setting.normal(x, *shape) for x, shape in shapes.items()}
         # Keys that no query sees may hold anything. Only in that case are gradients defined, too.
         self.number = draw.pick("unseen", (None, np.nan, np.inf))
@@ -270,9 +249,8 @@ class Branch:
 
 
 def check_forward(draw: Draw, name: str) -> None:
-    with checks.at_level(draw) as level:
-        branch = Branch(draw, name, level)
-        setting = branch.setting
+    with Part.at_level(draw) as part:
+        branch, setting = Branch(part, name), part.setting
         out, lse = branch.run(return_lse=True)
         check = draw.pick("check", ("oracle", "threads", "without_lse"))
         if check == "threads":
@@ -281,7 +259,6 @@ def check_forward(draw: Draw, name: str) -> None:
             )
         elif check == "without_lse":
             checks.same_bits("without the log-sum-exp", out, branch.run())
-    setting.check_inputs()
     results = branch.results()
     setting.near("out", out, [x.out for x in results])
     kind_of("lse", lse, setting.real, setting.kind)
@@ -291,24 +268,17 @@ def check_forward(draw: Draw, name: str) -> None:
 
 
 def check_backward(draw: Draw, name: str) -> None:
-    with checks.at_level(draw) as level:
-        branch = Branch(draw, name, level)
-        setting = branch.setting
+    with Part.at_level(draw) as part:
+        branch, setting = Branch(part, name), part.setting
         out, lse = branch.run(return_lse=True)
-        dout = setting.tensor("dout", setting.normal("dout", *setting.shape(setting.heads, setting.v_dim)))
+        dout = setting.drawn("dout", *setting.shape(setting.heads, setting.v_dim))
         if draw.flag("dressed_results"):  # as views and kinds of their own
             out = setting.tensor("out", arrays.values_of(out, setting.dtype)).given
             lse = setting.tensor(
                 "lse", arrays.values_of(lse, setting.real), setting.real, "torch" if setting.kind == "torch" else "numpy"
             ).given
-
-        def call(**more: Any) -> Any:
-            arguments = (dout.given, branch.q.given, branch.k.given, branch.v.given, out, lse, *branch.sizes)
-            return getattr(nsa, f"{name}_backward")(*arguments, **{**branch.keywords, **more})
-
-        grads = call()
-        again_with_other_threads(draw, grads, call)
-    setting.check_inputs()
+        arguments = (dout.given, branch.q.given, branch.k.given, branch.v.given, out, lse, *branch.sizes)
+        grads = part.called(getattr(nsa, f"{name}_backward"), *arguments, **branch.keywords)
     parts = [
         oracle.attend_backward(a, exact(d), setting.kv_heads, branch.how)
         for a, d in zip(branch.results(), setting.parts(dout.values), strict=True)
@@ -330,69 +300,46 @@ for _name in ("compressed_attention", "selected_attention", "window_attention"):
 
 @problem("compute_gates", weight=0.3)
 def compute_gates(draw: Draw) -> None:
-    with checks.at_level(draw) as level:
-        setting = Setting(draw)
-        how = Arithmetic(setting.dtype, level)
-        q = setting.tensor(
-            "q", setting.normal("q", *setting.shape(setting.heads, setting.dim), amplitude=draw.pick("amplitude", (1.0, 0.0, 30.0)))
-        )
+    with Part.at_level(draw) as part:
+        setting, how = part.setting, part.how
+        q = setting.drawn("q", *setting.shape(setting.heads, setting.dim), amplitude=draw.pick("amplitude", (1.0, 0.0, 30.0)))
         weight = setting.weight("gate_proj_weight", setting.heads, 3, setting.dim) if draw.flag("has_weight", 0.8) else None
-        options = common(setting)
-        gates = nsa.compute_gates(q.given, given(weight), **options)
-        again_with_other_threads(draw, gates, lambda **more: nsa.compute_gates(q.given, given(weight), **{**options, **more}))
-    setting.check_inputs()
+        gates = part.called(nsa.compute_gates, q.given, given(weight), **part.common())
     if weight is None:
         expected = [Near(np.full((setting.heads, n, 3), 1 / 3), how.unit) for n in setting.lens]
     else:
-        expected = [oracle.sigmoid_gates(exact(part), exact(weight.values), how) for part in setting.parts(q.values)]
+        expected = [oracle.sigmoid_gates(exact(one), exact(weight.values), how) for one in setting.parts(q.values)]
     setting.near("gates", gates, expected, dtype=setting.real)
     if tuple(gates.shape) != setting.shape(setting.heads, 3):
         raise Finding(f"gates: shape {tuple(gates.shape)}")
 
 
-def draw_gating(setting: Setting) -> tuple[list[Tensor], Tensor]:
-    shape = setting.shape(setting.heads, setting.v_dim)
-    branches = [setting.tensor(name, setting.normal(name, *shape)) for name in ("o_cmp", "o_slc", "o_win")]
+def draw_gating(part: Part) -> tuple[list[Tensor], Tensor]:
+    setting = part.setting
+    branches = [setting.drawn(name, *setting.shape(setting.heads, setting.v_dim)) for name in ("o_cmp", "o_slc", "o_win")]
     return branches, setting.weight("gates", *setting.shape(setting.heads, 3), amplitude=1.0)
 
 
 @problem("gate_and_combine", weight=0.3)
 def gate_and_combine(draw: Draw) -> None:
-    with checks.at_level(draw) as level:
-        setting = Setting(draw)
-        branches, gates = draw_gating(setting)
-        options = common(setting)
-
-        def call(**more: Any) -> Any:
-            return nsa.gate_and_combine(*(x.given for x in branches), gates.given, **{**options, **more})
-
-        out = call()
-        again_with_other_threads(draw, out, call)
-    setting.check_inputs()
-    parts = zip(*(setting.parts(x.values) for x in branches), setting.parts(gates.values), strict=True)
-    setting.near(
-        "out", out, [oracle.combine([exact(x) for x in part[:3]], exact(part[3]), Arithmetic(setting.dtype, level)) for part in parts]
-    )
+    with Part.at_level(draw) as part:
+        branches, gates = draw_gating(part)
+        out = part.called(nsa.gate_and_combine, *(x.given for x in branches), gates.given, **part.common())
+    parts = zip(*(part.setting.parts(x.values) for x in (*branches, gates)), strict=True)
+    part.setting.near("out", out, [oracle.combine([exact(x) for x in one[:3]], exact(one[3]), part.how) for one in parts])
 
 
 @problem("gating_backward", weight=0.3)
 def gating_backward(draw: Draw) -> None:
-    with checks.at_level(draw) as level:
-        setting = Setting(draw)
-        how = Arithmetic(setting.dtype, level)
-        q = setting.tensor("q", setting.normal("q", *setting.shape(setting.heads, setting.dim)))
-        dout = setting.tensor("dout", setting.normal("dout", *setting.shape(setting.heads, setting.v_dim)))
-        branches, gates = draw_gating(setting)
+    with Part.at_level(draw) as part:
+        setting, how = part.setting, part.how
+        q = setting.drawn("q", *setting.shape(setting.heads, setting.dim))
+        dout = setting.drawn("dout", *setting.shape(setting.heads, setting.v_dim))
+        branches, gates = draw_gating(part)
         weight = setting.weight("gate_proj_weight", setting.heads, 3, setting.dim) if draw.flag("has_weight", 0.8) else None
-        options = common(setting)
-
-        def call(**more: Any) -> Any:
-            return nsa.gating_backward(q.given, dout.given, *(x.given for x in branches), gates.given, given(weight), **{**options, **more})
-
-        results = call()
-        again_with_other_threads(draw, results, call)
-    setting.check_inputs()
-    parts = [[exact(x) for x in part] for part in zip(*(setting.parts(x.values) for x in (q, dout, *branches, gates)), strict=True)]
+        arguments = (*(x.given for x in (q, dout, *branches, gates)), given(weight))
+        results = part.called(nsa.gating_backward, *arguments, **part.common())
+    parts = [[exact(x) for x in one] for one in zip(*(setting.parts(x.values) for x in (q, dout, *branches, gates)), strict=True)]
     for c, name in enumerate(("do_cmp", "do_slc", "do_win")):
         setting.near(name, results[c], [d.times(oracle.one_gate(g, c)) for _, d, *_, g in parts])
     dlogits = [oracle.logits_backward(oracle.gates_backward(d, list(o), how), g, how) for _, d, *o, g in parts]
@@ -400,5 +347,5 @@ def gating_backward(draw: Draw) -> None:
         raise Finding("dq: None with a weight, or an array without")
     if weight is not None:
         setting.near("dq", results[3], [oracle.dot(x, exact(weight.values), how.unit) for x in dlogits])
-    dw = [oracle.dot(x.turned(), part[0], how.unit) for x, part in zip(dlogits, parts, strict=True)]
+    dw = [oracle.dot(x.turned(), one[0], how.unit) for x, one in zip(dlogits, parts, strict=True)]
     check_weight(setting, "dgate_proj_weight", results[4], dw, weight, how)

@@ -15,7 +15,7 @@ from blitz_attn.nsa import NSAContext, compress_kv, nsa, nsa_backward
 from . import arrays, checks, nsa_parts_problems  # noqa: F401 - the last one registers its problems
 from . import nsa_oracle as oracle
 from .draw import Draw
-from .nsa_draws import Setting, Tensor, as_integers, as_lists, draw_rules, list_parts, lists_shape, random_lists
+from .nsa_draws import Setting, Tensor, as_integers, as_lists, draw_rules, list_parts, lists_shape, random_lists, weight_near
 from .nsa_oracle import Arithmetic, Near, Rules, exact
 from .problems import Finding, problem
 
@@ -122,10 +122,6 @@ class Whole(NamedTuple):
 
 def zeroed(x: np.ndarray) -> Near:
     return exact(np.where(np.isfinite(x), x, 0))
-
-
-def weight_near(w: Tensor | None) -> Near | None:
-    return None if w is None else exact(w.values)
 
 
 def work_off(call: Call, context: NSAContext, bad: dict[str, list[np.ndarray]], how: Arithmetic) -> list[Whole]:
@@ -316,7 +312,7 @@ def whole_backward(draw: Draw) -> None:
         setting = call.setting
         how = Arithmetic(setting.dtype, level)
         _, context = call.run(return_context=True)
-        dout = setting.tensor("dout", setting.normal("dout", *setting.shape(setting.heads, setting.v_dim)))
+        dout = setting.drawn("dout", *setting.shape(setting.heads, setting.v_dim))
         grads = nsa_backward(dout.given, context, num_threads=call.options["num_threads"])
         if draw.pick("check", ("oracle", "threads")) == "threads":
             again = nsa_backward(dout.given, context, num_threads=draw.pick("other_threads", checks.THREADS))
