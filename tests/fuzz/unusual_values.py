@@ -47,6 +47,11 @@ def _object(bases: tuple[type, ...] = (), /, **methods: Any) -> Callable[[], Any
     return type("Odd", bases, {f"__{name}__": method for name, method in methods.items()})
 
 
+def _number(text: str) -> Any:
+    """What an expression of numbers and of words in quotes stands for. A name that holds one says what the value is."""
+    return eval(text, {"nan": float("nan"), "inf": float("inf")})
+
+
 class Plain:
     """An object that is of no use as any argument."""
 
@@ -87,20 +92,16 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "a generator": lambda: (x for x in (1, 2)),
     "an endless iterator": lambda: _object(iter=lambda self: itertools.repeat(1, 10**6))(),
     "an exception": lambda: ValueError("q: expected"),
-    "index raises": _object(index=_raises(RuntimeError)),
-    "index raises TypeError": _object(index=_raises(TypeError)),
-    "index raises ValueError": _object(index=_raises(ValueError)),
-    "index raises OverflowError": _object(index=_raises(OverflowError)),
-    "index gives a string": _object(index=_gives("1")),
-    "index gives 2": _object(index=_gives(2)),
-    "index gives 2**70": _object(index=_gives(2**70)),
-    "int gives 2": _object(int=_gives(2)),
-    "float raises": _object(float=_raises(RuntimeError)),
+    **{
+        f"{name} raises": _object(**{name: _raises(RuntimeError)})
+        for name in ("index", "float", "bool", "iter", "hash", "repr", "str", "getattr", "array")
+    },
+    **{f"index raises {error.__name__}": _object(index=_raises(error)) for error in (TypeError, ValueError, OverflowError)},
     "float raises KeyError": _object(float=_raises(KeyError)),
-    "float gives a string": _object(float=_gives("1")),
-    "float gives 0.5": _object(float=_gives(0.5)),
-    "float gives nan": _object(float=_gives(float("nan"))),
-    "bool raises": _object(bool=_raises(RuntimeError)),
+    "array raises TypeError": _object(array=_raises(TypeError)),
+    **{f"index gives {text}": _object(index=_gives(_number(text))) for text in ("'1'", "2", "2**70")},
+    **{f"float gives {text}": _object(float=_gives(_number(text))) for text in ("'1'", "0.5", "nan")},
+    "int gives 2": _object(int=_gives(2)),
     "bool gives 2": _object(bool=_gives(2)),
     "len raises": _object(len=_raises(RuntimeError), getitem=_gives(1)),
     "len is negative": _object(len=_gives(-1), getitem=_gives(1)),
@@ -110,17 +111,10 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "getitem raises IndexError": _object(len=_gives(2), getitem=_raises(IndexError)),
     "getitem gives itself": _object(len=_gives(2), getitem=lambda self, i: self),
     "getitem gives strings": _object(len=_gives(2), getitem=_gives("1")),
-    "iter raises": _object(iter=_raises(RuntimeError)),
     "next raises": _object(iter=lambda self: self, next=_raises(KeyError)),
     "eq raises": _object(eq=_raises(RuntimeError), hash=_gives(1)),
     "lt raises": _object(lt=_raises(RuntimeError), index=_gives(1)),
-    "hash raises": _object(hash=_raises(RuntimeError)),
-    "repr raises": _object(repr=_raises(RuntimeError)),
-    "str raises": _object(str=_raises(RuntimeError)),
     "repr has two lines": _object(repr=_gives("two\nlines"), str=_gives("two\nlines")),
-    "getattr raises": _object(getattr=_raises(RuntimeError)),
-    "array raises": _object(array=_raises(RuntimeError)),
-    "array raises TypeError": _object(array=_raises(TypeError)),
     "array gives a list": _object(array=_gives([1, 2])),
     "array gives an array": _object(array=_gives(np.zeros((1, 2, 16, 8), np.float32))),
     "array gives objects": _object(array=_gives(np.array([None, "x"], object))),
@@ -143,21 +137,17 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 
 # ---- Numbers, words and containers --------------------------------------------------------------------------------
 
-_INTEGERS = {
-    "0": 0, "1": 1, "-1": -1, "2": 2, "-2": -2, "3": 3, "65535": 65535, "2**15": 2**15, "2**31-1": 2**31 - 1, "2**31": 2**31, "2**32": 2**32,
-    "2**33+1": 2**33 + 1, "2**40": 2**40, "2**53+1": 2**53 + 1, "2**62": 2**62, "2**63-1": 2**63 - 1, "2**63": 2**63, "2**64": 2**64,
-    "2**64+2": 2**64 + 2, "-2**31": -(2**31), "-2**63": -(2**63), "-2**63-1": -(2**63) - 1, "10**400": 10**400, "10**5000": 10**5000,
-}  # fmt: skip
-_FLOATS = {
-    "0.0": 0.0, "-0.0": -0.0, "0.5": 0.5, "2.0": 2.0, "-1.5": -1.5, "nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"),
-    "1e300": 1e300, "1e-320": 1e-320, "2.0**63": 2.0**63,
-}  # fmt: skip
+_INTEGERS = (
+    "0", "1", "-1", "2", "-2", "3", "65535", "2**15", "2**31-1", "2**31", "2**32", "2**33+1", "2**40", "2**53+1", "2**62", "2**63-1", "2**63", "2**64",
+    "2**64+2", "-2**31", "-2**63", "-2**63-1", "10**400", "10**5000",
+)  # fmt: skip
+_FLOATS = ("0.0", "-0.0", "0.5", "2.0", "-1.5", "nan", "inf", "-inf", "1e300", "1e-320", "2.0**63")
 _WORDS = ("", "x", "1", "nan", "BNSD", "bsnd", "TND", "HND", "quest", "max", "paper", "mslk", "float32", "float16", "bfloat16", "int8", "float8_e4m3", "uint16", "int64",
           "complex64", "portable", "dict", "two\nlines", "\x00", "\ud800", "\u00e9\u4e2d" * 30, "%s%n{}")  # fmt: skip
 
 NUMBERS: dict[str, Callable[[], Any]] = {
-    **{f"int {name}": (lambda x=x: x) for name, x in _INTEGERS.items()},
-    **{f"float {name}": (lambda x=x: x) for name, x in _FLOATS.items()},
+    **{f"int {text}": functools.partial(_number, text) for text in _INTEGERS},
+    **{f"float {text}": functools.partial(_number, text) for text in _FLOATS},
     "True": lambda: True,
     "False": lambda: False,
     "complex": lambda: 1 + 2j,
@@ -202,29 +192,30 @@ WORDS: dict[str, Callable[[], Any]] = {
 }
 
 CONTAINERS: dict[str, Callable[[], Any]] = {
+    "list empty": list,
     **{
-        f"list {name}": (lambda x=x: list(x))
-        for name, x in {
-            "empty": [], "0": [0], "1": [1], "-1": [-1], "1, 2": [1, 2], "0, 1": [0, 1], "2, 1": [2, 1], "0, 8, 16": [0, 8, 16], "0, 16, 8": [0, 16, 8],
-            "1, 1, 1": [1, 1, 1], "0, 0": [0, 0], "-1, -1": [-1, -1], "16, 16": [16, 16], "2**31, 2**31": [2**31, 2**31], "2**62, 2**62": [2**62, 2**62],
-            "2**63, 1": [2**63, 1], "2**64, 2**64": [2**64, 2**64], "2**63-1, 2**63-1": [2**63 - 1] * 2, "1.0, 2.0": [1.0, 2.0], "0.5, 0.5": [0.5, 0.5],
-            "nan, nan": [float("nan")] * 2, "inf, 1": [float("inf"), 1], "1e300, 1": [1e300, 1], "a, b": ["a", "b"], "None, None": [None, None],
-            "True, False": [True, False], "ragged": [[1, 2], [3]], "nested": [[1, 2], [3, 4]], "deep": [[[[1]]]], "complex": [1j, 2], "objects": [object(), object()],
-            "empty lists": [[], []], "dicts": [{}, {}], "100 numbers": range(100), "times": [np.timedelta64(1, "s")] * 2,
-        }.items()
+        f"list {text}": functools.partial(_number, f"[{text}]")
+        for text in (
+            "0", "1", "-1", "1, 2", "0, 1", "2, 1", "0, 8, 16", "0, 16, 8", "1, 1, 1", "0, 0", "-1, -1", "16, 16", "2**31, 2**31", "2**62, 2**62",
+            "2**63, 1", "2**64, 2**64", "2**63-1, 2**63-1", "1.0, 2.0", "0.5, 0.5", "nan, nan", "inf, 1", "1e300, 1", "'a', 'b'", "None, None",
+            "True, False", "[1, 2], [3]", "[1, 2], [3, 4]", "[[[1]]]", "1j, 2", "[], []", "{}, {}",
+        )
     },
+    "list of objects": lambda: [object(), object()],
+    "list of 100 numbers": lambda: list(range(100)),
+    "list of times": lambda: [np.timedelta64(1, "s")] * 2,
     "list of itself": lambda: (lambda x: (x.append(x), x)[1])([]),
     "list of objects that raise": lambda: [OBJECTS["index raises"](), OBJECTS["float raises"]()],
     "list of arrays": lambda: [np.zeros((1, 2, 16, 8), np.float32), np.zeros((1, 2, 16, 8), np.float32)],
+    "tuple empty": tuple,
     **{
-        f"tuple {name}": (lambda x=x: tuple(x))
-        for name, x in {
-            "empty": [], "1": [1], "1, 2": [1, 2], "2, 2": [2, 2], "0, 0": [0, 0], "-1, -1": [-1, -1], "-2, 0": [-2, 0], "1, 2, 3": [1, 2, 3], "1, 1, 1, 1": [1] * 4,
-            "2**31, 2**31": [2**31] * 2, "2**62, 2**62": [2**62] * 2, "2**63-1, 1": [2**63 - 1, 1], "2**64, 2**64": [2**64] * 2, "2.0, 2.0": [2.0] * 2,
-            "nan, 1": [float("nan"), 1], "None, None": [None] * 2, "None, None, None": [None] * 3, "a, b": ["a", "b"], "str, bfloat16": ["x", "bfloat16"],
-            "100 numbers": range(100),
-        }.items()
+        f"tuple {text}": functools.partial(_number, f"({text},)")
+        for text in (
+            "1", "1, 2", "2, 2", "0, 0", "-1, -1", "-2, 0", "1, 2, 3", "1, 1, 1, 1", "2**31, 2**31", "2**62, 2**62", "2**63-1, 1", "2**64, 2**64",
+            "2.0, 2.0", "nan, 1", "None, None", "None, None, None", "'a', 'b'", "'x', 'bfloat16'",
+        )
     },
+    "tuple of 100 numbers": lambda: tuple(range(100)),
     "tuple of arrays": lambda: (np.zeros((1, 2, 16, 8), np.float32), np.zeros((1, 2, 16), np.float32)),
     "three arrays": lambda: (np.array([0, 1, 2]), np.array([0, 1]), np.array([1, 1])),
     "three arrays without the last": lambda: (np.array([0, 1, 2]), np.array([0, 1]), None),
@@ -250,61 +241,49 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
 # ---- Arrays -------------------------------------------------------------------------------------------------------
 
 
+_SHAPES = ((4,), (4, 4), (4, 2, 8), (1, 2, 16, 8), (1, 1, 2, 4, 8), (1,) * 20, (0,), (2, 0, 4), (1, 2, 0, 8))
+
+_DLPACK: dict[str, dict[str, Any]] = {  # the options of `Dlpack` for q
+    "": {}, "of CUDA": {"device_type": CUDA}, "complex": {"code": COMPLEX}, "with lanes": {"lanes": 4}, "of -1 axes": {"ndim": -1},
+    "of a negative size": {"shape": (1, 2, -16, 8)}, "of a huge size": {"shape": (2**40, 2**40, 16, 8)}, "of odd bits": {"bits": 12},
+    "of huge strides": {"strides": (2**62, 2**62, 8, 1)}, "of version 2": {"version": (2, 0)}, "of old": {"version": None}, "of no bits": {"bits": 0},
+}  # fmt: skip
+
+
 def _structured(fields: Any) -> Callable[[], Any]:
     return lambda: np.zeros((2, 2), fields)
 
 
 ARRAYS: dict[str, Callable[[], Any]] = {
-    "0-d float": lambda: np.array(1.5),
-    "0-d float32": lambda: np.array(1.5, np.float32),
-    "0-d int": lambda: np.array(2),
-    "0-d bool": lambda: np.array(True),
-    "0-d str": lambda: np.array("text"),
-    "0-d object": lambda: np.array(None),
-    "0-d timedelta64": lambda: np.array(np.timedelta64(1, "s")),
+    **{f"0-d {dtype}": functools.partial(np.array, 1, dtype) for dtype in ("float64", "float32", "int64", "bool", "U4", "object", "m8[s]")},
+    **{f"{len(shape)}-d {shape}": functools.partial(np.zeros, shape, np.float32) for shape in _SHAPES},
+    **{f"1-d {dtype}": functools.partial(np.array, [1, 2], dtype) for dtype in ("int64", "int8", "bool", "object", "U1", "S1", ">i8", "m8[s]")},
+    **{f"4-d {dtype}": functools.partial(np.zeros, (1, 2, 16, 8), dtype) for dtype in ("object", "complex64", "longdouble")},
+    "0-d None": lambda: np.array(None),
     "empty": lambda: np.zeros(0),
-    "empty float32": lambda: np.zeros(0, np.float32),
     "empty int": lambda: np.zeros(0, np.int64),
-    "empty 3-d": lambda: np.zeros((2, 0, 4), np.float32),
-    "empty 4-d": lambda: np.zeros((1, 2, 0, 8), np.float32),
     "empty rows": lambda: np.zeros((1, 1, 2, 0), np.int32),
     "empty huge": lambda: as_strided(np.zeros(1, np.float32), (2**28, 0, 2**29, 8), (0, 0, 0, 4)),
     "huge bytes": lambda: as_strided(np.zeros(1, np.int8), (2**62,), (0,)),
     "huge": lambda: as_strided(np.zeros(8, np.float32), (2**20, 2**10, 2**20, 8), (0, 0, 0, 4)),
     "huge ints": lambda: as_strided(np.zeros(1, np.int32), (2**40,), (0,)),
     "huge lists": lambda: as_strided(np.zeros(1, np.int32), (2**20, 2**20, 2, 1), (0, 0, 0, 4)),
-    "1-d": lambda: np.zeros(4, np.float32),
-    "2-d": lambda: np.zeros((4, 4), np.float32),
-    "3-d": lambda: np.zeros((4, 2, 8), np.float32),
-    "4-d": lambda: np.zeros((1, 2, 16, 8), np.float32),
-    "5-d": lambda: np.zeros((1, 1, 2, 4, 8), np.float32),
-    "20-d": lambda: np.zeros((1,) * 20, np.float32),
-    "1-d ints": lambda: np.array([1, 2]),
     "1-d uint64": lambda: np.array([2**64 - 1, 1], np.uint64),
-    "1-d int8": lambda: np.array([1, -1], np.int8),
-    "1-d bool": lambda: np.array([True, False]),
+    "1-d of both signs": lambda: np.array([1, -1], np.int8),
     "1-d int64 extremes": lambda: np.array([-(2**63), 2**63 - 1]),
     "1-d halves": lambda: np.array([1.5, 2.5]),
     "1-d nan": lambda: np.array([np.nan, np.nan]),
     "1-d reversed": lambda: np.arange(4)[::-1],
-    "1-d objects": lambda: np.array([1, 2], object),
     "1-d raising objects": lambda: np.array([OBJECTS["index raises"](), OBJECTS["float raises"]()], object),
-    "1-d str": lambda: np.array(["a", "b"]),
-    "1-d bytes": lambda: np.array([b"a", b"b"]),
-    "1-d big-endian": lambda: np.array([1, 2], ">i8"),
     "1-d datetime64": lambda: np.array(["2020-01-01", "NaT"], "M8[s]"),
-    "1-d timedelta64": lambda: np.array([1, 2], "m8[s]"),
     "2-d ints": lambda: np.array([[0, 1], [1, 0]], np.int32),
     "4-d ints": lambda: np.zeros((1, 2, 2, 2), np.int32),
     "4-d ints beyond": lambda: np.full((1, 2, 2, 2), 99, np.int32),
     "4-d ints below": lambda: np.full((1, 2, 2, 2), -(2**31), np.int32),
     "4-d uint16": lambda: np.full((1, 2, 2, 2), 65534, np.uint16),
-    "4-d object": lambda: np.zeros((1, 2, 16, 8), object),
     "2-d bool": lambda: np.ones((2, 2), bool),
     "2-d bool without columns": lambda: np.ones((2, 0), bool),
     "4-d bool without rows": lambda: np.ones((1, 2, 0, 4), bool),
-    "complex64": lambda: np.zeros((1, 2, 16, 8), np.complex64),
-    "longdouble": lambda: np.zeros((1, 2, 16, 8), np.longdouble),
     "structured": _structured([("a", "f4"), ("b", "i4")]),
     "structured with a subarray": _structured([("a", "f4", (2, 2))]),
     "structured without fields": _structured([]),
@@ -314,19 +293,10 @@ ARRAYS: dict[str, Callable[[], Any]] = {
     "matrix subclass": lambda: np.zeros((1, 2, 16, 8), np.float32).view(Matrix),
     "record array": lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
     "a flat iterator": lambda: np.zeros(4).flat,
-    "dlpack": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32)),
-    "dlpack of CUDA": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), device_type=CUDA),
-    "dlpack complex": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), code=COMPLEX),
-    "dlpack with lanes": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), lanes=4),
+    **{
+        f"dlpack {name}": (lambda options=options: Dlpack(np.zeros((1, 2, 16, 8), np.float32), **options)) for name, options in _DLPACK.items()
+    },
     "dlpack of 6 axes": lambda: Dlpack(np.zeros((1, 1, 1, 2, 16, 8), np.float32)),
-    "dlpack of -1 axes": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), ndim=-1),
-    "dlpack of a negative size": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), shape=(1, 2, -16, 8)),
-    "dlpack of a huge size": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), shape=(2**40, 2**40, 16, 8)),
-    "dlpack of huge strides": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), strides=(2**62, 2**62, 8, 1)),
-    "dlpack of version 2": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), version=(2, 0)),
-    "dlpack of old": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), version=None),
-    "dlpack of odd bits": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), bits=12),
-    "dlpack of no bits": lambda: Dlpack(np.zeros((1, 2, 16, 8), np.float32), bits=0),
     "dlpack of lengths": lambda: Dlpack(np.array([1, 2])),
     "dlpack of negative lengths": lambda: Dlpack(np.array([1, 2]), shape=(-2,)),
 }
