@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -46,3 +48,13 @@ class Arena:
 @cache
 def _noise() -> np.ndarray:
     return np.random.default_rng(0).standard_normal(1 << 14)
+
+
+def method(make: Callable[[], Any], name: str) -> Callable[..., Any]:
+    """A method as a function that `good_calls` can have: each call of it makes the object."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(make(), name)(*args, **options)
+
+    call.__signature__ = inspect.signature(getattr(make(), name))  # type: ignore[attr-defined]
+    return call

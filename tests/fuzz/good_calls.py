@@ -17,7 +17,7 @@ from blitz_attn import config, nsa, sabi, select, testing
 from blitz_attn.compat import mslk, select_attn_ops, torch_bsa
 
 from . import good_nsa
-from .arena import Arena
+from .arena import Arena, method
 from .arrays import HAS_TORCH
 from .good_nsa_cache import CACHES
 from .good_plots import PLOTS
@@ -240,28 +240,6 @@ def _plan(a: Arena, v: int) -> dict[str, Any]:
 @cache
 def _made_plan() -> Any:
     return blitz_attn.PagedPlan(np.array([[3, 1], [0, 99]]), [6, 4], page_size=_PAGE)
-
-
-def _plan_attention(q: Any, k_cache: Any, v_cache: Any, **options: Any) -> Any:
-    return _made_plan().attention(q, k_cache, v_cache, **options)
-
-
-def _plan_select_attention(q: Any, k_cache: Any, v_cache: Any, selected: Any, **options: Any) -> Any:
-    return _made_plan().select_attention(q, k_cache, v_cache, selected, **options)
-
-
-def _plan_select_and_attend(q: Any, k_cache: Any, v_cache: Any, *summaries: Any, **options: Any) -> Any:
-    return _made_plan().select_and_attend(q, k_cache, v_cache, *summaries, **options)
-
-
-def _plan_append(k: Any, v: Any, k_cache: Any, v_cache: Any, **options: Any) -> Any:
-    return _made_plan().append(k, v, k_cache, v_cache, **options)
-
-
-_plan_append.__signature__ = inspect.signature(_made_plan().append)  # type: ignore[attr-defined]
-_plan_select_and_attend.__signature__ = inspect.signature(_made_plan().select_and_attend)  # type: ignore[attr-defined]
-_plan_attention.__signature__ = inspect.signature(_made_plan().attention)  # type: ignore[attr-defined]
-_plan_select_attention.__signature__ = inspect.signature(_made_plan().select_attention)  # type: ignore[attr-defined]
 
 
 _APPENDED = ("k_cache", "v_cache", "k_scale", "v_scale", "maxblocks", "minblocks", "meanblocks")
@@ -561,11 +539,11 @@ GROUPS: dict[str, dict[str, Good]] = {
         "quantize_kv": Good(blitz_attn.quantize_kv, _quantize),
         "dequantize_kv": Good(blitz_attn.dequantize_kv, _dequantize),
         "PagedPlan": Good(blitz_attn.PagedPlan, _plan, names=("indptr", "indices", "last_page_len")),
-        "PagedPlan.append": Good(_plan_append, _append_by_plan, _APPENDED, names=_OF_PLAN),
-        "PagedPlan.attention": Good(_plan_attention, _of_plan(_paged), ("out",), names=_OF_PLAN),
-        "PagedPlan.select_attention": Good(_plan_select_attention, _of_plan(_paged_select), ("out",), names=_OF_PLAN),
+        "PagedPlan.append": Good(method(_made_plan, "append"), _append_by_plan, _APPENDED, names=_OF_PLAN),
+        "PagedPlan.attention": Good(method(_made_plan, "attention"), _of_plan(_paged), ("out",), names=_OF_PLAN),
+        "PagedPlan.select_attention": Good(method(_made_plan, "select_attention"), _of_plan(_paged_select), ("out",), names=_OF_PLAN),
         "PagedPlan.select_and_attend": Good(
-            _plan_select_and_attend, _of_plan(_select_and_attend), ("out",), names=(*_OF_PLAN, "tables", "minblocks"), sizes=("k", "budget")
+            method(_made_plan, "select_and_attend"), _of_plan(_select_and_attend), ("out",), names=(*_OF_PLAN, "tables", "minblocks"), sizes=("k", "budget")
         ),
     },
     "quest": QUEST | {

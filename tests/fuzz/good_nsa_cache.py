@@ -10,6 +10,7 @@ import numpy as np
 
 from blitz_attn import nsa
 
+from .arena import method
 from .good_nsa import SMALL
 
 
@@ -18,22 +19,6 @@ def _filled(lens: list[int]) -> nsa.NsaCache:
     tokens = np.ones((len(lens), 12, 1, 8), np.float32)
     cache.append(tokens, tokens, lens)
     return cache
-
-
-def _append(k: Any, v: Any, lens: Any = None) -> None:
-    nsa.NsaCache(**SMALL).append(k, v, lens)
-
-
-def _crop(lens: Any) -> None:
-    _filled([12, 9]).crop(lens)
-
-
-def _reorder(indices: Any) -> None:
-    _filled([12, 9]).reorder(indices)
-
-
-def _attend(q: Any, *, lens: Any = None, gates: Any = None, out: Any = None) -> Any:
-    return _filled([12]).attend(q, lens=lens, gates=gates, out=out)
 
 
 def _made(a: Any, v: int) -> dict[str, Any]:
@@ -53,8 +38,8 @@ def _attended(a: Any, v: int) -> dict[str, Any]:
 # By name: a function, the function that makes its arguments, the arguments that it may write to, and more names that refusals may use.
 CACHES: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]], tuple[str, ...], tuple[str, ...]]] = {
     "NsaCache": (nsa.NsaCache, _made, (), tuple(inspect.signature(nsa.nsa).parameters)),
-    "NsaCache.append": (_append, _appended, (), ()),
-    "NsaCache.attend": (_attend, _attended, ("out",), ("k",)),
-    "NsaCache.crop": (_crop, lambda a, v: {"lens": a.integers([10, 9]) if v & 1 else 7}, (), ()),
-    "NsaCache.reorder": (_reorder, lambda a, v: {"indices": a.integers([1, 1, 0])}, (), ()),
+    "NsaCache.append": (method(lambda: nsa.NsaCache(**SMALL), "append"), _appended, (), ()),
+    "NsaCache.attend": (method(lambda: _filled([12]), "attend"), _attended, ("out",), ("k",)),
+    "NsaCache.crop": (method(lambda: _filled([12, 9]), "crop"), lambda a, v: {"lens": a.integers([10, 9]) if v & 1 else 7}, (), ()),
+    "NsaCache.reorder": (method(lambda: _filled([12, 9]), "reorder"), lambda a, v: {"indices": a.integers([1, 1, 0])}, (), ()),
 }

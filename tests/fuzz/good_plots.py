@@ -6,6 +6,7 @@ cannot be read, which is documented. `Profile.save` is not called: it would writ
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import tempfile
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from blitz_attn import plot, sabi, select
+
+from .arena import method
 
 _TABLE = """block_shape H B s_q s_kv D frame(L,R,T,B) sparsity Outputs_equal Ref_Latency_[usec] Our_Latency_[usec]
 64x64 1 1 512 512 64 - 0.00 yes 90.0 100.0
@@ -45,18 +48,12 @@ def _load(path: Any) -> Any:
         return None
 
 
-def _options(layer: Any, *, heads: Any, kv_heads: Any, head_dim: Any) -> Any:
-    return _profile().options(layer, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+def _drawn(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> None:
+        function(*args, **options)
 
-
-def _plot_mask(
-    sabi: Any, columns: Any = None, *, block_shape: Any = None, max_heads: Any = 6, title: Any = None, ax: Any = None, dpi: Any = 120
-) -> None:
-    plot.plot_mask(sabi, columns, block_shape=block_shape, max_heads=max_heads, title=title, ax=ax, dpi=dpi)
-
-
-def _plot_speedup(rows: Any, *, title: Any = None, ax: Any = None, dpi: Any = 120) -> None:
-    plot.plot_speedup(rows, title=title, ax=ax, dpi=dpi)
+    return call
 
 
 def _mask(arena: Any, variety: int) -> dict[str, Any]:
@@ -73,7 +70,7 @@ PLOTS: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]],
     "parse_table": (plot.parse_table, lambda arena, variety: {"text": _TABLE}, ()),
     "speedups": (plot.speedups, _rows, ()),
     "Profile.load": (_load, lambda arena, variety: {"path": _saved()}, ()),
-    "Profile.options": (_options, lambda arena, variety: {"layer": 0, "heads": 2, "kv_heads": 1, "head_dim": 64}, ("profile",)),
+    "Profile.options": (method(_profile, "options"), lambda arena, variety: {"layer": 0, "heads": 2, "kv_heads": 1, "head_dim": 64}, ("profile",)),
 }
 if importlib.util.find_spec("matplotlib") is not None:
-    PLOTS |= {"plot_mask": (_plot_mask, _mask, ()), "plot_speedup": (_plot_speedup, _rows, ())}
+    PLOTS |= {"plot_mask": (_drawn(plot.plot_mask), _mask, ()), "plot_speedup": (_drawn(plot.plot_speedup), _rows, ())}

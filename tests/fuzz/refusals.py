@@ -177,27 +177,14 @@ def _core_prefill(a: Arena, v: int) -> dict[str, Any]:
     call = {"empty": np.empty, "block_shape": (32, 32), "layout": "BNSD", "causal": False, "chooser": "pooled", "pool_q": 8, "pool_k": 8}
     call |= {name: a.floats(1, 2, 64, 8) for name in "qkv"} | {"term": "both", "largest": True, "budget": "density"}
     call |= {"budgets": np.array([0.5]), "sink": 1, "recent": 1, "last_columns": 0, "first_rows": 0, "last_rows": 0, "per_kv_head": False}
-    left_out = (
-        "sabi",
-        "scale",
-        "window",
-        "q_lens",
-        "kv_lens",
-        "cu_seqlens_q",
-        "cu_seqlens_kv",
-        "num_heads",
-        "num_kv_heads",
-        "dtype",
-        "num_threads",
-    )
-    return call | dict.fromkeys(left_out) | {"index_dtype": "int32", "return_scores": False}
+    return dict.fromkeys(x.name for x in OPERATIONS["select_prefill"]) | call | {"index_dtype": "int32", "return_scores": False}
 
 
 def _core_pages(a: Arena, v: int) -> dict[str, Any]:
-    call = {"empty": np.empty, "method": "max", "query": a.floats(1, 2, 8), "a": a.floats(4, 16, 2, 8), "b": None}
+    call = {"empty": np.empty, "method": "max", "query": a.floats(1, 2, 8), "a": a.floats(4, 16, 2, 8)}
     call |= {"tables": a.integers([[0, 1]]), "seq_lens": [20], "k": 2, "block_size": 16, "per_query_head": False, "sink": 0, "recent": [0]}
-    call |= {"budget": [1], "tokens_since_metadata_update": -1, "q_lens": None, "ascending": True, "kv_layout": "NHD"}
-    return call | {"selected_indices": None, "return_counts": False, "return_scores": False, "dtype": None, "num_threads": None}
+    call |= {"budget": [1], "tokens_since_metadata_update": -1, "ascending": True, "kv_layout": "NHD"}
+    return dict.fromkeys(x.name for x in OPERATIONS["select_blocks"]) | call | {"return_counts": False, "return_scores": False}
 
 
 CORE = {
