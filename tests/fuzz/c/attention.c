@@ -67,14 +67,9 @@ void fz_fill_lists(const ba_tensor *t, int64_t columns) {
     if (!fz_backed(t) || t->ndim < 1 || t->dtype < BA_UINT16 || t->dtype > BA_INT64 || fz_elements(t) == 0 || fz_elements(t) > 1e5) return;
     int64_t at[BA_MAX_DIMS] = {0};
     fz_seed();
-    for (bool more = true; more;) {
+    do {
         fill_row(t, at, columns);
-        more = false;
-        for (int i = t->ndim - 2; i >= 0 && !more; i--) {
-            more = ++at[i] < t->dims[i];
-            if (!more) at[i] = 0;
-        }
-    }
+    } while (fz_next(at, t->dims, t->ndim - 1));
     for (int i = 0; i < t->ndim; i++) at[i] = fz_below(t->dims[i]);
     if (fz_unusual()) fz_put(t, at, fz_unusual_number());
     if (fz_unusual()) fz_put(t, at, columns);
@@ -119,18 +114,8 @@ static int64_t sequences(const ba_block_sparse_args *a) { return a->layout == BA
 /* The queries as a slice of a longer sequence. */
 static void draw_slice(ba_block_sparse_args *a, const fz_sizes *s) {
     const int64_t batch = sequences(a), rows = a->layout == BA_TND ? a->q.dims[0] : s->q_len;
-    if (fz_once_in(6)) {
-        int64_t *begin = fz_numbers(batch);
-        for (int64_t b = 0; begin && b < batch; b++) begin[b] = fz_range(-20, 60);
-        if (begin && batch > 0 && fz_unusual()) begin[fz_below(batch)] = fz_unusual_number();
-        a->q_begin = begin;
-    }
-    if (fz_once_in(6)) {
-        int64_t *total = fz_numbers(batch);
-        for (int64_t b = 0; total && b < batch; b++) total[b] = rows + fz_range(0, 20);
-        if (total && batch > 0 && fz_unusual()) total[fz_below(batch)] = fz_unusual_number();
-        a->q_total = total;
-    }
+    if (fz_once_in(6)) a->q_begin = fz_numbers_from(batch, -20, 60);
+    if (fz_once_in(6)) a->q_total = fz_numbers_from(batch, rows, rows + 20);
 }
 
 /* Fills a tensor of 2 or 3 axes with runs of so many keys, most of which are not empty. */
@@ -165,13 +150,11 @@ ba_tensor fz_mask(const int64_t *sizes) {
     const ba_tensor t = fz_tensor(FZ_INPUT, (ba_dtype)fz_pick(dtypes, 5), 4, dims, FZ_FREE_LAST);
     if (t.dtype != BA_BOOL || t.ndim != 4 || !fz_backed(&t) || fz_elements(&t) == 0 || fz_elements(&t) > 1e5) return t;
     fz_seed();
-    int64_t at[4];
-    for (at[0] = 0; at[0] < t.dims[0]; at[0]++)
-        for (at[1] = 0; at[1] < t.dims[1]; at[1]++)
-            for (at[2] = 0; at[2] < t.dims[2]; at[2]++) {
-                const uint32_t hidden = fz_random() % 4; /* of a row: all, none, or about half */
-                for (at[3] = 0; at[3] < t.dims[3]; at[3]++) fz_put(&t, at, hidden == 0 ? 0 : hidden == 1 ? 1 : fz_random() % 2 * 255);
-            }
+    int64_t at[4] = {0};
+    do {
+        const uint32_t hidden = fz_random() % 4; /* of a row: all, none, or about half */
+        for (at[3] = 0; at[3] < t.dims[3]; at[3]++) fz_put(&t, at, hidden == 0 ? 0 : hidden == 1 ? 1 : fz_random() % 2 * 255);
+    } while (fz_next(at, t.dims, 3));
     return t;
 }
 
@@ -270,11 +253,11 @@ bool fz_is_heavy(const ba_block_sparse_args *a) {
     return q + k + v > 3e5 || q * (k + v) / dim > 2e7;
 }
 
-static ba_status check_forward(const void *args) {
+ba_status fz_check_forward(const void *args) {
     ba_tensor out, lse;
     return ba_block_sparse_check(args, &out, &lse);
 }
-static ba_status forward(const void *args) { return ba_block_sparse_attention(args); }
+ba_status fz_forward(const void *args) { return ba_block_sparse_attention(args); }
 
 static ba_status check_backward(const void *args) {
     ba_tensor dq, dk, dv;
@@ -325,10 +308,10 @@ void fz_attention(void) {
         fz_count_skipped(FZ_FORWARD);
         return;
     }
-    const bool good = fz_run(FZ_FORWARD_CHECK, check_forward, &a, &a.num_threads);
+    const bool good = fz_run(FZ_FORWARD_CHECK, fz_check_forward, &a, &a.num_threads);
     a.out = draw_array(FZ_OUTPUT, &s, a.unrounded ? real_of(s.dtype) : s.dtype, s.heads, s.q_len, s.v_dim, 0);
     if (!fz_once_in(4)) a.lse = draw_lse(FZ_OUTPUT, &s);
-    const bool accepted = fz_run(FZ_FORWARD, forward, &a, &a.num_threads);
+    const bool accepted = fz_run(FZ_FORWARD, fz_forward, &a, &a.num_threads);
     if (accepted && !good) fz_fail("expected what the check refuses to be refused, got a result");
     if (accepted && fz_once_in(3)) fz_compare_forward(&a);
     if (fz_once_in(3) && (!a.unrounded || fz_unusual())) run_backward(&a, &s);

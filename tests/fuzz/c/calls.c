@@ -7,28 +7,8 @@
 
 #include "memory.h"
 
-static const char *const names[FZ_OPS] = {"block_sparse_check",
-                                          "block_sparse_attention",
-                                          "block_sparse_backward_check",
-                                          "block_sparse_attention_backward",
-                                          "paged_check",
-                                          "paged_attention",
-                                          "quest_metadata",
-                                          "select_blocks quest",
-                                          "select_blocks mean",
-                                          "select_blocks max",
-                                          "select_blocks other",
-                                          "block_means",
-                                          "block_means_backward",
-                                          "gate",
-                                          "gate_backward",
-                                          "nsa_select",
-                                          "select_prefill",
-                                          "list_kept",
-                                          "merge_states",
-                                          "append_kv",
-                                          "quantize_kv",
-                                          "settings"};
+#define NAME(op, name) name,
+static const char *const names[FZ_OPS] = {FZ_EACH_OP(NAME)};
 static struct {
     int64_t accepted, refused, skipped, compared;
 } counts[FZ_OPS];
@@ -120,15 +100,6 @@ static bool is_nan(const char *element, ba_dtype dtype) {
     return (bits & magnitude[dtype]) > infinity[dtype];
 }
 
-/* Moves to the next element, in C order. Returns false after the last one. */
-static bool next_place(const ba_tensor *t, int64_t *at) {
-    for (int i = t->ndim - 1; i >= 0; i--) {
-        if (++at[i] < t->dims[i]) return true;
-        at[i] = 0;
-    }
-    return false;
-}
-
 static int64_t offset_of(const fz_block *b, const int64_t *at, int64_t size) {
     int64_t offset = (char *)b->tensor.data - b->memory;
     for (int i = 0; i < b->tensor.ndim; i++) offset += at[i] * b->tensor.strides[i] * size;
@@ -144,7 +115,7 @@ static void mark_elements(int index, char *own) {
         const int64_t offset = offset_of(b, at, (int64_t)size);
         for (size_t i = 0; i < size; i++)
             if (own[offset + (int64_t)i]++) fz_fail("block %d: expected a refusal of an output whose elements share memory", index);
-    } while (next_place(&b->tensor, at));
+    } while (fz_next(at, b->tensor.dims, b->tensor.ndim));
 }
 
 /* Compares the result of the second run with that of the first: elements must be the same, and all other bytes must be what they were before each
@@ -169,7 +140,7 @@ static void compare_output(int index) {
             fz_fail("block %d: expected every element written, and the same for any number of threads, got %" PRIx64 " and %" PRIx64 " at (%" PRId64
                     ", %" PRId64 ", %" PRId64 ", %" PRId64 ")",
                     index, bits[0], bits[1], at[0], at[1], at[2], at[3]);
-        } while (next_place(t, at));
+        } while (fz_next(at, t->dims, t->ndim));
         for (size_t i = 0; i < b->bytes; i++)
             if (!own[i] && ((unsigned char)b->copy[i] != FIRST || (unsigned char)b->memory[i] != SECOND))
                 fz_fail("block %d: expected nothing written between elements, got byte %zu", index, i);

@@ -72,12 +72,6 @@ static ba_status list(const void *args) {
     return ba_list_kept(&a->kept, &a->lists);
 }
 
-static ba_status forward(const void *args) { return ba_block_sparse_attention(args); }
-static ba_status check_forward(const void *args) {
-    ba_tensor out, lse;
-    return ba_block_sparse_check(args, &out, &lse);
-}
-
 /* Writes what was chosen as lists, which attention must accept where it accepts the same call without lists. */
 static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     static const int64_t dtypes[] = {BA_INT32, BA_UINT16, BA_INT16, BA_INT64};
@@ -113,9 +107,9 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     ba_tensor out, lse;
     if (ba_block_sparse_check(&call, &out, &lse) != BA_OK || s->dim != s->v_dim) return;
     call.blocks = l.lists;
-    if (!fz_run(FZ_FORWARD_CHECK, check_forward, &call, &call.num_threads)) fz_fail("expected lists that attention accepts, got a refusal");
+    if (!fz_run(FZ_FORWARD_CHECK, fz_check_forward, &call, &call.num_threads)) fz_fail("expected lists that attention accepts, got a refusal");
     call.out = fz_tensor(FZ_OUTPUT, out.dtype, out.ndim, out.dims, FZ_PLAIN);
-    fz_run(FZ_FORWARD, forward, &call, &call.num_threads);
+    fz_run(FZ_FORWARD, fz_forward, &call, &call.num_threads);
 }
 
 static ba_status choose(const void *args) { return ba_select_prefill(args); }

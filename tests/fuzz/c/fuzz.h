@@ -53,6 +53,8 @@ ba_tensor fz_tensor(fz_role role, ba_dtype dtype, int ndim, const int64_t *dims,
 /* An array of `count` elements in memory of its own; NULL where `count` is negative or too large. */
 void *fz_array(int64_t count, size_t size);
 int64_t *fz_numbers(int64_t count);
+/* NULL, or `count` numbers from lo to hi; an unusual one where the input says so. */
+int64_t *fz_numbers_from(int64_t count, int64_t lo, int64_t hi);
 /* NULL, or batch + 1 cumulative numbers from 0 to total; unusual ones where the input says so. */
 int64_t *fz_cumulative(int64_t batch, int64_t total);
 /* NULL, or `count` lengths from 0 to most; unusual ones where the input says so. */
@@ -65,33 +67,38 @@ bool fz_backed(const ba_tensor *t); /* whether the tensor has the memory that it
 double fz_elements(const ba_tensor *t);
 void fz_put(const ba_tensor *t, const int64_t *at, int64_t value); /* sets an element of a tensor of integers, or of BA_BOOL */
 double fz_get(const ba_tensor *t, const int64_t *at);              /* an element */
+bool fz_next(int64_t *at, const int64_t *dims, int ndim);          /* moves to the next place in C order; false after the last one */
 
 /* ---- Calls (calls.c) --------------------------------------------------------------------------------------------------- */
 
+/* The calls that are counted, and what they are called in reports. */
+#define FZ_EACH_OP(OP)                                                                                                                               \
+    OP(FORWARD_CHECK, "block_sparse_check")                                                                                                          \
+    OP(FORWARD, "block_sparse_attention")                                                                                                            \
+    OP(BACKWARD_CHECK, "block_sparse_backward_check")                                                                                                \
+    OP(BACKWARD, "block_sparse_attention_backward")                                                                                                  \
+    OP(PAGED_CHECK, "paged_check")                                                                                                                   \
+    OP(PAGED, "paged_attention")                                                                                                                     \
+    OP(QUEST_METADATA, "quest_metadata")                                                                                                             \
+    OP(SELECT_QUEST, "select_blocks quest")                                                                                                          \
+    OP(SELECT_MEAN, "select_blocks mean")                                                                                                            \
+    OP(SELECT_MAX, "select_blocks max")                                                                                                              \
+    OP(SELECT_ODD, "select_blocks other")                                                                                                            \
+    OP(BLOCK_MEANS, "block_means")                                                                                                                   \
+    OP(BLOCK_MEANS_BACKWARD, "block_means_backward")                                                                                                 \
+    OP(GATE, "gate")                                                                                                                                 \
+    OP(GATE_BACKWARD, "gate_backward")                                                                                                               \
+    OP(NSA_SELECT, "nsa_select")                                                                                                                     \
+    OP(CHOOSE, "select_prefill")                                                                                                                     \
+    OP(LIST_KEPT, "list_kept")                                                                                                                       \
+    OP(MERGE, "merge_states")                                                                                                                        \
+    OP(APPEND, "append_kv")                                                                                                                          \
+    OP(QUANTISE, "quantize_kv")                                                                                                                      \
+    OP(SETTINGS, "settings")
+
 typedef enum fz_op {
-    FZ_FORWARD_CHECK,
-    FZ_FORWARD,
-    FZ_BACKWARD_CHECK,
-    FZ_BACKWARD,
-    FZ_PAGED_CHECK,
-    FZ_PAGED,
-    FZ_QUEST_METADATA,
-    FZ_SELECT_QUEST,
-    FZ_SELECT_MEAN,
-    FZ_SELECT_MAX,
-    FZ_SELECT_ODD,
-    FZ_BLOCK_MEANS,
-    FZ_BLOCK_MEANS_BACKWARD,
-    FZ_GATE,
-    FZ_GATE_BACKWARD,
-    FZ_NSA_SELECT,
-    FZ_CHOOSE,
-    FZ_LIST_KEPT,
-    FZ_MERGE,
-    FZ_APPEND,
-    FZ_QUANTISE,
-    FZ_SETTINGS,
-    FZ_OPS
+#define FZ_NUMBER(op, name) FZ_##op,
+    FZ_EACH_OP(FZ_NUMBER) FZ_OPS
 } fz_op;
 
 typedef ba_status (*fz_fn)(const void *args);
@@ -124,6 +131,8 @@ typedef struct fz_sizes {
 /* Draws all arguments of a call of block-sparse attention but out and lse, and the sizes that they have where nothing is unusual. */
 void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s);
 bool fz_is_heavy(const ba_block_sparse_args *a); /* whether the call might take long */
+ba_status fz_forward(const void *args);          /* of ba_block_sparse_args */
+ba_status fz_check_forward(const void *args);
 
 /* Fills a tensor of integers, of 1 to 4 axes, with rows of lists over so many columns; some have an entry that the call must refuse. */
 void fz_fill_lists(const ba_tensor *t, int64_t columns);

@@ -275,6 +275,13 @@ void *fz_array(int64_t count, size_t size) {
 
 int64_t *fz_numbers(int64_t count) { return fz_array(count, sizeof(int64_t)); }
 
+int64_t *fz_numbers_from(int64_t count, int64_t lo, int64_t hi) {
+    int64_t *numbers = fz_numbers(count);
+    for (int64_t b = 0; numbers && b < count; b++) numbers[b] = fz_range(lo, hi);
+    if (numbers && count > 0 && fz_unusual()) numbers[fz_below(count)] = fz_unusual_number();
+    return numbers;
+}
+
 int64_t *fz_cumulative(int64_t batch, int64_t total) {
     if (fz_unusual() || batch == INT64_MAX) return NULL;
     int64_t *cu = fz_numbers(batch + 1);
@@ -296,4 +303,12 @@ int64_t *fz_lengths(int64_t count, int64_t most) {
     if (lengths && count > 0 && fz_unusual()) lengths[fz_below(count)] = fz_unusual_number();
     if (lengths && count > 0 && fz_unusual()) lengths[fz_below(count)] = most + 1;
     return lengths;
+}
+
+bool fz_next(int64_t *at, const int64_t *dims, int ndim) {
+    for (int i = ndim - 1; i >= 0; i--) {
+        if (++at[i] < dims[i]) return true;
+        at[i] = 0;
+    }
+    return false;
 }

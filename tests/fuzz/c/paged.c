@@ -149,12 +149,7 @@ void fz_paged(void) {
         if (sinks && a.q.dims[1] > 0 && fz_unusual()) sinks[fz_below(a.q.dims[1])] = (float)fz_unusual_real();
         a.sinks = sinks;
     }
-    if (fz_once_in(5)) {
-        int64_t *begin = fz_numbers(a.batch);
-        for (int64_t b = 0; begin && b < a.batch; b++) begin[b] = fz_range(-10, 60);
-        if (begin && a.batch > 0 && fz_unusual()) begin[fz_below(a.batch)] = fz_unusual_number();
-        a.q_begin = begin;
-    }
+    if (fz_once_in(5)) a.q_begin = fz_numbers_from(a.batch, -10, 60);
     if (fz_once_in(6)) {
         const int64_t ranges[] = {s.queries, 2};
         a.kv_ranges = fz_tensor(FZ_INPUT, fz_once_in(2) ? BA_INT32 : BA_INT64, 2, ranges, FZ_FREE_LAST);
