@@ -503,12 +503,7 @@ def select_blocks(
     >>> blitz_attn.paged_select_attention(drafts, k_cache, k_cache, tables, seq_lens, selected, counts=counts, q_lens=[3]).shape
     (3, 4, 64)
     """
-    return select_pages(
-        q, source, tables, seq_lens, k, budget=budget, method=method, sink=sink, recent=recent, per_query_head=per_query_head,
-        dense_below=dense_below, tokens_since_metadata_update=tokens_since_metadata_update, q_lens=q_lens, ascending=ascending,
-        block_size=block_size, kv_layout=kv_layout, return_scores=return_scores, k_scale=k_scale, dtype=dtype, kv_dtype=kv_dtype,
-        num_threads=num_threads,
-    )  # fmt: skip
+    return select_pages(**locals())
 
 
 def select_and_attend(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -25,6 +26,11 @@ class Options:
     kv_ranges: Any = None
     dtype: Any = None
     num_threads: Any = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The options among the arguments of a function, of which some may have other names."""
+        return cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -305,11 +305,7 @@ def select_and_attend_prefill(
     >>> out.shape, round(blitz_attn.sabi.density(sabi, 16) * 16 * 16 / 136, 2)
     ((1, 2, 1024, 64), 0.4)
     """
-    options = Options(
-        block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, q_begin=q_begin,
-        kv_ranges=kv_ranges, dtype=dtype, num_threads=num_threads,
-    )  # fmt: skip
+    options = Options.of(locals())
     with_lse, with_sabi = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_sabi, "return_sabi")  # before out is written
     sabi = select_blocks_prefill(
         q, k, chooser=chooser, density=density, top_p=top_p, threshold=threshold, top_k=top_k, sink=sink, recent=recent,

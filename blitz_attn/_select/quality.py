@@ -213,12 +213,7 @@ def recall(
     ((1, 2, 8), True)
     """
     attn_mask, alibi_slopes = _arrays.detached(attn_mask, alibi_slopes)
-    options = JudgingOptions(
-        block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, q_begin=q_begin,
-        kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, softcap=softcap, dtype=dtype,
-        num_threads=num_threads,
-    )  # fmt: skip
+    options = JudgingOptions.of(locals())
     q, k = _arrays.detached(q, k)  # a measure has no gradient
     every, v = checked(sabi, every, layout), narrow(k, layout)
     rows = _arrays.shape_of(sabi)[2]
@@ -296,12 +291,7 @@ def output_error(
     (True, True)
     """
     attn_mask, alibi_slopes, sinks = _arrays.detached(attn_mask, alibi_slopes, sinks)
-    options = JudgingOptions(
-        block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, q_begin=q_begin,
-        kv_ranges=kv_ranges, attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks, softcap=softcap, dtype=dtype,
-        num_threads=num_threads,
-    )  # fmt: skip
+    options = JudgingOptions.of(locals())
     q, k, v = _arrays.detached(q, k, v)
     every = checked(sabi, every, layout)
     of_list = attended_kept(q, k, v, sabi, every, options)

@@ -11,7 +11,7 @@ from numpy import ndarray
 from .._arrays import array as array_of
 from .._arrays import choice, dtype_name, falls, flag, integer, integers
 from .._names import LAYOUTS
-from .._sabi.lists import PAD_UINT16, blocks_of, checked_shape, two_integers
+from .._sabi.lists import PAD_UINT16, at_least_one, blocks_of, checked_shape, two_integers
 from .._sabi.lists import check as check_lists
 from ._dispatch import Cut
 from ._lazy import computed_once
@@ -46,13 +46,13 @@ class Problem:
         self.causal = flag(causal, "causal")
         expected = "two numbers of tokens (before, after), -1 for no bound"
         self.window = None if window is None else two_integers(window, "window", expected, -1)
-        self.heads = _positive(num_heads, "num_heads")
-        self.kv_heads = self.heads if num_kv_heads is None else _positive(num_kv_heads, "num_kv_heads")
+        self.heads = at_least_one(num_heads, "num_heads")
+        self.kv_heads = self.heads if num_kv_heads is None else at_least_one(num_kv_heads, "num_kv_heads")
         if self.heads % self.kv_heads:
             raise ValueError(f"num_heads: expected a multiple of num_kv_heads = {self.kv_heads}, got {self.heads}")
         self.group = self.heads // self.kv_heads
-        self.head_dim = _positive(head_dim, "head_dim")
-        self.head_dim_v = self.head_dim if head_dim_v is None else _positive(head_dim_v, "head_dim_v")
+        self.head_dim = at_least_one(head_dim, "head_dim")
+        self.head_dim_v = self.head_dim if head_dim_v is None else at_least_one(head_dim_v, "head_dim_v")
         name = dtype_name(dtype)
         self.dtype: str = name if name in ITEMSIZES else _dtype_name_of(dtype)
         if self.dtype not in ITEMSIZES:
@@ -95,8 +95,8 @@ class Problem:
                 raise ValueError(f"{name}: expected none with layout {self.layout}, whose lengths are q_lens and kv_lens, got some")
         if s_q is None:
             raise TypeError(f"s_q: expected the number of queries of the whole sequence with layout {self.layout}, got None")
-        self.batch = 1 if batch is None else _positive(batch, "batch")
-        self.longest = _positive(s_q, "s_q"), _positive(s_q if s_kv is None else s_kv, "s_kv")
+        self.batch = 1 if batch is None else at_least_one(batch, "batch")
+        self.longest = at_least_one(s_q, "s_q"), at_least_one(s_q if s_kv is None else s_kv, "s_kv")
         self.q_lens = _lengths(q_lens, "q_lens", self.batch, self.longest[0])
         self.kv_lens = _lengths(kv_lens, "kv_lens", self.batch, self.longest[1])
         self.q_sizes = np.full(self.batch, self.longest[0])
@@ -296,13 +296,6 @@ class Problem:
         start = self.cu_kv[entry] if self.layout == "TND" else np.zeros_like(entry)
         valid = self.kv_valid[entry]
         return entry, start + np.minimum(column * block_kv, valid), start + np.minimum((column + 1) * block_kv, valid)
-
-
-def _positive(x: Any, name: str) -> int:
-    value = integer(x, name)
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return value
 
 
 def _dtype_name_of(dtype: Any) -> str:
