@@ -218,3 +218,33 @@ def dressed(array: np.ndarray, dtype: str, kind: str) -> Any:
         own = {"bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}.get(dtype)
         return tensor if own is None else tensor.view(own)
     return array
+
+
+def check_kind(what: str, got: Any, dtype: str, kind: str) -> None:
+    """Checks that the kind and the dtype of a result are those of the arguments."""
+    if kind == "torch":
+        import torch
+
+        if not isinstance(got, torch.Tensor) or str(got.dtype) != f"torch.{dtype}":
+            raise Finding(f"{what}: {type(got).__name__} of {getattr(got, 'dtype', None)} for torch tensors of {dtype}")
+        return
+    named = ("bfloat16" if kind == "ml_dtypes" else "uint16") if dtype == "bfloat16" else dtype
+    if not isinstance(got, np.ndarray) or str(got.dtype) != named:
+        raise Finding(f"{what}: {type(got).__name__} of {getattr(got, 'dtype', None)} for {kind} arrays of {dtype}")
+
+
+# ---- Lists of integers ------------------------------------------------------------------------------------------------
+
+INTEGERS_AS = ("list", "tuple", "int32", "int64", "strided")
+
+
+def as_integers(draw: Draw, name: str, numbers: Any) -> Any:
+    """Lengths as a list or as an array of a drawn kind."""
+    return integers_as(draw.pick(f"{name}.as", INTEGERS_AS), numbers)
+
+
+def integers_as(how: str, numbers: Any) -> Any:
+    plain = np.asarray(numbers, np.int64)
+    if how in ("list", "tuple"):
+        return tuple(plain.tolist()) if how == "tuple" else plain.tolist()
+    return np.repeat(plain, 2)[::2] if how == "strided" else plain.astype(how)

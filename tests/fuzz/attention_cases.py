@@ -231,15 +231,6 @@ def listed(
     return np.where(place < counts[..., None], order[..., :width], pads).astype(dtype)
 
 
-def _numbers(values: np.ndarray, kind: str) -> Any:
-    """Lengths as a sequence of that kind."""
-    if kind in ("list", "tuple"):
-        return [list, tuple][kind == "tuple"](values.tolist())
-    if kind == "strided":
-        return np.repeat(values, 2)[::2]
-    return values.astype(kind)
-
-
 def rules(case: Case, kinds: dict[str, str]) -> dict[str, Any]:
     """The options of the call that say what is computed; `kinds` says as which kind of sequence the lengths are passed."""
     p = case.problem
@@ -250,13 +241,13 @@ def rules(case: Case, kinds: dict[str, str]) -> dict[str, Any]:
         options["window"] = p.window
     for name, lens, given in (("q", p.q_lens, case.has_q_lens), ("kv", p.kv_lens, case.has_kv_lens)):
         if case.layout == "TND":
-            options[f"cu_seqlens_{name}"] = _numbers(np.concatenate([[0], np.cumsum(lens)]), kinds.get(name, "list"))
+            options[f"cu_seqlens_{name}"] = arrays.integers_as(kinds.get(name, "list"), np.concatenate([[0], np.cumsum(lens)]))
         elif given:
-            options[f"{name}_lens"] = _numbers(lens, kinds.get(name, "list"))
+            options[f"{name}_lens"] = arrays.integers_as(kinds.get(name, "list"), lens)
     for name, numbers in (("q_begin", p.begin), ("q_total", p.total)):
         if numbers is not None:
             equal = numbers.size > 0 and (numbers == numbers[0]).all()
-            options[name] = int(numbers[0]) if equal else _numbers(numbers, kinds.get(name, "list"))
+            options[name] = int(numbers[0]) if equal else arrays.integers_as(kinds.get(name, "list"), numbers)
     if p.ranges is not None:
         options["kv_ranges"] = laid_out(p.ranges[:, None], "TND", p.q_lens)[:, 0] if case.layout == "TND" else p.ranges
     if p.mask is not None:
@@ -350,19 +341,6 @@ class Arguments:
 # ---- Results ------------------------------------------------------------------------------------------------------
 
 
-def check_kind(what: str, got: Any, like: Any, dtype: str) -> None:
-    """Checks that a result is of q's kind of array and of the dtype."""
-    kind = type(got).__module__.partition(".")[0]
-    if type(like).__module__.partition(".")[0] == "torch":
-        expected = "torch", f"torch.{dtype}"
-    elif isinstance(like, np.ndarray) and like.dtype == np.uint16 and dtype == "bfloat16":
-        expected = "numpy", "uint16"
-    else:
-        expected = "numpy", dtype
-    if (kind, str(got.dtype)) != expected:
-        raise Finding(f"{what}: {kind} {got.dtype} where {' '.join(expected)} was expected")
-
-
 class Outputs:
     """The outputs of a call: those in `given` are drawn views, filled with poison; the package makes the others."""
 
@@ -374,13 +352,16 @@ class Outputs:
 
     def check(self, results: dict[str, Any]) -> None:
         """Checks what a call promises whatever its numbers are."""
+        like = self.made.arrays["q"]
+        bits = "bits" if getattr(like, "dtype", None) == np.uint16 else "ml_dtypes"
+        kind = "torch" if type(like).__module__.partition(".")[0] == "torch" else bits
         for name, got in results.items():
             if name in self.given:
                 if got is not self.given[name]:
                     raise Finding(f"{name}: another object than the one that was given")
                 self.placed[name].check_around()
             else:
-                check_kind(name, got, self.made.arrays["q"], self.dtypes[name])
+                arrays.check_kind(name, got, self.dtypes[name], kind)
             if tuple(got.shape) != self.shapes[name]:
                 raise Finding(f"{name}: shape {tuple(got.shape)} where {self.shapes[name]} was expected")
         self.made.check_unchanged()
@@ -441,6 +422,25 @@ def slice_of(case: Case, rows: slice) -> Case:
         mask=p.mask if p.mask is None or p.mask.shape[2] == 1 else p.mask[:, :, rows],
     )
     return dataclasses.replace(case, problem=problem, has_q_lens=True)
+
+
+def draw_alone(draw: Draw, case: Case, layout: str) -> tuple[int, Case] | None:
+    """A batch entry, if there is one, and a call on it alone, in this layout and with other padding."""
+    pads = draw.pick("alone.pad_q", (0, 1, 70)), draw.pick("alone.pad_kv", (0, 1, 70))
+    if not len(case.problem.q):
+        return None
+    b = int(draw.rng("alone.entry").integers(len(case.problem.q)))
+    return b, alone(case, b, layout, *pads)
+
+
+def draw_slice(draw: Draw, case: Case) -> tuple[slice, Case] | None:
+    """Some queries, if there are any, and a call on these alone."""
+    rng, block_q, s_q = draw.rng("slice"), case.problem.block_shape[0], case.problem.q.shape[2]
+    if s_q == 0:
+        return None
+    first = int(rng.integers(-(-s_q // block_q))) * block_q
+    rows = slice(first, min(s_q, first + int(rng.choice([1, block_q, 3 * block_q, s_q]))))
+    return rows, slice_of(case, rows)
 
 
 def rows_of(x: np.ndarray, layout: str, heads: int, lens: np.ndarray, b: int, *, numbers: bool = False) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import blitz_attn
 
 from . import arrays, checks
-from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of, slice_of
+from .attention_cases import LAYOUTS, Arguments, Case, Outputs, draw_alone, draw_case, draw_slice, laid_out, plain_arguments, rows_of
 from .attention_oracle import Attention, forward
 from .draw import Draw
 from .problems import Finding, problem
@@ -115,13 +115,10 @@ def block_sparse_attention(draw: Draw) -> None:
 
 def check_slice(draw: Draw, case: Case, out: Any, lse: Any, out_dtype: str) -> None:
     """Compares some rows with a call on these rows alone."""
-    p, rng = case.problem, draw.rng("slice")
-    block_q, s_q = p.block_shape[0], p.q.shape[2]
-    if s_q == 0:
+    p, drawn = case.problem, draw_slice(draw, case)
+    if drawn is None:
         return
-    first = int(rng.integers(-(-s_q // block_q))) * block_q
-    rows = slice(first, min(s_q, first + int(rng.choice([1, block_q, 3 * block_q, s_q]))))
-    part = slice_of(case, rows)
+    (rows, part), first = drawn, drawn[0].start
     again = attend(part, draw.rng("again"), draw.pick("other_threads", checks.THREADS), out_dtype)
     for b in range(len(p.q_lens)):
         end = min(int(p.q_lens[b]), rows.stop)
@@ -151,14 +148,11 @@ def check_rounded(case: Case, out: Any, out_dtype: str, rng: np.random.Generator
 
 def check_alone(draw: Draw, case: Case, out: Any, lse: Any, out_dtype: str) -> None:
     """Compares one batch entry with a call on this entry alone, in another layout and with other padding."""
-    p = case.problem
-    batch, heads = p.q.shape[:2]
-    layout = draw.pick("alone.layout", ("BNSD", "BSND", "BSH", "TND"))
-    pads = draw.pick("alone.pad_q", (0, 1, 70)), draw.pick("alone.pad_kv", (0, 1, 70))
-    if batch == 0:
+    p, layout = case.problem, draw.pick("alone.layout", LAYOUTS)
+    drawn = draw_alone(draw, case, layout)
+    if drawn is None:
         return
-    b = int(draw.rng("alone.entry").integers(batch))
-    single = alone(case, b, layout, *pads)
+    (b, single), heads = drawn, p.q.shape[1]
     again = attend(single, draw.rng("again"), 1, out_dtype)
     clear = ~case.hit[b, :, : int(p.q_lens[b])]  # a NaN may be another one
     results = [(arrays.stored(arrays.values_of(out, out_dtype), out_dtype), again[0], False)]

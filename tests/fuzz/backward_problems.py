@@ -10,7 +10,7 @@ import numpy as np
 import blitz_attn
 
 from . import arrays, checks
-from .attention_cases import Arguments, Case, Outputs, alone, draw_case, laid_out, plain_arguments, rows_of, slice_of
+from .attention_cases import Arguments, Case, Outputs, draw_alone, draw_case, draw_slice, laid_out, plain_arguments, rows_of
 from .attention_oracle import Forward, Gradients, backward, forward
 from .draw import Draw
 from .problems import Finding, problem
@@ -156,13 +156,10 @@ def block_sparse_attention_backward(draw: Draw) -> None:
 
 def check_slice(draw: Draw, case: Case, given: Given, dq: Any) -> None:
     """Compares some rows of dq with a call on these rows alone."""
-    p, rng = case.problem, draw.rng("slice")
-    block_q, s_q = p.block_shape[0], p.q.shape[2]
-    if s_q == 0:
+    p, drawn = case.problem, draw_slice(draw, case)
+    if drawn is None:
         return
-    first = int(rng.integers(-(-s_q // block_q))) * block_q
-    rows = slice(first, min(s_q, first + int(rng.choice([1, block_q, 3 * block_q, s_q]))))
-    part = slice_of(case, rows)
+    (rows, part), first = drawn, drawn[0].start
     again = gradients(part, Given(*(None if x is None else x[:, :, rows] for x in given)), draw.rng("again"))[0]
     ours = arrays.stored(arrays.values_of(dq, p.dtype), p.dtype)
     for b in range(len(p.q_lens)):
@@ -204,13 +201,10 @@ def check_sums(draw: Draw, case: Case, given: Given, found: tuple[Any, Any, Any]
 
 def check_alone(draw: Draw, case: Case, given: Given, got: dict[str, Any]) -> None:
     """Compares one batch entry with a call on this entry alone, with other padding."""
-    p = case.problem
-    batch, heads = p.q.shape[:2]
-    pads = draw.pick("alone.pad_q", (0, 1, 70)), draw.pick("alone.pad_kv", (0, 1, 70))
-    if batch == 0:
+    p, drawn = case.problem, draw_alone(draw, case, case.layout)
+    if drawn is None:
         return
-    b = int(draw.rng("alone.entry").integers(batch))
-    single = alone(case, b, case.layout, *pads)
+    (b, single), heads = drawn, p.q.shape[1]
     s_q = single.problem.q.shape[2]
 
     def cut(x: np.ndarray | None) -> np.ndarray | None:

@@ -10,8 +10,8 @@ import blitz_attn
 
 from . import arrays, checks
 from . import quest_oracle as oracle
+from .arrays import INTEGERS_AS, integers_as
 from .draw import Discard, Draw
-from .nsa_draws import CU_KINDS, integers_as
 from .paged_oracle import Paged, attend
 from .problems import Finding, problem
 from .quest_draws import Held, pages_for
@@ -177,7 +177,7 @@ class Append:
     """A drawn call. The tokens go to the given slots, or to the last places of their requests."""
 
     def __init__(self, draw: Draw, finite: bool):
-        self.numbers_as, self.threads = draw.pick("numbers.as", CU_KINDS), checks.threads(draw)
+        self.numbers_as, self.threads = draw.pick("numbers.as", INTEGERS_AS), checks.threads(draw)
         cache_dtype = draw.pick("cache", (*arrays.FLOATS, *LARGEST))
         cache_kind = draw.pick("cache_kind", tuple(x for x in arrays.kinds_for(cache_dtype) if x != "dlpack"))
         self.cache_dtype, self.hnd = cache_dtype, draw.pick("kv_layout", ("NHD", "HND")) == "HND"

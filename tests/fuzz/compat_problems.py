@@ -13,10 +13,11 @@ from blitz_attn.compat import mslk, torch_bsa
 
 from . import arrays, checks
 from . import nsa_oracle as oracle
-from .attention_cases import laid_out
+from .arrays import as_integers, check_kind
+from .attention_cases import laid_out, listed
 from .attention_oracle import Attention, forward
 from .draw import Discard, Draw
-from .nsa_draws import Setting, as_integers, draw_rules, kind_of
+from .nsa_draws import Setting, draw_rules
 from .nsa_oracle import Arithmetic, Near, exact
 from .problems import Finding, problem
 
@@ -53,12 +54,7 @@ def draw_blocks(draw: Draw, heads: int, lens: list[tuple[int, int]], s_q: int, s
         return None, None
     rows, columns = -(-s_q // shape[0]), -(-s_kv // shape[1])
     kept = rng.random((len(lens), heads, rows, columns)) < share
-    most = columns if width == "columns" else int(kept.sum(-1).max(initial=0))
-    lists = np.full((len(lens), heads, rows, most), -1, np.int64)
-    for index in np.ndindex(kept.shape[:3]):
-        places = rng.permutation(np.flatnonzero(kept[index]))
-        lists[index][: len(places)] = places
-    lists = lists.astype(dtype)
+    lists = listed(kept, dtype, rng, extra=columns - int(kept.sum(-1).max(initial=0)) if width == "columns" else 0, shuffled=True)
     return lists[0] if how == "three" and len(lens) == 1 else lists, kept
 
 
@@ -99,7 +95,7 @@ def blitz_sparse_attention(draw: Draw) -> None:
             q_lens, kv_lens = packed_q, packed_kv
             q_given, kv_given = (as_integers(draw, f"{name}.sums", np.cumsum(x)) for name, x in (("q", q_lens), ("kv", kv_lens)))
             s_q, s_kv = max(q_lens, default=0), max(kv_lens, default=0)
-        sabi, listed = draw_blocks(draw, heads, list(zip(q_lens, kv_lens, strict=True)), s_q, s_kv, shape)
+        sabi, blocks = draw_blocks(draw, heads, list(zip(q_lens, kv_lens, strict=True)), s_q, s_kv, shape)
 
         tensors: dict[str, Any] = {}
         for name, n, count, width in (("query", s_q, heads, dim), ("key", s_kv, kv_heads, dim), ("value", s_kv, kv_heads, v_dim)):
@@ -140,13 +136,13 @@ def blitz_sparse_attention(draw: Draw) -> None:
             out, lse = torch_bsa.blitz_sparse_attention(*given, **left)
     for _, placed, _ in tensors.values():
         placed.check_unchanged()
-    kind_of("attention_out", out, dtype, kind)
+    check_kind("attention_out", out, dtype, kind)
     with_lse = bool(options["softmax_lse_flag"]) and form != "TND"
     window = (NO_BOUND if pre is None else pre, after or 0) if rule == 4 else None
     lens = [np.array(x, np.int64) for x in (q_lens, kv_lens)]
     values = (np.nan_to_num(x) for x, _, _ in tensors.values())
     begin = np.zeros(batch, np.int64) if rule == 2 else None
-    p = Attention(dtype, *values, *lens, listed, shape, 1.0 if scale is None else scale, rule in (2, 3), window, begin)
+    p = Attention(dtype, *values, *lens, blocks, shape, 1.0 if scale is None else scale, rule in (2, 3), window, begin)
     f, form_out = forward(p), "BSND" if layout == "BNSD_BSND" else form
     expected, allowed = (laid_out(x, form_out, lens[0]) for x in (f.out, f.allowed_out))
     checks.near("attention_out", arrays.values_of(out, dtype), expected, allowed)
@@ -154,7 +150,7 @@ def blitz_sparse_attention(draw: Draw) -> None:
         if tuple(lse.shape) != (0,):
             raise Finding(f"softmax_lse: shape {tuple(lse.shape)} where none was asked for")
         return
-    kind_of("softmax_lse", lse, p.real, kind)
+    check_kind("softmax_lse", lse, p.real, kind)
     checks.near("softmax_lse", arrays.values_of(lse, p.real), f.lse, f.allowed_lse)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from . import checks
+from .arrays import as_integers
+from .attention_cases import listed
 from .draw import Draw
-from .nsa_draws import as_integers, as_lists
+from .nsa_draws import as_lists
 
 
 class CallDraw:
@@ -51,11 +53,9 @@ class CallDraw:
         if draw.flag("has_sabi"):
             rows, columns = -(-s_q // shape[0]), -(-s_kv // shape[1])
             rng = draw.rng("sabi")
-            lists = np.full((batch, draw.pick("sabi.heads", (1, heads)), rows, columns), -1)
-            for index in np.ndindex(lists.shape[:3]):
-                places = rng.permutation(columns)[: int(rng.integers(0, columns, endpoint=True))]
-                lists[index][: len(places)] = places
-            self.sabi = as_lists(draw, "sabi", lists)
+            some = (batch, draw.pick("sabi.heads", (1, heads)), rows)
+            blocks = rng.random((*some, columns)) < rng.random((*some, 1))
+            self.sabi = as_lists(draw, "sabi", listed(blocks, "int32", rng, shuffled=True))
         self.heads, self.full = heads, (batch, heads, s_q, s_kv)
 
         def shape_of(tokens: int, total: int, count: int, width: int) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ import numpy as np
 from blitz_attn.nsa import NsaCache, nsa
 
 from . import arrays, checks
+from .arrays import INTEGERS_AS, integers_as
 from .draw import Draw
-from .nsa_draws import CU_KINDS, Setting, draw_rules, integers_as
+from .nsa_draws import Setting, draw_rules
 from .problems import Finding, problem
 
 STEPS = ("append", "append with lens", "crop", "crop to a number", "reorder", "attend")
@@ -40,7 +41,7 @@ def cache(draw: Draw) -> None:
         return arrays.stored(arrays.rounded(rng.standard_normal(shape) * factor, setting.dtype), setting.dtype)
 
     def given(numbers: Any) -> Any:
-        return integers_as(CU_KINDS[rng.integers(len(CU_KINDS))], numbers)
+        return integers_as(INTEGERS_AS[rng.integers(len(INTEGERS_AS))], numbers)
 
     with checks.at_level(draw):
         held = NsaCache(**options, num_threads=checks.threads(draw))

@@ -8,23 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import arrays, checks
+from .arrays import as_integers, check_kind
 from .draw import Draw
 from .nsa_oracle import Arithmetic, Near, Rules, block_count, exact
 from .problems import Finding
-
-CU_KINDS = ("list", "tuple", "int32", "int64", "strided")
-
-
-def as_integers(draw: Draw, name: str, numbers: Any) -> Any:
-    """Lengths as a list or as an array of a drawn kind."""
-    return integers_as(draw.pick(f"{name}.as", CU_KINDS), numbers)
-
-
-def integers_as(how: str, numbers: Any) -> Any:
-    plain = np.asarray(numbers, np.int64)
-    if how in ("list", "tuple"):
-        return tuple(plain.tolist()) if how == "tuple" else plain.tolist()
-    return np.repeat(plain, 2)[::2] if how == "strided" else plain.astype(how)
 
 
 def as_lists(draw: Draw, name: str, lists: np.ndarray) -> Any:
@@ -43,19 +30,6 @@ class Tensor(NamedTuple):
     given: Any
     dtype: str
     kind: str
-
-
-def kind_of(what: str, got: Any, dtype: str, kind: str) -> None:
-    """Checks that the kind and the dtype of a result are those of the arguments."""
-    if kind == "torch":
-        import torch
-
-        if not isinstance(got, torch.Tensor) or str(got.dtype) != f"torch.{dtype}":
-            raise Finding(f"{what}: {type(got).__name__} of {getattr(got, 'dtype', None)} for torch tensors of {dtype}")
-        return
-    named = ("bfloat16" if kind == "ml_dtypes" else "uint16") if dtype == "bfloat16" else dtype
-    if not isinstance(got, np.ndarray) or str(got.dtype) != named:
-        raise Finding(f"{what}: {type(got).__name__} of {getattr(got, 'dtype', None)} for {kind} arrays of {dtype}")
 
 
 class Setting:
@@ -168,7 +142,7 @@ class Setting:
     ) -> None:
         """Checks that `got`, with one entry per token or block, is near the sequences' exact values. Tainted rows are not compared."""
         dtype = dtype or self.dtype
-        kind_of(what, got, dtype, self.kind)
+        check_kind(what, got, dtype, self.kind)
         values = arrays.values_of(got, dtype)
         if not parts:
             if values.size or (shape is not None and values.shape != shape):
@@ -188,7 +162,7 @@ class Setting:
 
     def weight_near(self, what: str, got: Any, exact_values: Near, given: Tensor) -> None:
         """Checks a gradient of a weight; its kind and dtype must be the weight's."""
-        kind_of(what, got, given.dtype, given.kind)
+        check_kind(what, got, given.dtype, given.kind)
         rounded = exact_values.rounded(Arithmetic(given.dtype, ""))
         checks.near(what, arrays.values_of(got, given.dtype), rounded.value, rounded.error)
 

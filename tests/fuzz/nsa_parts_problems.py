@@ -13,8 +13,9 @@ from blitz_attn import nsa
 
 from . import arrays, checks
 from . import nsa_oracle as oracle
+from .arrays import check_kind
 from .draw import Draw
-from .nsa_draws import Setting, Tensor, as_lists, draw_rules, exact_parts, kind_of, list_parts, lists_shape, random_lists, weight_near
+from .nsa_draws import Setting, Tensor, as_lists, draw_rules, exact_parts, list_parts, lists_shape, random_lists, weight_near
 from .nsa_oracle import Arithmetic, Near, Rules, exact
 from .problems import Finding, problem
 
@@ -261,7 +262,7 @@ def check_forward(draw: Draw, name: str) -> None:
             checks.same_bits("without the log-sum-exp", out, branch.run())
     results = branch.results()
     setting.near("out", out, [x.out for x in results])
-    kind_of("lse", lse, setting.real, setting.kind)
+    check_kind("lse", lse, setting.real, setting.kind)
     if tuple(lse.shape) != setting.shape(setting.heads) or tuple(out.shape) != setting.shape(setting.heads, setting.v_dim):
         raise Finding(f"shapes {tuple(out.shape)} and {tuple(lse.shape)}")
     setting.near("lse", lse[..., None], [Near(x.lse.value[..., None], x.lse.error[..., None]) for x in results], dtype=setting.real)

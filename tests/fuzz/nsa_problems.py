@@ -14,8 +14,9 @@ from blitz_attn.nsa import NSAContext, compress_kv, nsa, nsa_backward
 
 from . import arrays, checks, nsa_parts_problems  # noqa: F401 - the last one registers its problems
 from . import nsa_oracle as oracle
+from .arrays import as_integers
 from .draw import Draw
-from .nsa_draws import Setting, Tensor, as_integers, as_lists, draw_rules, list_parts, lists_shape, random_lists, weight_near
+from .nsa_draws import Setting, Tensor, as_lists, draw_rules, list_parts, lists_shape, random_lists, weight_near
 from .nsa_oracle import Arithmetic, Near, Rules, exact
 from .problems import Finding, problem
 

@@ -178,13 +178,18 @@ class Case:
         numbers = np.array([[len(x) for x in row] for row in chosen], np.int64).reshape(len(chosen), rows)
         return selected, numbers if counts else None
 
+    def named(self, rng: np.random.Generator, counts: bool) -> tuple[str, dict[str, Any]]:
+        """How functions over the case, or methods, are called, and the lists that they take."""
+        if self.problem.selected is None:
+            return "attention", {}
+        return "select_attention", dict(zip(("selected", "counts"), self.lists(rng, counts), strict=True))
+
     def call(self, rng: np.random.Generator, counts: bool, num_threads: int, **options: Any) -> tuple[Any, Any]:
         tables, lens = self.tables
         given = {**self.options(), **self.new_options(), **options, "return_lse": True, "num_threads": num_threads}
-        if self.problem.selected is None:
-            return blitz_attn.paged_attention(self.q.array, self.k.given(), self.v.given(), tables, lens, **given)
-        selected, numbers = self.lists(rng, counts)
-        return blitz_attn.paged_select_attention(self.q.array, self.k.given(), self.v.given(), tables, lens, selected, counts=numbers, **given)
+        name, lists = self.named(rng, counts)
+        call = getattr(blitz_attn, f"paged_{name}")
+        return call(self.q.array, self.k.given(), self.v.given(), tables, lens, **lists, **given)
 
     def check_unchanged(self) -> None:
         for x in (self.q, self.k.placed, self.v.placed, *([] if self.mask is None else [self.mask_placed])):
@@ -252,11 +257,9 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
     if p.mask is not None:
         options["attn_mask"] = bias_draws.plain(p.mask[b if p.mask.shape[0] > 1 else 0][None], case.mask_dtype)
     arguments: list[Any] = [case.q.array[rows], case.k.given(), case.v.given(), tables, p.seq_lens[b : b + 1]]
-    if p.selected is None:
-        again = blitz_attn.paged_attention(*arguments, **options, return_lse=True, num_threads=1)
-    else:
-        selected, _ = case.lists(draw.rng("other order"), False)
-        again = blitz_attn.paged_select_attention(*arguments, selected[b : b + 1], **options, return_lse=True, num_threads=1)
+    name, lists = case.named(draw.rng("other order"), False)
+    options |= {"selected": lists["selected"][b : b + 1]} if lists else {}
+    again = getattr(blitz_attn, f"paged_{name}")(*arguments, **options, return_lse=True, num_threads=1)
     checks.same_bits("a request alone", (np.asarray(out)[rows], np.asarray(lse)[rows]), again)
 
 
@@ -307,11 +310,8 @@ def check_plan(draw: Draw, case: Case, counts: bool, out: Any, lse: Any) -> None
     plan = blitz_attn.PagedPlan(tables, lens, page_size=case.problem.k.shape[1], num_pages=case.problem.k.shape[0], **options)
     arguments = [case.q.array, case.k.given(), case.v.given()]
     for _ in range(2):
-        if case.problem.selected is None:
-            again = plan.attention(*arguments, **rest, return_lse=True)
-        else:
-            selected, numbers = case.lists(draw.rng("order"), counts)
-            again = plan.select_attention(*arguments, selected, counts=numbers, **rest, return_lse=True)
+        name, lists = case.named(draw.rng("order"), counts)
+        again = getattr(plan, name)(*arguments, **lists, **rest, return_lse=True)
         checks.same_bits("a plan", (out, lse), again)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from . import arrays
 from . import quest_oracle as oracle
+from .arrays import as_integers
 from .draw import Draw
-from .nsa_draws import as_integers
 
 
 class Batch:

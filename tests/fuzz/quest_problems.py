@@ -12,8 +12,8 @@ from blitz_attn.compat import select_attn_ops
 
 from . import arrays, checks
 from . import quest_oracle as oracle
+from .arrays import as_integers, check_kind
 from .draw import Discard, Draw
-from .nsa_draws import as_integers, kind_of
 from .paged_oracle import attend
 from .paged_problems import GARBAGE, PER_CALL, Case
 from .problems import Finding, problem
@@ -325,7 +325,7 @@ def quest_block_select_paged(draw: Draw) -> None:
                 *given, k, per_query_head=case.per_query_head, ascending=ascending, block_size=None if case.rows == batch.size else batch.size,
                 dtype=case.bits, num_threads=num_threads,
             )  # fmt: skip
-            kind_of("selected", selected, "int32", case.kind)
+            check_kind("selected", selected, "int32", case.kind)
             return np.asarray(selected)
         shape, views = (len(batch.lens[rows]), case.rows_a_request, k), arrays.views_for(case.kind)
         written = arrays.poisoned(draw, name, shape, "int32", last_contiguous=False, views=views)
@@ -379,11 +379,11 @@ def select_blocks(draw: Draw) -> None:
             return_scores=with_scores, dtype=case.bits, num_threads=num_threads,
         )  # fmt: skip
         if with_scores:
-            kind_of("scores", scores[0], "float32", case.kind)
+            check_kind("scores", scores[0], "float32", case.kind)
             if rows == slice(None):
                 case.check_scores(np.asarray(selected), np.asarray(scores[0]))
-        kind_of("selected", selected, "int32", case.kind)
-        kind_of("counts", counts, "int32", case.kind)
+        check_kind("selected", selected, "int32", case.kind)
+        check_kind("counts", counts, "int32", case.kind)
         selected = np.asarray(selected)
         used = np.array([[rule.used] * case.rows_a_request for rule in choice.rules[rows]], np.int32).reshape(-1, case.rows_a_request)
         if not np.array_equal(np.asarray(counts), used):
@@ -424,6 +424,7 @@ def select_and_attend(draw: Draw) -> None:
             whole = arrays.rounded(laid_out([getattr(x, name) for x in every], p.k.shape[2:], own, rows, np.nan), dtype)
             held.append(Held(draw, name, whole, dtype, "bits" if dtype == "bfloat16" else "numpy").given())
         source, summary_tables = tuple(held) if method == "quest" else held[0], arrays.page_table(draw, "metadata_block_tables", own[0]).array
+    summaries = {} if method == "max" else {"source": source, "metadata_block_tables": summary_tables}
     bits = "bfloat16" if p.dtype == "bfloat16" or case.cache_dtype == "bfloat16" else None
     how = choice.given() | {"method": method, "per_query_head": per_query_head}
     attending = case.options() | {"return_lse": True}
@@ -435,16 +436,14 @@ def select_and_attend(draw: Draw) -> None:
         )  # fmt: skip
         written = arrays.poisoned(draw, "out", (*p.q.shape[:2], p.v.shape[-1]), p.dtype) if draw.flag("out") else None
         out, lse = blitz_attn.select_and_attend(
-            case.q.array, case.k.given(), case.v.given(), tables, p.seq_lens, None if method == "max" else source,
-            None if method == "max" else summary_tables, **how, **attending, out=written and written.array, num_threads=checks.threads(draw),
+            case.q.array, case.k.given(), case.v.given(), tables, p.seq_lens, **summaries, **how, **attending, out=written and written.array, num_threads=checks.threads(draw),
         )  # fmt: skip
         opened = attending | {"num_threads": draw.pick("other_threads", checks.THREADS), "page_size": size}
         here = {name: opened.pop(name) for name in ("return_lse", *PER_CALL)}
         plan = blitz_attn.PagedPlan(tables, p.seq_lens, **opened)
         planned = plan.select_and_attend(
-            case.q.array, case.k.given(), case.v.given(), None if method == "max" else source, None if method == "max" else summary_tables, **how,
-            **here, return_selected=True,
-        )  # fmt: skip
+            case.q.array, case.k.given(), case.v.given(), **summaries, **how, **here, return_selected=True
+        )
         checks.same_bits("a plan", (out, lse, np.sort(selected), counts), (*planned[:2], np.sort(planned[2]), planned[3]))
         chosen = [[row[:n] for row, n in zip(*pair, strict=True)] for pair in zip(selected, counts, strict=True)]
         expected, expected_lse, allowed, allowed_lse = attend(dataclasses.replace(p, selected=chosen))
@@ -462,9 +461,7 @@ def select_and_attend(draw: Draw) -> None:
             checks.same_bits(
                 "in chunks",
                 blitz_attn.paged_select_attention(*arguments, selected, counts=counts, **cut),
-                blitz_attn.select_and_attend(
-                    *arguments, None if method == "max" else source, None if method == "max" else summary_tables, **how, **cut
-                ),
+                blitz_attn.select_and_attend(*arguments, **summaries, **how, **cut),
             )
     case.check_unchanged()
 

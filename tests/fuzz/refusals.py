@@ -277,6 +277,17 @@ SCALES = [  # wherever caches with scales are taken
     type_error("v_cache: expected dtype float32 like k_cache, got float16", v_cache=cast("float16")),
     value_error("v_cache: expected the first three axes of k_cache (4, 4, 2, 8), got (2, 4, 2, 8)", v_cache=lambda x: x[:2]),
 ]  # fmt: skip
+PAGED_RULES = [  # of calls over pages and of plans
+    value_error("softcap: expected a positive finite number, or 0 for none, got -1", softcap=-1.0),
+    value_error("window: expected a token count of at least 0, or -1 for no bound, got -2", window=-2),
+    type_error("window: expected one integer, the number of tokens before itself that a query sees, got tuple", window=(4, 0)),
+    value_error("kv_split: expected a positive multiple of the 4 tokens of a page, got 6", kv_split=6),
+    value_error("kv_split: expected a positive multiple of the tokens of a page, got 0", kv_split=0),
+    type_error("kv_split: expected an integer, got str", kv_split="4"),
+    type_error("scale: expected a number, got str", scale="b"),
+    value_error("num_threads: expected a positive number of threads or None, got 0", num_threads=0),
+    value_error("num_threads: expected 1 to 1024, got 9999", num_threads=9999),
+]
 BIASES = [  # wherever tokens of pages are attended
     value_error("kv_ranges: expected shape (2, 2), got (3, 2)", kv_ranges=np.zeros((3, 2), int)),
     value_error("attn_mask: expected shape (2 or 1, 4 or 1, 1, 6 or 1), or more ..., got (1, 5)", attn_mask=np.zeros((1, 5), bool)),
@@ -553,6 +564,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("outs[0]: expected float32 ..., got float16, which each merge would round", outs=lambda x: [x[0].astype(np.float16)]),
     ],
     "paged.paged_attention": [
+        *PAGED_RULES,
         *BIASES,
         *TABLES,
         *SCALES,
@@ -560,13 +572,8 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("scale: expected a number from -1e+37 to 1e+37 with a float32 q, got 1e+39", scale=1e39),
         value_error("softcap: expected a number from 1e-37 to 1e+37 with a float32 q, or 0 for none, got 1e+308", softcap=1e308),
         value_error("softcap: expected a number from 1e-37 to 1e+37 with a float32 q, or 0 for none, got 1e-300", softcap=1e-300),
-        value_error("softcap: expected a positive finite number, or 0 for none, got -1", softcap=-1.0),
-        value_error("window: expected a token count of at least 0, or -1 for no bound, got -2", window=-2),
-        type_error("window: expected one integer, the number of tokens before itself that a query sees, got tuple", window=(4, 0)),
         value_error("sinks: expected shape (4,), one number per head, got (2,)", sinks=[0.0, 1.0]),
         type_error("sinks: expected numbers, got datetime64[s]", sinks=np.zeros(4, "M8[s]")),
-        value_error("num_threads: expected a positive number of threads or None, got 0", num_threads=0),
-        value_error("num_threads: expected 1 to 1024, got 9999", num_threads=9999),
         value_error("q: expected shape (B, H, D), got (2, 1, 4, 8)", q=lambda x: x[:, None]),
         value_error("seq_lens: expected one length for each of q's 1 requests, got 2", q=lambda x: x[:1]),
         type_error("q: expected float32, float16, bfloat16 or float64, got int8", q=cast("int8")),
@@ -598,9 +605,6 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("q_begin: expected integers, got float64", q_begin=np.zeros(2)),
         type_error("q_begin: expected a sequence of integers, got str", q_begin="12"),
         type_error("q_begin: expected a sequence of integers, got int", q_begin=3),
-        value_error("kv_split: expected a positive multiple of the 4 tokens of a page, got 6", kv_split=6),
-        value_error("kv_split: expected a positive multiple of the tokens of a page, got 0", kv_split=0),
-        type_error("kv_split: expected an integer, got str", kv_split="4"),
         value_error("seq_lens: expected None with (indptr, indices, last_page_len), which give the lengths, got lengths as well",
                     8, seq_lens=[6, 4]),
         value_error("block_tables: expected an array or (indptr, indices, last_page_len), got a tuple of 2",
@@ -732,6 +736,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("scale: expected shape (3, 2), values' without the last axis, or its last axes, got (2, 2)", scale=lambda x: x[:2]),
     ],
     "paged.PagedPlan": [
+        *PAGED_RULES,
         *(row.beside(num_pages=4, **split) for row in TABLES for split in ({}, {"kv_split": 8})),
         value_error("page_size: expected at least 1 token, got 0", page_size=0),
         value_error("num_pages: expected at least 0 pages, got -1", num_pages=-1),
@@ -742,20 +747,12 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("q_begin: expected 2 entries, one per request, got 3", q_begin=[1, 2, 3]),
         value_error("q_begin: expected token numbers from -1073741823 to 1073741823, got 1073741824 at [1]", q_begin=[1, 2**30]),
         type_error("q_begin: expected integers, got float64", q_begin=np.zeros(2)),
-        value_error("kv_split: expected a positive multiple of the 4 tokens of a page, got 6", kv_split=6),
-        type_error("kv_split: expected an integer, got str", kv_split="16"),
         value_error("seq_lens: expected lengths of at most 1073741823 ..., got 1073741824 at [1]", seq_lens=[6, 2**30], page_size=2**28),
         value_error("seq_lens: expected lengths of at most 1073741823 tokens, got 1073741824 at [1]",
                     8, block_tables=triple(last=[30, 2**28], indptr=[0, 1, 5], indices=[0] * 5), page_size=2**28),
-        value_error("kv_layout: expected 'NHD' or 'HND', got 'x'", kv_layout="x"),
-        value_error("softcap: expected a positive finite number, or 0 for none, got -1", softcap=-1.0),
-        type_error("window: expected one integer, the number of tokens before itself that a query sees, got str", window="a"),
-        value_error("window: expected a token count of at least 0, or -1 for no bound, got -2", window=-2),
-        type_error("scale: expected a number, got str", scale="b"),
         value_error("out_dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got 'int8'", out_dtype="int8"),
         value_error("out_dtype: expected 'float32' like q, got 'float16'", out_dtype="float16", dtype="float32"),
         value_error("dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got 'x'", dtype="x"),
-        value_error("num_threads: expected a positive number of threads or None, got -4", num_threads=-4),
     ],
     "paged.PagedPlan.attention": [
         *BIASES,
@@ -919,10 +916,10 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("source: expected float32, float16, bfloat16 or float64, got int8", 5, method="mean"),
     ],
     "quest.select_and_attend": [
+        *PAGED_RULES,
         *BIASES,
         value_error("source: expected summaries and their tables for method 'quest', got None", source=None),
         value_error("source: expected None for method 'max', which reads k_cache ..., got ndarray", 4, source=Of(lambda a: a["k_cache"])),
-        value_error("kv_split: expected a positive multiple of the 4 tokens of a page, got 6", kv_split=6),
         value_error("out_dtype: expected 'float32' like q, got 'float16'", out_dtype="float16"),
         value_error("out: expected ..., got an array that overlaps attn_mask", 4, attn_mask=Of(lambda a: a["out"].reshape(-1)[:6])),
         value_error("out: expected memory of its own, got an array that overlaps kv_ranges",
@@ -1051,14 +1048,12 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("k: expected shape (B, N, H, D) with at least one head and a last axis from 1 to 576, got (1, 12, 1, 577)",
                     k=np.zeros((1, 12, 1, 577), np.float32)),
         value_error("v: expected shape (B, N, H, D) with at least one ..., got (1, 12, 1, 577)", v=np.zeros((1, 12, 1, 577), np.float32)),
-        type_error("k: expected float16 as dtype says, got float32", dtype="float16"),
     ],
     "nsa.compress_kv_backward": [
         value_error("k: expected shape (B, N, H, D) with at least one head and a last axis from 1 to 576, got (1, 12, 1, 577)",
                     k=np.zeros((1, 12, 1, 577), np.float32), dk_cmp=np.zeros((1, 3, 1, 577), np.float32)),
         value_error("v: expected shape (B, N, H, D) with at least one head and a last axis from 1 to 576, got (1, 12, 1, 577)",
                     v=np.zeros((1, 12, 1, 577), np.float32), dv_cmp=np.zeros((1, 3, 1, 577), np.float32)),
-        type_error("k: expected float16 as dtype says, got float32", dtype="float16"),
     ],
     "nsa.compressed_attention": [
         value_error("k_cmp: expected 5 blocks of compress_block_size = 4, got (1, 4, 1, 8)", k_cmp=lambda x: x[:, :-1]),
@@ -1069,28 +1064,21 @@ REFUSALS: dict[str, list[Refusal]] = {
                     v_cmp=lambda x: x[:, 1:]),
         value_error("tokens: expected None beside cu_seqlens, got 12", 1, tokens=12),
         value_error("q: expected at most the 3 tokens of the sequence, got 12 queries", tokens=3),
-        type_error("q: expected float16 as dtype says, got float32", dtype="float16"),
     ],
     "nsa.compressed_attention_backward": [
         value_error("k_cmp: expected a ..., got 3 in (1, 5, 3, 8)", k_cmp=lambda x: x.repeat(3, 2), v_cmp=lambda x: x.repeat(3, 2)),
         value_error("k_cmp: expected 5 blocks ..., got (1, 4, 1, 8)", k_cmp=lambda x: x[:, :-1], v_cmp=lambda x: x[:, :-1]),
-        type_error("q: expected float16 as dtype says, got float32", dtype="float16"),
-    ],
-    "nsa.selected_attention": [
-        type_error("q: expected float16 as dtype says, got float32", dtype="float16"),
     ],
     "nsa.window_attention": [
         value_error("k: expected at least the 12 tokens of q (layout ..., got (1, 11, 1, 8)", k=lambda x: x[:, 1:], v=lambda x: x[:, 1:]),
         value_error("cu_seqlens_q: expected None without cu_seqlens, got some", cu_seqlens_q=[0, 12]),
         value_error("k: expected the tokens of q (2, 2, 8), got (12, 1, 8)", 1, q=lambda x: x[:2]),
-        type_error("q: expected float16 as dtype says, got float32", 2, dtype="float16"),
     ],
     "nsa.window_attention_backward": [
         value_error("k: expected the tokens of q (1, 12, 2, 8), got (1, 13, 1, 8)",
                     k=lambda x: x[:, [0, *range(12)]], v=lambda x: x[:, [0, *range(12)]]),
         value_error("q: expected a head dim D from 1 to 576, got 577 in (1, 12, 2, 577)",
                     **{name: np.zeros((1, 12, 2, 577), np.float32) for name in ("dout", "q", "k", "v", "out")}),
-        type_error("q: expected float16 as dtype says, got float32", dtype="float16"),
     ],
     "nsa.score_and_select_blocks": [
         value_error("k_cmp: expected 5 blocks of compress_block_size = 4, got (1, 4, 1, 8)", k_cmp=lambda x: x[:, :-1]),
@@ -1100,15 +1088,10 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("q: expected bfloat16 as dtype says, got float32", dtype="bfloat16"),
     ],
     "nsa.compute_gates": [
-        type_error("q: expected float16 as dtype says, got float32", dtype="float16"),
         value_error("q: expected ..., got a stride of 1048577 elements", q=lambda x: as_strided(x, (1, 1, 1, 8), (4, 4, 4, 4 * 1048577))),
-    ],
-    "nsa.gate_and_combine": [
-        type_error("o_cmp: expected float16 as dtype says, got float32", dtype="float16"),
     ],
     "nsa.gating_backward": [
         value_error("q: expected the tokens and heads of o_cmp (1, 3, 2, 8), got (1, 3, 1, 8)", q=lambda x: x[:, :, :1]),
-        type_error("o_cmp: expected float16 as dtype says, got float32", dtype="float16"),
     ],
     "nsa.NsaCache.append": [
         value_error("k: expected shape (B, N, H, D), got (3, 1, 8)", k=lambda x: x[0]),
@@ -1277,6 +1260,10 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("atten_mask: expected a bool array, got Raising", atten_mask=Raising()),
     ],
 }  # fmt: skip
+_FIRST = {"compress_kv": "k", "compress_kv_backward": "k", "gate_and_combine": "o_cmp", "gating_backward": "o_cmp"}  # the array that tells the dtype
+for _name in (*_FIRST, "compute_gates", *(f"{x}_attention{y}" for x in ("compressed", "selected", "window") for y in ("", "_backward"))):
+    _row = type_error(f"{_FIRST.get(_name, 'q')}: expected float16 as dtype says, got float32", dtype="float16")
+    REFUSALS.setdefault(f"nsa.{_name}", []).append(_row)
 if "plot_mask" in GROUPS["plots"]:  # where matplotlib is
     REFUSALS["plots.plot_mask"] = [value_error("dpi: expected a positive number, got -0.123456789", dpi=-0.123456789)]
 

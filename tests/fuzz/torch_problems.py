@@ -15,12 +15,13 @@ from blitz_attn import nsa
 from blitz_attn.integrations import torch as integration
 
 from . import arrays, bias_draws, checks
+from .arrays import as_integers
 from .attention_cases import listed
 from .attention_oracle import Attention, forward
 from .attention_oracle import backward as oracle_backward
 from .draw import Discard, Draw
 from .framework_draws import CallDraw
-from .nsa_draws import Setting, as_integers, as_lists, draw_rules, random_lists
+from .nsa_draws import Setting, as_lists, draw_rules, random_lists
 from .paged_problems import Case as PagedCase
 from .problems import Finding, problem
 
@@ -187,16 +188,13 @@ def torch_paged(draw: Draw) -> None:
     kinds = p.dtype, case.cache_dtype, case.cache_dtype
     views = [x if min(x.strides) >= 0 else x.copy() for x in arguments]  # torch has no negative strides
     given = [arrays.dressed(x, kind, "torch") for x, kind in zip(views, kinds, strict=True)]
-    requests: list[Any] = [tables, lens]
-    if p.selected is not None:
-        selected, options["counts"] = case.lists(draw.rng("order"), draw.flag("counts"))
-        requests.append(selected)
-    names = ("paged_attention", "paged_select_attention")
-    ours, own = (getattr(module, names[p.selected is not None]) for module in (integration, blitz_attn))
+    name, lists = case.named(draw.rng("order"), p.selected is not None and draw.flag("counts"))
+    ours, own = (getattr(module, f"paged_{name}") for module in (integration, blitz_attn))
+    options |= {"block_tables": tables, "seq_lens": lens, **lists}
     with checks.at_level(draw):
         given[0].requires_grad_(draw.flag("dispatched"))  # a call without a gradient goes past the dispatcher
-        out = ours(*given, *requests, **options)
-        expected = own(*(x.detach() for x in given), *requests, **options)
+        out = ours(*given, **options)
+        expected = own(*(x.detach() for x in given), **options)
     checks.same_bits("torch", tuple(x.detach() for x in out), expected)
     case.check_unchanged()
 
