@@ -11,7 +11,6 @@ from numpy.lib.stride_tricks import as_strided
 
 import blitz_attn
 from exporters import Dlpack, StoppedBuffer, StoppedDlpack
-from fuzz.arena import Arena
 from fuzz.bad_calls import SENTENCE, Call
 from fuzz.good_calls import GROUPS
 from fuzz.refusals import REFUSALS, valid
@@ -77,30 +76,6 @@ def test_of_two_mistakes_a_call_in_chunks_names_the_same_one(name):
 
 
 # ---- What holds for any argument --------------------------------------------------------------------------------------
-
-# Lists or tables of integers, or a mask, wherever a public function takes them.
-INTEGERS = (
-    "sabi", "kv_ranges", "q_lens", "kv_lens", "q_begin", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "block_tables", "seq_lens",
-    "indptr", "indices", "selected", "metadata_block_tables", "start_lens", "block_indices", "selected_indices", "recent", "lens",
-    "lengths", "attn_mask",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("argument", INTEGERS)
-def test_arrays_with_a_mask_are_refused(argument):
-    """The memory of a masked array has numbers where its mask says that there are none: a list must not be read from it."""
-    tried = set()
-    for name, good in [pair for functions in GROUPS.values() for pair in functions.items()]:
-        for variety in range(12):
-            arguments = good.make(Arena(0), variety)
-            given = arguments.get(argument)
-            if given is None or isinstance(given, (tuple, int)) or name == "scaled_dot_product_attention":
-                continue  # packed tables in a tuple are three lists, and a mask of torch's own operation is a tensor
-            tried.add(name)
-            with pytest.raises(TypeError, match=rf"^{argument}(\[0\])?: expected an array without a mask, got MaskedArray$"):
-                good.call(**arguments | {argument: np.ma.array(given)})
-    assert tried
-
 
 @pytest.mark.parametrize("name", ["q_lens", "kv_lens", "q_begin", "q_total", "cu_seqlens_q", "cu_seqlens_kv"])
 @pytest.mark.parametrize("output", ["out", "lse", "dq", "dk", "dv"])

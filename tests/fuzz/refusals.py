@@ -1273,7 +1273,6 @@ if "plot_mask" in GROUPS["plots"]:  # where matplotlib is
 ARRAY = [
     type_error("x: expected an array, got list", x=lambda x: x.tolist()),
     type_error("x: expected an array, got Raising", x=Raising()),
-    type_error("x: expected an array without a mask, got MaskedArray", x=np.ma.array),
 ]
 IN_PLACE = [  # of arrays that are not copied
     *ARRAY,
@@ -1282,10 +1281,7 @@ IN_PLACE = [  # of arrays that are not copied
     value_error("x: expected a contiguous last axis (numpy.ascontiguousarray makes one), got a stride of 2 elements",
                 x=lambda x: x.repeat(2, -1)[..., ::2]),
 ]  # fmt: skip
-INTEGERS = [
-    type_error("x: expected integers, got float64", x=lambda x: np.array(x, np.float64)),
-    type_error("x: expected an array without a mask, got MaskedArray", x=np.ma.array),
-]
+INTEGERS = [type_error("x: expected integers, got float64", x=lambda x: np.array(x, np.float64))]
 INTEGER = [type_error("x: expected an integer, got float", x=2.0)]
 NUMBER = [
     type_error("x: expected a number, got str", x="1"),
@@ -1322,27 +1318,34 @@ BY_ROLE = {  # of an argument x of that role, in all functions that have one
     "layout": [value_error("x: expected 'BNSD', 'BSND', 'BSH' or 'TND', got 'BHSD'", x="BHSD")],
     "kv_layout": [value_error("x: expected 'NHD' or 'HND', got 'NDH'", x="NDH")],
 }
+MASKED = [type_error("x: expected an array without a mask, got MaskedArray", x=np.ma.array)]  # a number that its mask hides must not be read
 WRITTEN = [value_error("x: expected a writable array, got a read-only one", x=OF_ARRAYS["read-only"])]
 ALIKE = ("block_sparse", "select", "merge", "paged", "quest", "nsa")  # groups of functions whose arguments the core reads
 COPIED = ("x", "values", "gate_proj_weight", "block_indices", "tokens_since_metadata_update")  # by NumPy, which takes more
+UNREAD = ("atten_mask", "w_k_compress")  # by some calls
 NAMED: dict[str, str] = {}  # the role that an argument of this name has in all operations
 for _argument in itertools.chain(*OPERATIONS.values()):
     NAMED[_argument.name] = _argument.role if NAMED.get(_argument.name, _argument.role) == _argument.role else ""
 
 
-def by_role(good: Good) -> Iterator[Refusal]:
-    """The rows of all arguments of a function, in the first variety that has the argument."""
-    name = good.call.__name__
+def by_role(good: Good, alike: bool) -> Iterator[Refusal]:
+    """The rows of all arguments of a function, in the first variety that has the argument. `alike`: by their roles."""
+    name, calls = good.call.__name__, [good.make(Arena(v), v) for v in range(17)]
     roles = NAMED | ({x.name: x.role for x in arguments_of(good.call).values()} if name in OPERATIONS else {})
     for argument in parameters(good.call):
-        rows = [*BY_ROLE.get(roles.get(argument), ()), *(WRITTEN if argument in good.writes else ())]
-        given = [v for v in range(17) if isinstance(good.make(Arena(v), v).get(argument), (np.ndarray, list, int))]
-        for row in rows if argument not in COPIED else ():
+        given = {v: call[argument] for v, call in enumerate(calls) if isinstance(call.get(argument), (np.ndarray, list, int))}
+        variety, value = next(iter(given.items()), (0, None))
+        rows = [*BY_ROLE.get(roles.get(argument), ())] if alike and argument not in COPIED else []
+        rows += WRITTEN if alike and argument in good.writes else []
+        listed = isinstance(value, list) and all(isinstance(x, int) for x in value)
+        rows += MASKED if argument not in UNREAD and (listed or isinstance(value, np.ndarray)) else []
+        for row in rows:
             if given or not callable(row.changes["x"]):
-                yield row._replace(sentence=argument + row.sentence[1:], variety=[*given, 0][0], changes={argument: row.changes["x"]})
+                yield row._replace(sentence=argument + row.sentence[1:], variety=variety, changes={argument: row.changes["x"]})
 
 
-for _group in ALIKE:
-    for _name, _good in GROUPS[_group].items():
-        if " " not in _name:  # another form of a call
-            REFUSALS.setdefault(f"{_group}.{_name}", []).extend(by_role(_good))
+for _group, _functions in GROUPS.items():
+    for _name, _good in _functions.items():
+        if not _good.lenient:
+            _alike = _group in ALIKE and " " not in _name  # which is another form of a call
+            REFUSALS.setdefault(f"{_group}.{_name}", []).extend(by_role(_good, _alike))
