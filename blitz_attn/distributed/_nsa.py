@@ -105,15 +105,10 @@ def nsa(
     >>> nsa(q, k, v, comm=Alone(), window_size=64).shape
     (1, 256, 4, 64)
     """
+    given = locals()
+    options = Options(**{field.name: given.get(field.name) for field in fields(Options) if field.name != "gates"}, gates=None)
     comm = communicator(comm)
     size = int(comm.Get_size())
-    options = Options(
-        compress_block_size=compress_block_size, num_selected_blocks=num_selected_blocks, window_size=window_size,
-        w_k_compress=w_k_compress, w_v_compress=w_v_compress, gate_proj_weight=gate_proj_weight, gates=None, causal=causal, scale=scale,
-        q_tile_size=q_tile_size, num_cmp_selected_blocks=num_cmp_selected_blocks, mode=mode, compress_stride=compress_stride,
-        select_block_size=select_block_size, init_blocks=init_blocks, local_blocks=local_blocks, block_indices=None, cu_seqlens=None,
-        dtype=dtype, num_threads=num_threads,
-    )  # fmt: skip
     with Agreement(comm, "nsa") as agreement:
         own = checked(q, k, v, replace(options, gates=gates))
         wanted, ahead = choice(comm_type, "comm_type", ("auto", "p2p", "a2a")), flag(overlap, "overlap")
@@ -167,8 +162,7 @@ def _routes(whole: Call, counts: ndarray) -> Routes:
     rows = rules.tile * max(1, -(-ROWS // rules.tile))
     problem = Problem(
         None, max(1, tokens), None, batch=batch, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v,
-        dtype=whole.common.kind, block_shape=(rows, ROWS), layout="BSND", causal=_looks_back(rules), window=None, q_lens=None, kv_lens=None,
-        cu_seqlens_q=None, cu_seqlens_kv=None,
+        dtype=whole.common.kind, block_shape=(rows, ROWS), layout="BSND", causal=_looks_back(rules),
     )  # fmt: skip
     first = problem.row_at[:-1]
     seen = first / rules.stride if rules.causal else np.full(len(first), tokens / rules.stride)

@@ -39,7 +39,8 @@ class Problem:
 
     def __init__(
         self, sabi: Any, s_q: Any, s_kv: Any, *, batch: Any, num_heads: Any, num_kv_heads: Any, head_dim: Any, head_dim_v: Any, dtype: Any,
-        block_shape: Any, layout: Any, causal: Any, window: Any, q_lens: Any, kv_lens: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any,
+        block_shape: Any, layout: Any, causal: Any, window: Any = None, q_lens: Any = None, kv_lens: Any = None, cu_seqlens_q: Any = None,
+        cu_seqlens_kv: Any = None,
     ) -> None:  # fmt: skip
         self.layout = choice(layout, "layout", LAYOUTS)
         self.block_shape = checked_shape(block_shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,12 +154,10 @@ class ContextParallelPlan:
         link: float = 1.25e9,
         rate: float = 1e12,
     ) -> None:
+        given = locals()
+
         def problem() -> Problem:
-            return Problem(
-                sabi, s_q, s_kv, batch=batch, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v,
-                dtype=dtype, block_shape=block_shape, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-                cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
-            )  # fmt: skip
+            return Problem(**{name: given[name] for name in inspect.signature(Problem).parameters})
 
         def options() -> tuple[str, float, float]:
             return choice(dispatch, "dispatch", ("auto", *DISPATCHES)), _positive(link, "link"), _positive(rate, "rate")
