@@ -87,10 +87,7 @@ def blitz_sparse_attention(draw: Draw) -> None:
         shape = tuple(draw.pick(f"block_shape.{i}", (128, 256, 512, 1024), (4, 1, 1, 1)) for i in range(2))
         q_given, q_lens = draw_lengths(draw, "q_lens", batch, s_q)
         kv_given, kv_lens = draw_lengths(draw, "kv_lens", batch, s_kv)
-        packed_q, packed_kv = (
-            [draw.integer(f"tnd_q[{i}]", 0, s_q) for i in range(batch)],
-            [draw.integer(f"tnd_kv[{i}]", 0, s_kv) for i in range(batch)],
-        )
+        packed_q, packed_kv = ([draw.integer(f"tnd_{x}[{i}]", 0, most) for i in range(batch)] for x, most in (("q", s_q), ("kv", s_kv)))
         if form == "TND":
             q_lens, kv_lens = packed_q, packed_kv
             q_given, kv_given = (as_integers(draw, f"{name}.sums", np.cumsum(x)) for name, x in (("q", q_lens), ("kv", kv_lens)))
@@ -199,6 +196,11 @@ def same(what: str, one: Any, other: Any) -> None:
     checks.same_bits(what, one, other)
 
 
+def all_same(names: tuple[str, ...], ones: Any, others: Any) -> None:
+    for name, one, other in zip(names, ones, others, strict=True):
+        same(name, one, other)
+
+
 def stacked(u: Upstream, x: Any, counts: list[int], fill: float) -> Any:
     """The rows of packed sequences as (sequences, most, ...), with `fill` behind the shorter ones."""
     most = max(counts, default=0)
@@ -239,38 +241,30 @@ def mslk_compress(draw: Draw) -> None:
     with checks.at_level(draw):
         u = Upstream(draw)
         setting, block = u.setting, u.rules.block
-        weights = {"W_k": u.given("W_k"), "W_v": u.given("W_v")}
-        packed = {"cu_seqlens": u.cu}
-        ours = nsa.compress_kv(u.K.given, u.V.given, block, u.given("W_k"), u.given("W_v"), **packed)
-        counts = [n // block for n in setting.lens]
+        weights, packed = {"W_k": u.given("W_k"), "W_v": u.given("W_v")}, {"cu_seqlens": u.cu}
         leading = (u.K.given, u.V.given, block)
+        ours = nsa.compress_kv(*leading, *weights.values(), **packed)
+        counts = [n // block for n in setting.lens]
         if setting.packed:
             results = call_in_style(draw, mslk.fused_compress_kv, leading, {**weights, **packed, "max_seqlen": None})
-            for name, one, other in zip(("K_cmp", "V_cmp"), results, ours, strict=True):
-                same(name, one, stacked(u, other, counts, 0))
+            all_same(("K_cmp", "V_cmp"), results, [stacked(u, x, counts, 0) for x in ours])
         else:
             fused = draw.flag("fused")
             function = mslk.fused_compress_kv if fused else mslk.compress_kv
-            results = call_in_style(draw, function, leading, {**weights, **(packed if fused else {})})
-            for name, one, other in zip(("K_cmp", "V_cmp"), results, ours, strict=True):
+            all_same(("K_cmp", "V_cmp"), call_in_style(draw, function, leading, {**weights, **(packed if fused else {})}), ours)
+        d_ours = [setting.drawn(name, *x.shape).given for name, x in zip(("dK_cmp", "dV_cmp"), ours, strict=True)]
+        # nothing is read behind a sequence's blocks
+        d_given = [stacked(u, x, counts, np.nan) for x in d_ours] if setting.packed else d_ours
+        grads = mslk.fused_compress_kv_backward(*d_given, *leading, *weights.values(), **packed)
+        expected = nsa.compress_kv_backward(*d_ours, *leading, *weights.values(), **packed)
+        all_same(("dK", "dV"), grads[:2], expected[:2])
+        for name, one, other in zip(("dW_k", "dW_v"), grads[2:], expected[2:], strict=True):
+            if one is None:
                 same(name, one, other)
-        d_ours = [setting.tensor(name, setting.normal(name, *x.shape)).given for name, x in zip(("dK_cmp", "dV_cmp"), ours, strict=True)]
-        d_given = (
-            [stacked(u, x, counts, np.nan) for x in d_ours] if setting.packed else d_ours
-        )  # nothing is read behind a sequence's blocks
-        grads = mslk.fused_compress_kv_backward(*d_given, u.K.given, u.V.given, block, u.given("W_k"), u.given("W_v"), **packed)
-        for name, one, other in zip(
-            ("dK", "dV", "dW_k", "dW_v"),
-            grads,
-            nsa.compress_kv_backward(*d_ours, u.K.given, u.V.given, block, u.given("W_k"), u.given("W_v"), **packed),
-            strict=True,
-        ):
-            if name.startswith("dW") and one is not None:  # NumPy's product of matrices, whose bits depend on how its operands lie
+            else:  # NumPy's product of matrices, whose bits depend on how its operands lie
                 kind = str(one.dtype).rpartition(".")[2].replace("uint16", "bfloat16")
                 one, other = (arrays.values_of(x, kind) for x in (one, other))
                 checks.near(name, one, other, 2 * checks.EPSILON["bfloat16"] * np.abs(other).max(initial=0))
-            else:
-                same(name, one, other)
     setting.check_inputs()
 
 
@@ -287,12 +281,11 @@ def mslk_select(draw: Draw) -> None:
             scale=u.options["scale"], mode="mslk", cu_seqlens=u.cu,
         )  # fmt: skip
         options = {"causal": rules.causal, "q_tile_size": rules.tile, "softmax_scale": u.options["scale"]}
-        fused = setting.packed or draw.flag("fused")
         leading = (u.Q.given, stacked(u, K_cmp, counts, np.nan) if setting.packed else K_cmp, rules.count, rules.block)
-        if fused:
-            results = call_in_style(draw, mslk.fused_score_and_select_blocks, leading, {**options, "cu_seqlens": u.cu, "max_seqlen": None})
-        else:
-            results = call_in_style(draw, mslk.score_and_select_blocks, leading, options)
+        function = mslk.score_and_select_blocks
+        if setting.packed or draw.flag("fused"):
+            function, options = mslk.fused_score_and_select_blocks, options | {"cu_seqlens": u.cu, "max_seqlen": None}
+        results = call_in_style(draw, function, leading, options)
     results = np.asarray(results)
     if results.dtype != np.int32:
         raise Finding(f"dtype {results.dtype}")
@@ -322,8 +315,7 @@ def mslk_gates(draw: Draw) -> None:
         same("fused O", mslk.fused_gate_and_combine(u.Q.given, *branches, u.given("gate")), ours)
         grads = mslk.fused_gating_backward(u.Q.given, dO, *branches, gates, u.given("gate"))
         expected = nsa.gating_backward(u.Q.given, dO, *branches, gates, u.given("gate"))
-        for name, one, other in zip(("dO_cmp", "dO_slc", "dO_sld", "dQ_gate", "dW_gate"), grads, expected, strict=True):
-            same(name, one, other)
+        all_same(("dO_cmp", "dO_slc", "dO_sld", "dQ_gate", "dW_gate"), grads, expected)
     setting.check_inputs()
 
 
