@@ -231,6 +231,13 @@ def listed(
     return np.where(place < counts[..., None], order[..., :width], pads).astype(dtype)
 
 
+def draw_listed(draw: Draw, name: str, blocks: np.ndarray, extra: Sequence[int]) -> np.ndarray:
+    """The block list of a mask in a drawn dtype and order, with so many places more than it needs."""
+    how = {"shuffled": draw.flag(f"{name}.shuffled"), "garbage": draw.flag(f"{name}.garbage", 0.3)}
+    dtype = draw.pick(f"{name}.dtype", LIST_DTYPES)
+    return listed(blocks, dtype, draw.rng(name), extra=draw.pick(f"{name}.extra", extra), **how)
+
+
 def rules(case: Case, kinds: dict[str, str]) -> dict[str, Any]:
     """The options of the call that say what is computed; `kinds` says as which kind of sequence the lengths are passed."""
     p = case.problem
@@ -311,27 +318,19 @@ class Arguments:
         blocks, draw = self.case.problem.blocks, self.draw
         if blocks is None:
             return None
-        dtype = draw.pick("lists.dtype", LIST_DTYPES)
-        lists = listed(
-            blocks,
-            dtype,
-            draw.rng("lists"),
-            extra=draw.pick("lists.extra", (0, 1, 3)),
-            shuffled=draw.flag("lists.shuffled"),
-            garbage=draw.flag("lists.garbage", 0.3),
-        )
-        placed = arrays.place(draw, "lists", lists, last_contiguous=False)
-        self.placed.append(placed)
-        return arrays.dressed(placed.array, dtype, draw.pick("lists.kind", arrays.kinds_for(dtype)))
+        lists = draw_listed(draw, "lists", blocks, (0, 1, 3))
+        return self._dressed("lists", lists, lists.dtype.name, "lists.kind")
 
     def _ranges(self, ranges: np.ndarray) -> Any:
         draw = self.draw
         dtype = draw.pick("ranges.dtype", ("int32", "int64"))
         if ranges.ndim == 3 and ranges.shape[0] and (ranges == ranges[:1]).all() and draw.flag("ranges.shared"):
             ranges = ranges[0]
-        placed = arrays.place(draw, "ranges", ranges.astype(dtype), last_contiguous=False)
-        self.placed.append(placed)
-        return arrays.dressed(placed.array, dtype, draw.pick("ranges.dressed", arrays.kinds_for(dtype)))
+        return self._dressed("ranges", ranges.astype(dtype), dtype, "ranges.dressed")
+
+    def _dressed(self, name: str, array: np.ndarray, dtype: str, kind: str) -> Any:
+        self.placed.append(arrays.place(self.draw, name, array, last_contiguous=False))
+        return arrays.dressed(self.placed[-1].array, dtype, self.draw.pick(kind, arrays.kinds_for(dtype)))
 
     def check_unchanged(self) -> None:
         for x in self.placed:

@@ -1,6 +1,4 @@
-"""The interfaces of upstream's packages: `compat.torch_bsa` against dense masks, `compat.mslk` against `blitz_attn.nsa` in mode "mslk".
-
-With torch and JAX, their integrations too (torch_problems, jax_problems)."""
+"""The interfaces of upstream's packages: `compat.torch_bsa` against dense masks, `compat.mslk` against `blitz_attn.nsa` in mode "mslk"."""
 
 from __future__ import annotations
 
@@ -20,11 +18,6 @@ from .draw import Discard, Draw
 from .nsa_draws import Setting, draw_rules
 from .nsa_oracle import Arithmetic, Near, exact
 from .problems import Finding, problem
-
-if arrays.HAS_TORCH:
-    from . import torch_problems  # noqa: F401 - registers its problems
-if arrays.HAS_JAX:
-    from . import jax_problems  # noqa: F401
 
 KINDS = ("numpy", "ml_dtypes", "torch")
 DTYPES = tuple(x for x in arrays.FLOATS if x != "bfloat16" or arrays.HAS_ML_DTYPES or arrays.HAS_TORCH)
@@ -102,8 +95,7 @@ def blitz_sparse_attention(draw: Draw) -> None:
                 for b in range(batch):
                     values[b, :, kv_lens[b] :] = np.nan
             stored = laid_out(values, form, np.array(lens, np.int64))
-            views = tuple(x for x in arrays.VIEWS if kind != "torch" or x != "reversed")
-            placed = arrays.place(draw, name, arrays.stored(stored, dtype), views=views)
+            placed = arrays.place(draw, name, arrays.stored(stored, dtype), views=arrays.views_for(kind))
             tensors[name] = values, placed, arrays.dressed(placed.array, dtype, kind)
 
         scale = draw.pick("scale_value", (None, 0.125, 0.5))
@@ -161,9 +153,7 @@ class Upstream:
         self.draw = draw
         self.setting = setting = Setting(draw, kinds=KINDS, dtypes=DTYPES, packed=packed)
         self.rules, options = draw_rules(setting, ("mslk",))
-        self.Q = setting.drawn("Q", *setting.shape(setting.heads, setting.dim))
-        self.K = setting.drawn("K", *setting.shape(setting.kv_heads, setting.dim))
-        self.V = setting.drawn("V", *setting.shape(setting.kv_heads, setting.v_dim))
+        self.Q, self.K, self.V = (setting.drawn(name.upper(), *shape) for name, shape in setting.shapes.items())
         self.W_k = setting.weight("W_k", setting.kv_heads, setting.dim, setting.dim) if draw.flag("has_W_k") else None
         self.W_v = setting.weight("W_v", setting.kv_heads, setting.v_dim, setting.v_dim) if draw.flag("has_W_v") else None
         self.gate = setting.weight("gate", setting.heads, 3, setting.dim) if draw.flag("has_gate") else None

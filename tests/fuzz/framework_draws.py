@@ -8,7 +8,7 @@ import numpy as np
 
 from . import checks
 from .arrays import as_integers
-from .attention_cases import listed
+from .attention_cases import laid_out, listed
 from .draw import Draw
 from .nsa_draws import as_lists
 
@@ -57,13 +57,8 @@ class CallDraw:
             blocks = rng.random((*some, columns)) < rng.random((*some, 1))
             self.sabi = as_lists(draw, "sabi", listed(blocks, "int32", rng, shuffled=True))
         self.heads, self.full = heads, (batch, heads, s_q, s_kv)
-
-        def shape_of(tokens: int, total: int, count: int, width: int) -> tuple[int, ...]:
-            forms = {"BNSD": (batch, count, tokens, width), "BSND": (batch, tokens, count, width), "BSH": (batch, tokens, count * width)}
-            return (total, count, width) if layout == "TND" else forms[layout]
-
         self.shapes = {
-            name: shape_of(tokens, sum(lens[which]), count, width)
+            name: laid_out(np.empty((batch, count, tokens, width)), layout, np.array(lens[which])).shape
             for name, tokens, which, count, width in (
                 ("q", s_q, "q_lens", heads, dim),
                 ("k", s_kv, "kv_lens", kv_heads, dim),

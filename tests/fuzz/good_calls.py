@@ -543,7 +543,8 @@ GROUPS: dict[str, dict[str, Good]] = {
         "PagedPlan.attention": Good(method(_made_plan, "attention"), _of_plan(_paged), ("out",), names=_OF_PLAN),
         "PagedPlan.select_attention": Good(method(_made_plan, "select_attention"), _of_plan(_paged_select), ("out",), names=_OF_PLAN),
         "PagedPlan.select_and_attend": Good(
-            method(_made_plan, "select_and_attend"), _of_plan(_select_and_attend), ("out",), names=(*_OF_PLAN, "tables", "minblocks"), sizes=("k", "budget")
+            method(_made_plan, "select_and_attend"), _of_plan(_select_and_attend), ("out",), names=(*_OF_PLAN, "tables", "minblocks"),
+            sizes=("k", "budget"),
         ),
     },
     "quest": QUEST | {

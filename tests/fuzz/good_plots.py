@@ -24,9 +24,12 @@ _TABLE = """block_shape H B s_q s_kv D frame(L,R,T,B) sparsity Outputs_equal Ref
 """
 
 
+_SHAPE = {"heads": 2, "kv_heads": 1, "head_dim": 64}
+
+
 @cache
 def _profile() -> Any:
-    return select.Profile(2, 1, 64, select.Pooled(), (64, 64), "top_p", ((0.9, 0.95),), "mass", 0.9)
+    return select.Profile(*_SHAPE.values(), select.Pooled(), (64, 64), "top_p", ((0.9, 0.95),), "mass", 0.9)
 
 
 @cache
@@ -70,7 +73,7 @@ PLOTS: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]],
     "parse_table": (plot.parse_table, lambda arena, variety: {"text": _TABLE}, ()),
     "speedups": (plot.speedups, _rows, ()),
     "Profile.load": (_load, lambda arena, variety: {"path": _saved()}, ()),
-    "Profile.options": (method(_profile, "options"), lambda arena, variety: {"layer": 0, "heads": 2, "kv_heads": 1, "head_dim": 64}, ("profile",)),
+    "Profile.options": (method(_profile, "options"), lambda arena, variety: {"layer": 0} | _SHAPE, ("profile",)),
 }
 if importlib.util.find_spec("matplotlib") is not None:
     PLOTS |= {"plot_mask": (_drawn(plot.plot_mask), _mask, ()), "plot_speedup": (_drawn(plot.plot_speedup), _rows, ())}

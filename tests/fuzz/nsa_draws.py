@@ -31,6 +31,10 @@ class Tensor(NamedTuple):
     dtype: str
     kind: str
 
+    def cut(self, at: Any) -> Any:
+        """Some entries as an argument of their own."""
+        return arrays.dressed(np.ascontiguousarray(self.placed.array[at]), self.dtype, self.kind)
+
 
 class Setting:
     """What one problem draws first: the dtype and the kind of its arrays, and the shapes of q, k and v.
@@ -81,6 +85,12 @@ class Setting:
             if self.packed
             else (len(self.lens), self.lens[0] if self.lens else self.draw.options["tokens"], *rest)
         )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of q, k and v."""
+        sizes = {"q": (self.heads, self.dim), "k": (self.kv_heads, self.dim), "v": (self.kv_heads, self.v_dim)}
+        return {name: self.shape(*size) for name, size in sizes.items()}
 
     def blocks_shape(self, rules: Rules, *rest: int) -> tuple[int, ...]:
         """The shape of an array with one entry per compressed block."""
@@ -137,6 +147,9 @@ class Setting:
         tokens_first = [x.swapaxes(0, 1) for x in parts]
         return np.concatenate(tokens_first) if self.packed else np.stack(tokens_first)
 
+    def joined_near(self, parts: list[Near]) -> Near:
+        return Near(self.joined([x.value for x in parts], ()), self.joined([np.broadcast_to(x.error, x.value.shape) for x in parts], ()))
+
     def near(
         self, what: str, got: Any, parts: list[Near], dtype: str | None = None, shape: tuple[int, ...] | None = None, tainted: Any = None
     ) -> None:
@@ -149,9 +162,7 @@ class Setting:
                 raise Finding(f"{what}: shape {values.shape} of no sequences")
             return
         how = Arithmetic(dtype, "")
-        rounded = [x.rounded(how) for x in parts]
-        expected = self.joined([x.value for x in rounded], ())
-        allowed = self.joined([np.broadcast_to(x.error, x.value.shape) for x in rounded], ())
+        expected, allowed = self.joined_near([x.rounded(how) for x in parts])
         if tainted is not None:
             mask = self.joined(tainted, ())
             mask = mask.reshape(*mask.shape, *(1,) * (values.ndim - mask.ndim))

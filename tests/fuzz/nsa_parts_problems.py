@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,7 +69,7 @@ def draw_compression(part: Part) -> tuple[Rules, dict[str, Any], list[Tensor], l
     block = draw.integer("block_size", 1, 80, likely=(1, 2, 4, 8, 16))
     stride = draw.integer("stride", 1, 80, likely=(1, 2, 4, 8, block))
     dims = {"k": setting.dim, "v": setting.v_dim}
-    sides = [setting.drawn(name, *setting.shape(setting.kv_heads, dim)) for name, dim in dims.items()]
+    sides = [setting.drawn(name, *setting.shapes[name]) for name in dims]
     weights = [setting.weight(f"w_{x}", setting.kv_heads, dim, dim) if draw.flag(f"has_w_{x}") else None for x, dim in dims.items()]
     options = {"stride": None if block == stride and draw.flag("default_stride") else stride, "cu_seqlens": setting.cu_seqlens()}
     return Rules(block=block, stride=stride), {**options, **part.common()}, sides, weights
@@ -210,9 +209,9 @@ class Branch:
         else:
             self.sizes = (self.rules.window,)
         self.seen = self.sights()
-        of_keys = functools.partial(setting.blocks_shape, self.rules) if compressed else setting.shape
-        shapes = {"q": setting.shape(setting.heads, setting.dim)}
-        shapes |= {"k": of_keys(setting.kv_heads, setting.dim), "v": of_keys(setting.kv_heads, setting.v_dim)}
+        shapes = setting.shapes
+        if compressed:
+            shapes |= {x: setting.blocks_shape(self.rules, *shapes[x][-2:]) for x in "kv"}
         values = {x: setting.normal(x, *shape) for x, shape in shapes.items()}
         # Keys that no query sees may hold anything. Only in that case are gradients defined, too.
         self.number = draw.pick("unseen", (None, np.nan, np.inf))

@@ -12,7 +12,7 @@ import numpy as np
 import blitz_attn.nsa  # noqa: F401 - the module, which the package's name nsa may hide
 from blitz_attn.nsa import NSAContext, compress_kv, nsa, nsa_backward
 
-from . import arrays, checks, nsa_parts_problems  # noqa: F401 - the last one registers its problems
+from . import arrays, checks
 from . import nsa_oracle as oracle
 from .arrays import as_integers
 from .draw import Draw
@@ -58,12 +58,8 @@ def draw_call(draw: Draw, poisonous: bool) -> tuple[Call, dict[str, list[np.ndar
     rules, options = draw_rules(setting)
     contents = draw.pick("contents", ("normal", "integers", "zeros", "large", "near"), (6, 1, 0.5, 1, 1))
     values = {}
-    for name, heads, dim in (
-        ("q", setting.heads, setting.dim),
-        ("k", setting.kv_heads, setting.dim),
-        ("v", setting.kv_heads, setting.v_dim),
-    ):
-        x = setting.normal(name, *setting.shape(heads, dim))
+    for name, shape in setting.shapes.items():
+        x = setting.normal(name, *shape)
         if contents == "integers" and name != "v":
             x = np.clip(np.round(x), -1, 1)
         elif contents == "zeros" and name == "k":
@@ -207,9 +203,7 @@ def check_context(call: Call, context: NSAContext, wholes: list[Whole]) -> None:
             allowed = np.where(np.isfinite(expected), allowed, 0)
             checks.near(f"lse {name}", np.where(mask, 0, lse), np.where(mask, 0, expected), allowed)
     if call.gates is None and wholes:
-        expected, allowed = (
-            setting.joined([np.broadcast_to(getattr(x.gates, y), x.gates.value.shape) for x in wholes], ()) for y in ("value", "error")
-        )
+        expected, allowed = setting.joined_near([x.gates for x in wholes])
         mask = setting.joined([x[..., None] for x in tainted], ())
         checks.near("gates", np.where(mask, 0, np.asarray(context.gates)), np.where(mask, 0, expected), allowed)
 
@@ -256,12 +250,11 @@ def one_alone(call: Call, out: Any) -> None:
     if setting.packed:
         options["cu_seqlens"] = [0, setting.lens[which]]
     if call.gates is not None:
-        options["gates"] = arrays.dressed(call.gates.placed.array[tokens], call.gates.dtype, call.gates.kind)
+        options["gates"] = call.gates.cut(tokens)
     if call.lists is not None:
         part = list_parts(setting, call.lists, call.rules.tile)[which]
         options["block_indices"] = part if setting.packed else part[None]
-    q, k, v = (arrays.dressed(x.placed.array[tokens], setting.dtype, setting.kind) for x in (call.q, call.k, call.v))
-    checks.same_bits("a sequence alone", out[tokens], nsa(q, k, v, **options))
+    checks.same_bits("a sequence alone", out[tokens], nsa(*(x.cut(tokens) for x in (call.q, call.k, call.v)), **options))
 
 
 def last_queries(call: Call, out: Any) -> None:
@@ -274,14 +267,10 @@ def last_queries(call: Call, out: Any) -> None:
     begins = (lens - rng.integers(0, np.minimum(lens, draw.pick("last", (1, 2, 8, 1000))), endpoint=True)) // tile * tile
     where = np.concatenate([np.zeros(0, np.int64), *(np.arange(a, n) + at for a, n, at in zip(begins, lens, setting.cu, strict=False))])
     rows = where if setting.packed else (slice(None), slice(int(begins[0]), length))
-
-    def dressed(x: Tensor, array: np.ndarray) -> Any:
-        return arrays.dressed(np.ascontiguousarray(array), x.dtype, x.kind)
-
     if setting.packed:
         options["cu_seqlens_q"] = as_integers(draw, "cu_seqlens_q", np.concatenate([[0], np.cumsum(lens - begins)]))
     if call.gates is not None:
-        options["gates"] = dressed(call.gates, call.gates.placed.array[rows])
+        options["gates"] = call.gates.cut(rows)
     if call.lists is not None:
         parts = list_parts(setting, call.lists, tile)
         if setting.packed:
@@ -297,12 +286,12 @@ def last_queries(call: Call, out: Any) -> None:
             for x in (k, v)
         )
         options["kv_lens"] = as_integers(draw, "kv_lens", np.full(len(k), length))
-    keys, values = dressed(call.k, k), dressed(call.v, v)
+    keys, values = (arrays.dressed(np.ascontiguousarray(x), setting.dtype, setting.kind) for x in (k, v))
     if draw.flag("keeps_compressed"):
         weights = [options.pop(name, None) for name in ("w_k_compress", "w_v_compress")]
         more = {"cu_seqlens": options.get("cu_seqlens"), "dtype": options.get("dtype")}
         options["compressed_kv"] = compress_kv(keys, values, call.rules.block, *weights, stride=call.rules.stride, **more)
-    some = nsa(dressed(call.q, call.q.placed.array[rows]), keys, values, **options)
+    some = nsa(call.q.cut(rows), keys, values, **options)
     checks.same_bits("the last queries", out[rows], some)
 
 
@@ -364,6 +353,4 @@ def check_gradients(call: Call, grads: Any, dout: Tensor, wholes: list[Whole], h
     if (grads.dgates is None) != (call.gates is None):
         raise Finding("dgates: given where gates were not, or not where they were")
     if call.gates is not None and wholes:
-        expected = setting.joined([x.value for x in dgates], ())
-        error = setting.joined([np.broadcast_to(x.error, x.value.shape) for x in dgates], ())
-        setting.weight_near("dgates", grads.dgates, Near(expected, error), call.gates)
+        setting.weight_near("dgates", grads.dgates, setting.joined_near(dgates), call.gates)

@@ -8,24 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from .draw import Draw
-
-MODULES = (
-    "attention_problems",
-    "backward_problems",
-    "merge_problems",
-    "sabi_problems",
-    "paged_problems",
-    "cache_problems",
-    "quest_problems",
-    "select_problems",
-    "nsa_problems",
-    "nsa_cache_problems",
-    "compat_problems",
-    "bad_calls",
-)
 
 
 class Finding(AssertionError):  # noqa: N818 - the name that a report shows
@@ -54,6 +40,11 @@ def problem(name: str, weight: float = 1.0) -> Callable[[Callable[[Draw], None]]
 
 
 def load() -> dict[str, Problem]:
-    for module in MODULES:
-        importlib.import_module(f"{__package__}.{module}")
+    """All problems: those of the files named so, as far as the frameworks are here."""
+    from .arrays import HAS_JAX, HAS_TORCH
+
+    missing = ["torch_problems"] * (not HAS_TORCH) + ["jax_problems"] * (not HAS_JAX)
+    for module in [*sorted(path.stem for path in Path(__file__).parent.glob("*_problems.py")), "bad_calls"]:
+        if module not in missing:
+            importlib.import_module(f"{__package__}.{module}")
     return REGISTRY

@@ -436,7 +436,8 @@ def select_and_attend(draw: Draw) -> None:
         )  # fmt: skip
         written = arrays.poisoned(draw, "out", (*p.q.shape[:2], p.v.shape[-1]), p.dtype) if draw.flag("out") else None
         out, lse = blitz_attn.select_and_attend(
-            case.q.array, case.k.given(), case.v.given(), tables, p.seq_lens, **summaries, **how, **attending, out=written and written.array, num_threads=checks.threads(draw),
+            case.q.array, case.k.given(), case.v.given(), tables, p.seq_lens, **summaries, **how, **attending,
+            out=written and written.array, num_threads=checks.threads(draw),
         )  # fmt: skip
         opened = attending | {"num_threads": draw.pick("other_threads", checks.THREADS), "page_size": size}
         here = {name: opened.pop(name) for name in ("return_lse", *PER_CALL)}

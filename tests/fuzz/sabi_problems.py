@@ -13,7 +13,7 @@ from blitz_attn import sabi
 
 from . import arrays
 from . import sabi_oracle as oracle
-from .attention_cases import LIST_DTYPES, listed
+from .attention_cases import LIST_DTYPES, draw_listed
 from .draw import Draw
 from .problems import Finding, problem
 
@@ -180,16 +180,8 @@ def draw_list(draw: Draw, name: str, lead: tuple[int, ...], rows: int, columns: 
     """A list in any order, dtype, view and kind, with its mask."""
     rng = draw.rng(name)
     mask = rng.random((*lead, rows, columns)) < draw.pick(f"{name}.density", (0.5, 0.0, 0.1, 0.9, 1.0))
-    dtype = draw.pick(f"{name}.dtype", LIST_DTYPES)
-    lists = listed(
-        mask,
-        dtype,
-        rng,
-        extra=draw.pick(f"{name}.extra", (1, 0, 3)) if mask.any() else 1,
-        shuffled=draw.flag(f"{name}.shuffled"),
-        garbage=draw.flag(f"{name}.garbage", 0.3),
-    )
-    placed = arrays.place(draw, name, lists, last_contiguous=False)
+    lists = draw_listed(draw, name, mask, (1, 0, 3) if mask.any() else (1,))
+    dtype, placed = lists.dtype.name, arrays.place(draw, name, lists, last_contiguous=False)
     kind = draw.pick(f"{name}.kind", ("numpy", "list", "torch")[: 2 + arrays.HAS_TORCH])
     if kind == "list" and dtype != "uint16" and lists.size:
         return placed.array.tolist(), mask

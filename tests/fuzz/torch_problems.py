@@ -82,11 +82,7 @@ def torch_nsa(draw: Draw) -> None:
         setting = Setting(draw, kinds=("torch",), packed=None)
         dtype = setting.dtype
         rules, options = draw_rules(setting)
-        leaves: dict[str, Leaf | None] = {
-            "q": Leaf(draw, "q", setting.normal("q", *setting.shape(setting.heads, setting.dim)), dtype),
-            "k": Leaf(draw, "k", setting.normal("k", *setting.shape(setting.kv_heads, setting.dim)), dtype),
-            "v": Leaf(draw, "v", setting.normal("v", *setting.shape(setting.kv_heads, setting.v_dim)), dtype),
-        }
+        leaves: dict[str, Leaf | None] = {x: Leaf(draw, x, setting.normal(x, *shape), dtype) for x, shape in setting.shapes.items()}
         gating = draw.pick("gating", ("none", "weight", "gates"), (1, 2, 1))
         others = ("float64",) if dtype == "float64" else (dtype, "float32", "float16")
         weight_dtype = draw.pick("weight.dtype", tuple(dict.fromkeys(others)))

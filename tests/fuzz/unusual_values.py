@@ -138,8 +138,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 # ---- Numbers, words and containers --------------------------------------------------------------------------------
 
 _INTEGERS = (
-    "0", "1", "-1", "2", "-2", "3", "65535", "2**15", "2**31-1", "2**31", "2**32", "2**33+1", "2**40", "2**53+1", "2**62", "2**63-1", "2**63", "2**64",
-    "2**64+2", "-2**31", "-2**63", "-2**63-1", "10**400", "10**5000",
+    "0", "1", "-1", "2", "-2", "3", "65535", "2**15", "2**31-1", "2**31", "2**32", "2**33+1", "2**40", "2**53+1", "2**62", "2**63-1",
+    "2**63", "2**64", "2**64+2", "-2**31", "-2**63", "-2**63-1", "10**400", "10**5000",
 )  # fmt: skip
 _FLOATS = ("0.0", "-0.0", "0.5", "2.0", "-1.5", "nan", "inf", "-inf", "1e300", "1e-320", "2.0**63")
 _WORDS = ("", "x", "1", "nan", "BNSD", "bsnd", "TND", "HND", "quest", "max", "paper", "mslk", "float32", "float16", "bfloat16", "int8", "float8_e4m3", "uint16", "int64",
@@ -196,9 +196,9 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
     **{
         f"list {text}": functools.partial(_number, f"[{text}]")
         for text in (
-            "0", "1", "-1", "1, 2", "0, 1", "2, 1", "0, 8, 16", "0, 16, 8", "1, 1, 1", "0, 0", "-1, -1", "16, 16", "2**31, 2**31", "2**62, 2**62",
-            "2**63, 1", "2**64, 2**64", "2**63-1, 2**63-1", "1.0, 2.0", "0.5, 0.5", "nan, nan", "inf, 1", "1e300, 1", "'a', 'b'", "None, None",
-            "True, False", "[1, 2], [3]", "[1, 2], [3, 4]", "[[[1]]]", "1j, 2", "[], []", "{}, {}",
+            "0", "1", "-1", "1, 2", "0, 1", "2, 1", "0, 8, 16", "0, 16, 8", "1, 1, 1", "0, 0", "-1, -1", "16, 16", "2**31, 2**31",
+            "2**62, 2**62", "2**63, 1", "2**64, 2**64", "2**63-1, 2**63-1", "1.0, 2.0", "0.5, 0.5", "nan, nan", "inf, 1", "1e300, 1",
+            "'a', 'b'", "None, None", "True, False", "[1, 2], [3]", "[1, 2], [3, 4]", "[[[1]]]", "1j, 2", "[], []", "{}, {}",
         )
     },
     "list of objects": lambda: [object(), object()],
@@ -211,8 +211,8 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
     **{
         f"tuple {text}": functools.partial(_number, f"({text},)")
         for text in (
-            "1", "1, 2", "2, 2", "0, 0", "-1, -1", "-2, 0", "1, 2, 3", "1, 1, 1, 1", "2**31, 2**31", "2**62, 2**62", "2**63-1, 1", "2**64, 2**64",
-            "2.0, 2.0", "nan, 1", "None, None", "None, None, None", "'a', 'b'", "'x', 'bfloat16'",
+            "1", "1, 2", "2, 2", "0, 0", "-1, -1", "-2, 0", "1, 2, 3", "1, 1, 1, 1", "2**31, 2**31", "2**62, 2**62", "2**63-1, 1",
+            "2**64, 2**64", "2.0, 2.0", "nan, 1", "None, None", "None, None, None", "'a', 'b'", "'x', 'bfloat16'",
         )
     },
     "tuple of 100 numbers": lambda: tuple(range(100)),
@@ -246,7 +246,8 @@ _SHAPES = ((4,), (4, 4), (4, 2, 8), (1, 2, 16, 8), (1, 1, 2, 4, 8), (1,) * 20, (
 _DLPACK: dict[str, dict[str, Any]] = {  # the options of `Dlpack` for q
     "": {}, "of CUDA": {"device_type": CUDA}, "complex": {"code": COMPLEX}, "with lanes": {"lanes": 4}, "of -1 axes": {"ndim": -1},
     "of a negative size": {"shape": (1, 2, -16, 8)}, "of a huge size": {"shape": (2**40, 2**40, 16, 8)}, "of odd bits": {"bits": 12},
-    "of huge strides": {"strides": (2**62, 2**62, 8, 1)}, "of version 2": {"version": (2, 0)}, "of old": {"version": None}, "of no bits": {"bits": 0},
+    "of huge strides": {"strides": (2**62, 2**62, 8, 1)}, "of version 2": {"version": (2, 0)}, "of old": {"version": None},
+    "of no bits": {"bits": 0},
 }  # fmt: skip
 
 
@@ -257,7 +258,8 @@ def _structured(fields: Any) -> Callable[[], Any]:
 ARRAYS: dict[str, Callable[[], Any]] = {
     **{f"0-d {dtype}": functools.partial(np.array, 1, dtype) for dtype in ("float64", "float32", "int64", "bool", "U4", "object", "m8[s]")},
     **{f"{len(shape)}-d {shape}": functools.partial(np.zeros, shape, np.float32) for shape in _SHAPES},
-    **{f"1-d {dtype}": functools.partial(np.array, [1, 2], dtype) for dtype in ("int64", "int8", "bool", "object", "U1", "S1", ">i8", "m8[s]")},
+    **{f"1-d {dtype}": functools.partial(np.array, [1, 2], dtype) for dtype in ("int64", "int8", "bool", "object", "U1", "S1", ">i8")},
+    "1-d timedelta64": lambda: np.array([1, 2], "m8[s]"),
     **{f"4-d {dtype}": functools.partial(np.zeros, (1, 2, 16, 8), dtype) for dtype in ("object", "complex64", "longdouble")},
     "0-d None": lambda: np.array(None),
     "empty": lambda: np.zeros(0),
@@ -294,7 +296,8 @@ ARRAYS: dict[str, Callable[[], Any]] = {
     "record array": lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
     "a flat iterator": lambda: np.zeros(4).flat,
     **{
-        f"dlpack {name}": (lambda options=options: Dlpack(np.zeros((1, 2, 16, 8), np.float32), **options)) for name, options in _DLPACK.items()
+        f"dlpack {name}": (lambda options=options: Dlpack(np.zeros((1, 2, 16, 8), np.float32), **options))
+        for name, options in _DLPACK.items()
     },
     "dlpack of 6 axes": lambda: Dlpack(np.zeros((1, 1, 1, 2, 16, 8), np.float32)),
     "dlpack of lengths": lambda: Dlpack(np.array([1, 2])),
@@ -329,11 +332,10 @@ if HAS_TORCH:
             return torch.quantize_per_tensor(torch.zeros(2, 2), 0.1, 0, torch.qint8)
 
     ARRAYS |= {
-        "torch": _torch(lambda t: t.zeros(1, 2, 16, 8)),
-        "torch bfloat16": _torch(lambda t: t.zeros(1, 2, 16, 8, dtype=t.bfloat16)),
-        "torch complex": _torch(lambda t: t.zeros(1, 2, 16, 8, dtype=t.complex64)),
-        "torch bool": _torch(lambda t: t.zeros(1, 2, 16, 8, dtype=t.bool)),
-        "torch float8": _torch(lambda t: t.zeros(1, 2, 16, 8).to(t.float8_e5m2)),
+        **{
+            f"torch {name}": _torch(lambda t, name=name: t.zeros(1, 2, 16, 8).to(getattr(t, name)))
+            for name in ("float32", "bfloat16", "complex64", "bool", "float8_e5m2")
+        },
         "torch number": _torch(lambda t: t.tensor(2)),
         "torch half number": _torch(lambda t: t.tensor(0.5)),
         "torch ints": _torch(lambda t: t.tensor([1, 2])),
@@ -394,6 +396,8 @@ def _half_stepped(x: np.ndarray) -> Any:
     return as_strided(x, x.shape, (*x.strides[:-1], x.itemsize // 2)) if x.ndim and x.itemsize > 1 else x
 
 
+_PARTS = {"reversed": np.s_[::-1], "every second": np.s_[::2], "cut short": np.s_[:-1], "cut to nothing": np.s_[:0]}
+
 OF_ARRAYS: dict[str, Callable[[np.ndarray], Any]] = {
     **{
         f"as {name}": _astype(name)
@@ -419,22 +423,15 @@ OF_ARRAYS: dict[str, Callable[[np.ndarray], Any]] = {
     "one axis more at the end": lambda x: x[..., None],
     "flat": lambda x: x.reshape(-1),
     "turned": lambda x: x.T,
-    "reversed": lambda x: x[::-1] if x.ndim else x,
-    "reversed inside": lambda x: x[..., ::-1] if x.ndim else x,
-    "every second": lambda x: x[..., ::2] if x.ndim else x,
-    "cut short": lambda x: x[:-1] if x.ndim else x,
-    "cut short inside": lambda x: x[..., :-1] if x.ndim else x,
-    "cut to nothing": lambda x: x[:0] if x.ndim else x,
-    "cut to nothing inside": lambda x: x[..., :0] if x.ndim else x,
+    **{name: (lambda x, part=part: x[part] if x.ndim else x) for name, part in _PARTS.items()},
+    **{f"{name} inside": (lambda x, part=part: x[..., part] if x.ndim else x) for name, part in _PARTS.items()},
     "twice as long": lambda x: np.concatenate([x, x]) if x.ndim else x,
     "twice as long inside": lambda x: np.concatenate([x, x], -1) if x.ndim else x,
     "one element for all": lambda x: as_strided(x, x.shape, (0,) * x.ndim),
     "rows that overlap": lambda x: as_strided(x, x.shape, (*(x.itemsize,) * (x.ndim - 1), x.itemsize)) if x.ndim > 1 else x,
     "broadcast": lambda x: np.broadcast_to(x[:1], x.shape) if x.ndim and len(x) else x,
     "all -1": lambda x: _filled(x.astype(np.int64) if x.dtype.kind == "u" else x, -1),
-    "all 0": lambda x: _filled(x, 0),
-    "all alike": lambda x: _filled(x, 1),
-    "all 99": lambda x: _filled(x, 99),
+    **{f"all {n}": (lambda x, n=n: _filled(x, n)) for n in (0, 1, 99)},
     "all huge": lambda x: _filled(x, np.iinfo(x.dtype).max if x.dtype.kind in "iu" else 1),
     "all least": lambda x: _filled(x, np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -1),
     "all nan": lambda x: _filled(x, np.nan) if x.dtype.kind == "f" else x,
@@ -457,11 +454,7 @@ OF_SEQUENCES: dict[str, Callable[[Any], Any]] = {
     "as floats": lambda x: [float(i) for i in x] if all(isinstance(i, int) for i in x) else x,
     "as an array": lambda x: np.array(x) if all(isinstance(i, int) for i in x) else x,
     "one more": lambda x: [i + 1 for i in x] if all(isinstance(i, int) for i in x) else x,
-    "last 2**62": lambda x: [*x[:-1], 2**62],
-    "last -1": lambda x: [*x[:-1], -1],
-    "last nan": lambda x: [*x[:-1], float("nan")],
-    "last None": lambda x: [*x[:-1], None],
-    "last a string": lambda x: [*x[:-1], "x"],
+    **{f"last {text}": (lambda x, text=text: [*x[:-1], _number(text)]) for text in ("2**62", "-1", "nan", "None", "'x'")},
 }
 
 OF_INTEGERS: dict[str, Callable[[Any], Any]] = {
