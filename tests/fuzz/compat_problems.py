@@ -213,17 +213,14 @@ def mslk_nsa(draw: Draw) -> None:
             "softmax_scale": u.options["scale"], "q_tile_size": u.rules.tile, "n_block_size": draw.pick("n_block_size", (128, 64)),
             "cu_seqlens": u.cu, "max_seqlen": draw.pick("max_seqlen", (None, 7)), "num_cmp_selected_blocks": u.options.get("num_cmp_selected_blocks"),
         }  # fmt: skip
-        out = call_in_style(draw, draw_function(draw), (u.Q.given, u.K.given, u.V.given), options)
+        function = getattr(mslk, draw.pick("function", ("nsa", "nsa_forward")))
+        out = call_in_style(draw, function, (u.Q.given, u.K.given, u.V.given), options)
         ours = nsa.nsa(
             u.Q.given, u.K.given, u.V.given, w_k_compress=u.given("W_k"), w_v_compress=u.given("W_v"), gate_proj_weight=u.given("gate"),
             cu_seqlens=u.cu, **u.options,
         )  # fmt: skip
     same("out", out, ours)
     u.setting.check_inputs()
-
-
-def draw_function(draw: Draw) -> Any:
-    return getattr(mslk, draw.pick("function", ("nsa", "nsa_forward")))
 
 
 @problem("mslk.compress_kv", weight=0.4)

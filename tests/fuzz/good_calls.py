@@ -415,14 +415,8 @@ def _torch_bsa_packed(a: Arena, v: int) -> dict[str, Any]:
     return call | {"input_layout": "TND", "actual_seq_lengths": [4, 12], "actual_seq_lengths_kv": [6, 12], "sparse_mode": 3 * (v % 2)}
 
 
-_UPSTREAM = {
-    "q": "Q", "k": "K", "v": "V", "k_cmp": "K_cmp", "dk_cmp": "dK_cmp", "dv_cmp": "dV_cmp", "w_k": "W_k", "w_v": "W_v", "dout": "dO",
-    "w_k_compress": "W_k_compress", "w_v_compress": "W_v_compress", "o_cmp": "O_cmp", "o_slc": "O_slc", "o_win": "O_sld", "scale": "softmax_scale",
-}  # fmt: skip
-
-
 def _upstream(make: Callable[[Arena, int], dict[str, Any]], *left_out: str) -> Callable[[Arena, int], dict[str, Any]]:
-    return lambda a, v: {_UPSTREAM.get(name, name): x for name, x in make(a, v).items() if name not in left_out}
+    return lambda a, v: {mslk._NAMES.get(name, name): x for name, x in make(a, v).items() if name not in left_out}
 
 
 def _unpacked(make: Callable[[Arena, int], dict[str, Any]]) -> Callable[[Arena, int], dict[str, Any]]:

@@ -169,16 +169,12 @@ def score_and_select_blocks(draw: Draw) -> None:
             )
         else:
             scores = oracle.mslk_scores(qs, ks, rules, bad_q, bad_k, how)
-            powers = is_power(rules.tile) and setting.lens[i] % rules.tile == 0 and rules.scale in (0.0, 0.25, -0.5, 1.0)
+            powers = rules.tile & (rules.tile - 1) == 0 and setting.lens[i] % rules.tile == 0 and rules.scale in (0.0, 0.25, -0.5, 1.0)
             if contents == "integers" and powers:
                 scores = scores._replace(score=Near(scores.score.value, np.zeros_like(scores.score.value)))
         mistake = oracle.selection_mistake(listed, scores, rules.count)
         if mistake is not None:
             raise Finding(f"sequence {i}: {mistake}")
-
-
-def is_power(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
 
 
 # ---- Branches -----------------------------------------------------------------------------------------------------

@@ -96,10 +96,6 @@ def huge(*shape: int) -> np.ndarray:
     return as_strided(np.zeros(shape[-1], np.float32), shape, (0,) * (len(shape) - 1) + (4,))
 
 
-class Odd:
-    """Right for no argument: no array, number, sequence or text."""
-
-
 class Unending:
     """A sequence that gives items for ever."""
 

@@ -241,7 +241,7 @@ static ba_dtype real_of(ba_dtype dtype) { return dtype == BA_FLOAT64 ? BA_FLOAT6
 
 static ba_tensor draw_lse(fz_role role, const fz_sizes *s) {
     const int64_t dims[] = {s->batch, s->heads, s->q_len}, packed[] = {s->q_len, s->heads};
-    const ba_dtype dtype = s->dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32;
+    const ba_dtype dtype = real_of(s->dtype);
     return s->layout == BA_TND ? fz_tensor(role, dtype, 2, packed, FZ_FREE_LAST) : fz_tensor(role, dtype, 3, dims, FZ_FREE_LAST);
 }
 

@@ -21,7 +21,12 @@ static sizes draw_sizes(void) {
 
 static ba_tensor draw_rows(fz_role role, const sizes *s, ba_dtype dtype, int64_t tokens, int64_t heads, int64_t dim) {
     const int64_t dims[] = {s->batch, tokens, heads, dim};
-    return s->packed ? fz_tensor(role, dtype, 3, dims + 1, 0) : fz_tensor(role, dtype, 4, dims, 0);
+    return fz_tensor(role, dtype, 4 - s->packed, dims + s->packed, 0);
+}
+
+static const int64_t *draw_sequences(const sizes *s, int64_t *batch) {
+    *batch = fz_unusual() ? fz_unusual_number() : fz_range(1, 4);
+    return fz_cumulative(*batch, s->tokens);
 }
 
 static int64_t draw_block(int64_t tokens) {
@@ -59,10 +64,7 @@ void fz_block_means(void) {
     const sizes s = draw_sizes();
     ba_block_means_args a = {.block_size = draw_block(s.tokens)};
     a.stride = fz_once_in(2) ? a.block_size : draw_block(s.tokens);
-    if (s.packed) {
-        a.batch = fz_unusual() ? fz_unusual_number() : fz_range(1, 4);
-        a.cu = fz_cumulative(a.batch, s.tokens);
-    }
+    if (s.packed) a.cu = draw_sequences(&s, &a.batch);
     int64_t blocks = complete_blocks(s.tokens, a.block_size, a.stride), most = s.tokens + 1;
     if (s.packed) a.cu_blocks = count_all(a.cu, a.batch, a.block_size, a.stride, &blocks);
     const bool mapped = fz_once_in(3);
@@ -80,10 +82,7 @@ void fz_block_means_backward(void) {
     const sizes s = draw_sizes();
     ba_block_means_backward_args a = {.block_size = draw_block(s.tokens)};
     a.stride = fz_once_in(2) ? a.block_size : draw_block(s.tokens);
-    if (s.packed) {
-        a.batch = fz_unusual() ? fz_unusual_number() : fz_range(1, 4);
-        a.cu = fz_cumulative(a.batch, s.tokens);
-    }
+    if (s.packed) a.cu = draw_sequences(&s, &a.batch);
     int64_t blocks = complete_blocks(s.tokens, a.block_size, a.stride);
     if (s.packed) a.cu_blocks = count_all(a.cu, a.batch, a.block_size, a.stride, &blocks);
     a.dx = draw_rows(FZ_OUTPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
@@ -181,8 +180,7 @@ void fz_nsa_select(void) {
     a.q = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
     int64_t most = s.tokens; /* tokens of the longest sequence */
     if (s.packed) {
-        a.batch = fz_unusual() ? fz_unusual_number() : fz_range(1, 4);
-        a.cu_q = fz_cumulative(a.batch, s.tokens);
+        a.cu_q = draw_sequences(&s, &a.batch);
         a.cu_cmp = count_all(a.cu_q, a.batch, a.compress_block, a.compress_stride, &keys);
         for (int64_t b = rows = 0; a.cu_q && b < a.batch && b < 100; b++) rows += a.tile > 0 ? ceil_div(a.cu_q[b + 1] - a.cu_q[b], a.tile) : 0;
         if (a.tile <= 0) rows = s.tokens;
@@ -201,15 +199,14 @@ void fz_nsa_select(void) {
     if (rows > 1000 || rows < 0) rows = 1000;
     a.k_cmp = draw_rows(FZ_INPUT, &s, s.dtype, keys < 1000 || fz_unusual() ? keys : 1000, s.kv_heads, s.dim);
     const int64_t lse[] = {s.batch, s.tokens, s.heads};
-    if (a.tile == 0 || fz_unusual())
-        a.lse = s.packed ? fz_tensor(FZ_INPUT, s.real, 2, lse + 1, FZ_FREE_LAST) : fz_tensor(FZ_INPUT, s.real, 3, lse, FZ_FREE_LAST);
+    if (a.tile == 0 || fz_unusual()) a.lse = fz_tensor(FZ_INPUT, s.real, 3 - s.packed, lse + s.packed, FZ_FREE_LAST);
     if (a.tile) fz_unseen(&a.lse);
     const int64_t forced = a.init_blocks + a.local_blocks;
     int64_t out[] = {s.batch, list_heads, rows, fz_range(0, 12) + (forced > -100 && forced < 100 ? forced : 0)};
-    a.selected = s.packed ? fz_tensor(FZ_OUTPUT, BA_INT32, 3, out + 1, FZ_FREE_LAST) : fz_tensor(FZ_OUTPUT, BA_INT32, 4, out, FZ_FREE_LAST);
+    a.selected = fz_tensor(FZ_OUTPUT, BA_INT32, 4 - s.packed, out + s.packed, FZ_FREE_LAST);
     if (a.tile ? fz_once_in(2) : fz_unusual()) {
         out[3] = fz_range(0, 6);
-        a.selected_cmp = s.packed ? fz_tensor(FZ_OUTPUT, BA_INT32, 3, out + 1, FZ_FREE_LAST) : fz_tensor(FZ_OUTPUT, BA_INT32, 4, out, FZ_FREE_LAST);
+        a.selected_cmp = fz_tensor(FZ_OUTPUT, BA_INT32, 4 - s.packed, out + s.packed, FZ_FREE_LAST);
         a.cmp_group = fz_unusual() ? fz_unusual_number() : fz_range(1, 5);
     }
     a.num_threads = fz_threads();
