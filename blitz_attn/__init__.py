@@ -11,7 +11,13 @@ buffer protocol or DLPack; lists are refused, because they have no dtype. An ``a
 (1, 1, 256, 64)
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+if find_spec(f"{__name__}._core") is None:  # a checkout that was not built in place, where `pip install .` was typed
+    from ._unbuilt import installed_folder
+
+    __path__ = [installed_folder(__path__[0])]
 
 from . import block_sparse, config, merge, nsa, paged, quest, sabi, select
 from ._core import __version__

@@ -1,6 +1,10 @@
 """Modules of the package import what lies on their own floor or below it, and never in circles."""
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
@@ -16,7 +20,7 @@ MODULES = {".".join(("blitz_attn", *parts)).removesuffix(".__init__"): path for 
 
 # Files and folders of the package, from the ground up: what all stand on, a folder for each subject, the public modules, frameworks and ranks.
 FLOORS = (
-    {"_core", "_arrays", "_float_mode", "_floats", "_formats", "_names", "_operations", "_sentences"},
+    {"_core", "_arrays", "_float_mode", "_floats", "_formats", "_names", "_operations", "_sentences", "_unbuilt"},
     {"_block_sparse", "_nsa", "_paged", "_reference", "_sabi", "_select", "_testing"},
     {"", "block_sparse", "config", "merge", "nsa", "paged", "plot", "quest", "reference", "sabi", "select", "testing"},
     {"__main__", "compat", "distributed", "integrations"},
@@ -65,3 +69,13 @@ def test_no_imports_go_in_circles():
         TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_a_checkout_without_its_extension_takes_the_installed_package_or_says_what_to_do(tmp_path):
+    checkout = tmp_path / "checkout" / "blitz_attn"
+    shutil.copytree(PACKAGE, checkout, ignore=shutil.ignore_patterns("_core*", "__pycache__"))
+    for path, expected in (("", "Run `make build` or `pip install .` in " + str(checkout.parent)), (str(PACKAGE.parent), "version")):
+        command = [sys.executable, "-m", "blitz_attn"]
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": ""}
+        result = subprocess.run(command, cwd=checkout.parent, env=environment, capture_output=True, text=True, check=False)
+        assert expected in (result.stdout if path else result.stderr)
