@@ -30,7 +30,7 @@ def cache_sizes() -> dict[str, int]:
 
 
 def read_sizes(threads: int) -> dict[str, int]:
-    """Bytes per thread that fit this level and not the one closer to the core. A level that leaves no room for that is left out."""
+    """Bytes per thread that fit this cache and not the one closer to the core. A cache that leaves no room for that is left out."""
     caches = cache_sizes()
     sizes = {}
     below = 0
@@ -43,7 +43,7 @@ def read_sizes(threads: int) -> dict[str, int]:
             sizes[level] = size
         below = caches[level]
     largest = max(caches.values())
-    # what L3 keeps of memory that is read again and again makes it look quicker than it is (of four times L3: by a quarter)
+    # a part of an array that is read again and again stays in L3, so that DRAM looks quicker (at four times L3: by a quarter)
     sizes["DRAM"] = (DRAM_BYTES or max(8 * largest, 1 << 30)) // threads
     return sizes
 

@@ -1,6 +1,6 @@
 """The arguments of each operation, by the core's table of them (csrc/python/operations.h), and what Python adds: defaults and shapes.
 
-What passes arguments on, such as the functions for torch and JAX, takes their names, kinds and places from here, so that an argument of an
+What passes arguments on, such as the functions for torch and JAX, takes their names, roles and order from here, so that an argument of an
 operation is written down in that table and in the signature of its NumPy function: torch and JAX need no line of code for it.
 """
 
@@ -22,8 +22,8 @@ REQUIRED = inspect.Parameter.empty  # the default of an argument that has none
 ARRAYS = frozenset({
     "floats", "cache", "reals", "scales", "indices", "pages", "tables", "mask", "heads", "list", "lengths", "per_sequence",
 })  # fmt: skip
-READ_IN_PLACE = frozenset({"floats", "cache", "reals"})  # those of them that the core reads in place, as rows
-OWN = frozenset({"own", "dtype", "kv_dtype"})  # not passed on by frameworks, which make results and know dtypes
+READ_IN_PLACE = frozenset({"floats", "cache", "reals"})  # those whose last axis must be contiguous
+OWN = frozenset({"own", "dtype", "kv_dtype"})  # frameworks do not pass these on: they make results and know dtypes themselves
 
 
 class Argument(NamedTuple):
@@ -72,8 +72,8 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, Argument]:
 def like(
     function: Callable[_Parameters, _Result], without: tuple[str, ...]
 ) -> Callable[[Callable[..., _Result]], Callable[_Parameters, _Result]]:
-    """Gives a function that takes keywords the signature of `function`, which it passes them on to, but for some arguments. Its docstring
-    names those, too, that came after it was written."""
+    """Gives a function that passes its keywords on to `function` the signature of that, without the arguments in `without`. Arguments that
+    its docstring lacks are added there."""
 
     def decorate(decorated: Callable[..., _Result]) -> Any:
         signature = inspect.signature(function)
@@ -118,7 +118,7 @@ def sequence_shapes(q: Any, v: Any, layout: str, num_heads: Any, num_kv_heads: A
 
 
 def result_shapes(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the output, which has the dtype of q, and of the log-sum-exp of attention with these arguments, whichever it is."""
+    """Shapes of the output and of the log-sum-exp, of attention over sequences or over pages. The output has the dtype of q."""
     q = given["q"]
     if "v_cache" in given:
         return (*q.shape[:-1], given["v_cache"].shape[-1]), tuple(q.shape[:-1])

@@ -103,7 +103,8 @@ def isa(level: str | None = None) -> IsaCap:
     Returns
     -------
     IsaCap
-        Its ``level``, which a ``with`` block binds, is the level in use from now on. The end of the block restores the cap before.
+        Its ``level``, which a ``with`` block binds, is the level in use from now on. The end of the block caps at the
+        level that was in use before it.
 
     Raises
     ------

@@ -51,7 +51,7 @@ _capsule_name = ctypes.pythonapi.PyCapsule_GetName
 _capsule_name.restype = ctypes.c_char_p
 _capsule_name.argtypes = (ctypes.py_object,)
 
-_exported = collections.deque(maxlen=1000)  # what a consumer may still look at stays, as the protocol wants it
+_exported = collections.deque(maxlen=1000)  # kept alive: a consumer may still read them
 
 _KINDS = {"f": FLOAT, "i": INT, "u": UINT, "c": COMPLEX}
 
@@ -117,7 +117,7 @@ class Dlpack:
 
 
 class OnlyDlpack:
-    """An array that tells nothing but DLPack, and has no slices."""
+    """An array that exports DLPack alone, and has no slices."""
 
     def __init__(self, array):
         self._array = array

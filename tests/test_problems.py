@@ -33,7 +33,7 @@ def test_right(problem, seed):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_twins_of_attention(seed):
-    """The twins in `blitz_attn.reference`, which compute in float64, agree with the fuzzer's oracle."""
+    """The twins of attention and of its gradients, which compute in float64, agree with the fuzzer's oracle."""
     draw = Draw(seed, {"bad_keys": 0.0, "own_forward": False})
     case = draw_case(draw)
     p, f = case.problem, forward(case.problem)

@@ -119,6 +119,18 @@ SHAPES = [  # KV heads, heads of a group, tokens of a page, rows of a summary pa
 ]  # fmt: skip
 
 
+def test_keys_whose_scales_lie_behind_them_in_each_page():
+    pool = np.zeros((6, 16 * 2 * 8 + 16 * 2 * 4), np.int8)  # of each page, its keys, then their scales
+    keys, scales = pool[:, :256].reshape(6, 16, 2, 8), pool[:, 256:].view(np.float32).reshape(6, 16, 2)
+    keys[:], scales[:] = blitz_attn.quantize_kv(np.random.default_rng(0).standard_normal(keys.shape, np.float32), "int8")
+    rest = np.array([[4, 1, 0]], np.int32), [41], np.zeros((1, 1), np.int32)
+    found, expected = (tuple(np.zeros((1, 16, 2, 8), np.float32) for _ in range(2)) for _ in range(2))
+    blitz_attn.quest_prefill_metadata(keys, *rest, *found, k_scale=scales)
+    blitz_attn.quest_prefill_metadata(keys.copy(), *rest, *expected, k_scale=scales.copy())
+    assert expected[0].any()
+    assert all(map(same_bits, found, expected))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ascending", [False, True])
 @pytest.mark.parametrize("per_query_head", [False, True])

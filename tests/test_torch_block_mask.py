@@ -159,7 +159,7 @@ def test_documents(block, eager):
 
 
 def test_documents_with_a_list():
-    """Documents that begin with a block keep what of their blocks is listed."""
+    """Where documents begin at block borders, each keeps its own listed blocks."""
     ends = torch.tensor([0, 64, 64, 112, 150])
     numbers = torch.searchsorted(ends[1:], torch.arange(150), right=True)
     first = torch.tensor([0, 0, 64, 112])  # of each document
@@ -194,7 +194,7 @@ def test_a_mask_that_lets_nothing_be_seen():
 
 
 def test_a_mask_that_begins_beyond_the_diagonal():
-    """The last queries see nothing, so that fewer queries than keys say where the diagonal is; with all of them, no window does."""
+    """The last queries see nothing. The diagonal can be placed only by counting fewer queries than keys; if q_lens names all, no window fits."""
     mask = flex.create_block_mask(lambda b, h, i, j: j >= i + 3, 1, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
     options = from_flex_block_mask(mask)
     q, k, v = problem(batch=1)
@@ -213,7 +213,7 @@ def test_whole_blocks_beyond_the_lengths():
 
 
 def test_padded_keys_of_a_mask_with_lengths():
-    """Queries beyond the padding that attend are no padding."""
+    """A query that attends is not padding, wherever it stands."""
     mask = flex.create_block_mask(lambda b, h, i, j: j < LENGTHS[b], 2, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
     options = from_flex_block_mask(mask)
     assert (options["q_lens"].tolist(), options["kv_lens"].tolist()) == ([90, 90], [61, 90])

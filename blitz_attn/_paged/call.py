@@ -39,7 +39,7 @@ def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
     has no scale, the number 1 means none."""
     if type(scale) is ndarray:
         number = scale.ndim == 0
-    else:  # of what has dimensions, some cannot say how many, such as a released memoryview, which is refused as a number
+    else:  # a released memoryview has `ndim` but raises when it is read: it is then refused as a number
         number = isinstance(scale, (float, int, floating, integer)) or (hasattr(type(scale), "ndim") and not _arrays.shape_of(scale))
     if number:
         made = _arrays.float32_numbers(scale, name)
@@ -52,7 +52,8 @@ def open_requests(
     block_tables: Any, seq_lens: Any, indptr: Any, last_page_len: Any, q_lens: Any, q_begin: Any, page_size: Any, num_pages: Any = None,
     kv_split: Any = None,
 ) -> tuple[tuple[Any, ...], int, int]:  # fmt: skip
-    """What `attend_requests` takes as `requests`, checked and copied once for many calls; the number of requests, and of their queries."""
+    """Checks and copies requests once for many calls. Returns what `attend_requests` takes as `requests`, the number of requests, and that
+    of their queries."""
     opened, batch, num_queries = _core.open_page_tables(
         block_tables, seq_lens, indptr, last_page_len, q_lens, q_begin, page_size, num_pages, kv_split
     )
@@ -101,8 +102,8 @@ def attend_requests(
 
 
 def check_rules(rules: Rules) -> None:
-    """Refuses options that no call can have, by the sentences of a call: one without requests, whose arrays have the dtypes that the
-    options name. float64, where they name none, has the widest range of softcaps."""
+    """Makes a call without requests, whose sentences refuse options that no call can have. Its arrays have the dtypes that the options
+    name. Where they name none, they are float64, which allows the widest range of softcaps."""
     dtype, kv_dtype = rules.dtype, rules.kv_dtype
     kind = dtype or (kv_dtype if kv_dtype in FLOATS else None) or rules.out_dtype or ("float64" if kv_dtype is None else "float32")
     kind = kind if kind in FLOATS else "float32"  # the call says what it does not know
@@ -155,9 +156,9 @@ def paged_attention(
         ``(B, H, D)``, one query per request; with `q_lens` ``(T, H, D)``, the queries of all requests one after the other. float32,
         float16, bfloat16 or float64; D from 1 to 576.
     k_cache, v_cache : array
-        ``(pages, page_size, Hkv, D)`` and ``(pages, page_size, Hkv, Dv)``: page_size is at least 1. float32, float16,
-        bfloat16, or with scales int8 or float8 e4m3, whatever the dtype of `q`; float64 where `q` is float64. H must be a
-        multiple of Hkv; query head h reads head ``h // (H // Hkv)``.
+        ``(pages, page_size, Hkv, D)`` and ``(pages, page_size, Hkv, Dv)``: page_size is at least 1. float64 where `q`
+        is float64; else float32, float16, bfloat16, or with scales int8 or float8 e4m3, whatever the dtype of `q`. H must be a multiple of
+        Hkv; query head h reads head ``h // (H // Hkv)``.
     block_tables : array of int32 or int64, or tuple
         ``(B, W)`` page numbers; entries beyond a request's length are not read. Or the triple ``(indptr, indices, last_page_len)``:
         request b has the pages ``indices[indptr[b]:indptr[b + 1]]``, and its last page holds ``last_page_len[b]`` tokens.
@@ -172,9 +173,9 @@ def paged_attention(
     window : int, optional
         Number of tokens before itself that a query sees, at least 0. Default, and -1: all.
     q_begin : sequence of int, optional
-        ``(B,)``: token number of each request's query 0; may be negative. It is for a cache that holds a stretch of a longer request, whose
-        first token there counts as 0. Query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the number of tokens.
-        Default: the queries are the last tokens.
+        ``(B,)``: token number of each request's query 0; may be negative. It is for a cache that holds a stretch of a longer request:
+        token 0 is then the first token in the cache. Query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the
+        number of tokens. Default: the queries are the last tokens.
     kv_ranges : array of int, optional
         ``(B, 2)``, with `q_lens` ``(T, 2)``; int32 or int64: query i sees the tokens ``kv_ranges[i, 0] <= j < kv_ranges[i, 1]`` of its
         request instead of those up to itself, for prompts in which an image or a prefix sees itself. `window` still holds. Ranges may be
@@ -239,14 +240,15 @@ def paged_attention(
     Notes
     -----
     Query heads that share a key/value head are computed together, so that each byte of the cache is read once. Long requests are cut into
-    parts, which are merged by their log-sum-exp. Where a request is cut depends on that request alone: the result is the same bit for bit
+    parts, whose states are joined in order. Where a request is cut depends on that request alone: the result is the same bit for bit
     whatever else is in the batch and whatever the number of threads.
 
     With `kv_split`, chunk c of a request is its tokens ``c * kv_split`` to ``(c + 1) * kv_split - 1``. Attention over each chunk is
-    computed by itself, and its state (the result and the log-sum-exp, in float32) is merged with others by `merge_states_tree`; then
-    `sinks` take part, and the result is rounded once. So the result is bit-identical to that of calls over single chunks, each as a request
-    of its own with `q_begin` and ``out_dtype="float32"``, whose results are merged in the same way: it does not matter who computes which
-    chunk. Of `attn_mask`, each chunk has the columns of its tokens, which are read where they lie.
+    computed by itself, and its result and log-sum-exp (float32, for float64 queries float64) are merged with others by
+    `merge_states_tree`; then `sinks` take part, and the result is rounded once. So the result is bit-identical to that of calls over single
+    chunks, each as a request of its own with `q_begin` and unrounded results (``out_dtype="float32"`` for queries of 16 bits), which are
+    merged in the same way: it does not matter who computes which chunk. Of `attn_mask`, each chunk has the columns of its tokens, which are
+    read where they lie.
 
     A prefix that many requests share can be read once for all of them: attend to the prefix with all queries in one call, to the rest of
     each request in a second call, and merge the two results with `blitz_attn.merge_states` (see the second example).

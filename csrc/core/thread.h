@@ -25,7 +25,7 @@ typedef struct ba_thread {
         int64_t read, next;     /* nanoseconds: when the clock was last read, and when fn is called next. They outlive jobs and calls: many may follow
                                  * one another, none of which takes as long as the time between two polls */
     } poll;
-    ba_float_mode program_mode; /* in which the poll function is called: that of the program, in whose place this thread may be in the usual mode */
+    ba_float_mode program_mode; /* the program's. The poll function runs in it, while the library computes in the usual mode */
     struct ba_stopper *joined;  /* of the job that this thread takes part in; NULL: no job, or one that nothing can stop */
 } ba_thread;
 

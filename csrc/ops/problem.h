@@ -60,8 +60,8 @@ typedef struct ba_problem {
     ba_tensor blocks;                  /* (batch or 1, heads or kv_heads or 1, rows, entries) */
     int64_t block_q, block_kv;
     int64_t block_rows, block_columns; /* blocks of queries and of keys in a sequence of q_len queries and kv_len keys */
-    const int64_t *block_counts;       /* NULL: a row ends at its first pad. Else [batch][head axis of blocks]: how many entries are in use */
-    const int64_t *cu_rows;            /* NULL: the lists have a batch axis. Else where each sequence's rows begin on the one axis of rows */
+    const int64_t *block_counts;       /* NULL: a list row ends at its first pad. Else [batch][head axis of blocks]: how many entries are in use */
+    const int64_t *cu_rows;            /* NULL: the lists have a batch axis. Else where each sequence's list rows begin on their one axis */
 } ba_problem;
 
 /* The tokens of one batch entry: the row where they begin, how many rows there are, and how many of these, from the first on, are valid. */
@@ -83,7 +83,7 @@ static inline char *ba_row_of(const ba_view *view, int64_t element_size, int64_t
     return view->data + (batch * view->batch_stride + head * view->head_stride + token * view->token_stride) * element_size;
 }
 
-/* The row of a query, or below of a key, of a sequence. Sequences of BA_TND share one batch entry, in which each begins at its span's `begin`. */
+/* The row of a query of a sequence; ba_key_row() is the same for keys. Sequences of BA_TND share one batch entry, in which each begins at its span's `begin`. */
 static inline char *ba_query_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t query) {
     return ba_row_of(view, element_size, p->cu_q ? 0 : batch, head, ba_q_span(p, batch).begin + query);
 }
@@ -142,11 +142,11 @@ static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int6
     return range;
 }
 
-/* One end of a query's range in kv_ranges: 0 for its first key, 1 for the place after the last one. There are kv_ranges. */
+/* One end of a query's range in kv_ranges: 0 for its first key, 1 for the place after the last one. The problem must have kv_ranges. */
 static inline int64_t ba_range_end(const ba_problem *p, int64_t batch, int64_t query, int end) {
     const int64_t *step = p->kv_ranges.strides, row = ba_q_span(p, batch).begin + query;
     if (!p->kv_splits) return ba_list_entry(&p->kv_ranges, batch * step[0] + row * step[1] + end * step[2]);
-    /* Ends that lie farther before or behind the tokens mean the same as these, whose differences fit. */
+    /* Ends are clamped first: beyond the tokens all mean the same, and the difference then fits. */
     const int64_t token = ba_list_entry(&p->kv_ranges, row * step[1] + end * step[2]);
     return ba_max(-1, ba_min(token, INT32_MAX)) - p->kv_splits[batch].first_key;
 }

@@ -23,7 +23,7 @@ typedef struct py_call {
     PyObject *result[CALL_MOST_RESULTS];
     int64_t *cumulative; /* of call_cumulative() */
     bool each;           /* some argument of ARG_HEADS or ARG_PER_SEQUENCE is given */
-    bool pages_by_token; /* the caches are in layout NHD, see ARG_SUMMARISED. The operation sets it, and compares the pages itself */
+    bool pages_by_token; /* the caches are in layout NHD, see ARG_SUMMARISED. py_<name> sets it, and calls call_expect_summary_pages() */
 } py_call;
 
 /* Begins py_<name>: declares `call` and `a`, the library's arguments, and sorts what the caller gave, or returns NULL. call_end() ends it. */
@@ -39,7 +39,7 @@ int call_begin(py_call *call, PyObject *module, int index, const operation *oper
 /* Releases what the call holds. Returns None, the only result, or a tuple of all. Returns NULL, with the exception set, where the call failed. */
 PyObject *call_end(py_call *call, int failed);
 
-/* Puts the values of a tuple, which stands for the arguments behind it, in their places. Where it is None, these were given by themselves. */
+/* Where the argument is a tuple, its entries become the values of the arguments that follow it. Where it is None, nothing changes. */
 int call_spread(py_call *call, int index);
 
 /* Reads all arguments that have a member, but those of ARG_HEADS and ARG_PER_SEQUENCE. `either`: kv_dtype also says how arrays of ARG_FLOATS are read
@@ -73,7 +73,8 @@ const int64_t *call_cumulative(py_call *call, const arg_list *lengths);
 /* The array of an argument; one without memory and axes where it is not given. */
 const arg_array *call_array(const py_call *call, int index);
 
-/* Fails where an array that is written overlaps another one. Results that are held by then are compared, too. */
+/* Fails where an array that is written, or one of ARG_POOL, overlaps another one that is held by now, results included. Arrays of ARG_POOL may overlap
+ * one another, and summaries may be the array of ARG_SUMMARISED. */
 int call_expect_disjoint(const py_call *call);
 
 /* Fails where a summary page is listed twice, or holds keys, because the summaries are in the same pool of pages as the keys. */

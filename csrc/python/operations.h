@@ -1,5 +1,5 @@
-/* The table of operations: their names, their arguments in order, and what they return (where nothing is said, None). Everything mechanical follows
- * from it: how arguments are read, held, compared and released (call.c), and what the rest of the package knows of them (blitz_attn/_operations.py):
+/* The table of operations: their names, their arguments in order, and what they return. One without such a note returns None. Everything mechanical
+ * follows from it: how arguments are read, held, compared and released (call.c), and what the rest of the package knows of them (blitz_attn/_operations.py):
  * which of them torch and JAX take as tensors, what has a gradient, what belongs to sequences or heads.
  *
  * A(T, name, role, traits, member) is an argument that goes to `member` of T, the library's arguments. O(T, name, role) is one that the function's
@@ -113,7 +113,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     REQUEST_ARGUMENTS(A, O, T, ) \
     O(T, page_size, INTEGER) O(T, num_pages, INTEGER) O(T, kv_split, INTEGER)
 
-/* What follows `rules` may be given by itself, or as a tuple in the place of `rules`, which a plan makes once for all of its calls
+/* What follows `rules` may be given singly, or as a tuple in the place of `rules`: a PagedPlan makes one for all of its calls
  * (blitz_attn/_paged/call.py). A shorter tuple leaves the last ones out. Returns out, or with return_lse (out, lse). */
 #define PAGED_ATTENTION(A, O, T) \
     O(T, empty, OWN) \
@@ -180,7 +180,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, kv_layout,             KV_LAYOUT, 0,                          kv_layout) \
     O(T, dtype, KV_DTYPE) \
     A(T, num_threads,           THREADS,   ARG_OPTIONAL,               num_threads) \
-    A(T, k_scale,               SCALES,    ARG_OPTIONAL,               k_scale)
+    A(T, k_scale,               SCALES,    ARG_POOL | ARG_OPTIONAL,    k_scale)
 
 /* k is the width of a result that is made here, and budget is in blocks, one per request. a and b are the arrays that the method scores. recent is one
  * number, or one per request. seq_lens may be opened page tables, which then also replace q_lens, block_size and, for the method max, tables. Returns

@@ -1,7 +1,7 @@
 """Wrong calls, and the sentences that refuse them.
 
-A row changes arguments of a valid call of `good_calls`, in the variety that the row names: a function makes the new argument from the
-valid one. In a sentence, "..." stands for anything. The suite holds every row to its sentence (tests/test_refusals.py), and `bad_calls`
+A row takes a valid call of `good_calls`, in the variety that it names, and changes arguments: a value replaces one, and a function makes the
+new one from the valid one. In a sentence, "..." stands for anything. The suite holds every row to its sentence (tests/test_refusals.py), and `bad_calls`
 draws rows in other varieties, too.
 """
 
@@ -1281,7 +1281,7 @@ NUMBER = [
 BY_ROLE = {  # of an argument x of that role, in all functions that have one
     "floats": IN_PLACE,
     "cache": IN_PLACE,
-    "lse": [*ARRAY, type_error("x: expected float32... got int32", x=cast("int32"))],
+    "reals": [*ARRAY, type_error("x: expected float32... got int32", x=cast("int32"))],
     "scales": [
         *ARRAY,
         type_error("x: expected float32, got int64", x=cast("int64")),
@@ -1321,15 +1321,17 @@ BY_ROLE = {  # of an argument x of that role, in all functions that have one
 MASKED = [type_error("x: expected an array without a mask, got MaskedArray", x=np.ma.array)]
 WRITTEN = [value_error("x: expected a writable array, got a read-only one", x=OF_ARRAYS["read-only"])]
 ALIKE = ("block_sparse", "select", "merge", "paged", "quest", "nsa")  # groups of functions whose arguments the core reads
-COPIED = ("x", "values", "gate_proj_weight", "block_indices", "tokens_since_metadata_update")  # by NumPy, which takes more
-UNREAD = ("atten_mask", "w_k_compress")  # by some calls
+COPIED = ("x", "values", "gate_proj_weight", "block_indices", "tokens_since_metadata_update")  # NumPy copies these, and takes more dtypes
+UNREAD = ("atten_mask", "w_k_compress")  # some calls do not read these
+assert BY_ROLE.keys() <= {x.role for arguments in OPERATIONS.values() for x in arguments}
 NAMED: dict[str, str] = {}  # the role that an argument of this name has in all operations
 for _argument in itertools.chain(*OPERATIONS.values()):
     NAMED[_argument.name] = _argument.role if NAMED.get(_argument.name, _argument.role) == _argument.role else ""
 
 
 def by_role(good: Good, alike: bool) -> Iterator[Refusal]:
-    """The rows of all arguments of a function, in the first variety that has the argument. `alike`: by their roles."""
+    """The rows of all arguments of a function, in the first variety that has the argument. `alike`: rows by role, too, and not those of
+    masked arrays alone."""
     name, calls = good.call.__name__, [good.make(Arena(v), v) for v in range(17)]
     roles = NAMED | ({x.name: x.role for x in arguments_of(good.call).values()} if name in OPERATIONS else {})
     for argument in parameters(good.call):
@@ -1346,6 +1348,6 @@ def by_role(good: Good, alike: bool) -> Iterator[Refusal]:
 
 for _group, _functions in GROUPS.items():
     for _name, _good in _functions.items():
-        if not _good.lenient and _group != "plots":  # whose calls make files
-            _alike = _group in ALIKE and " " not in _name  # which is another form of a call
+        if not _good.lenient and _group != "plots":  # plots write files
+            _alike = _group in ALIKE and " " not in _name  # a name with a space is another form of a call
             REFUSALS.setdefault(f"{_group}.{_name}", []).extend(by_role(_good, _alike))

@@ -45,7 +45,7 @@ def _schema(tensors: dict[str, Argument], options: list[Argument], more: str, re
 # ---- What an operator does ----------------------------------------------------------------------------------------
 
 Told = dict[str, Any]  # what an operator is told, by name
-TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: in order. They come first: torch differentiates none that takes some by keyword
+TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: in order, before the `*` of schemas: torch differentiates none behind it
 _ON_CPU: dict[str, Callable[..., Any]] = {}
 
 
@@ -55,7 +55,7 @@ def named(name: str, given: tuple[Any, ...], options: Told) -> Told:
 
 
 def _on_cpu(name: str, work: Callable[[Told, bool], Any]) -> Callable[..., Any]:
-    """The implementation of an operator: the work on its tensors, in rows where the core reads rows."""
+    """The implementation of an operator: the work on its tensors, copied where their last axis must be contiguous and is not."""
     floats = [tensor for tensor, x in TENSORS[name].items() if x.role in READ_IN_PLACE]
 
     def run(*given: Any, return_lse: bool = True, **options: Any) -> Any:
@@ -75,7 +75,7 @@ def attend_shapes(told: Told) -> Any:
 
 
 def _under_autocast(name: str, cast: Callable[[Told, Any], None]) -> Callable[..., Any]:
-    """The operator where autocast is on: its tensors are cast, where torch can differentiate that, and so is its result."""
+    """The operator where autocast is on: casts the tensors by operations that torch differentiates, calls it, and casts the result."""
     this_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def run(*given: Any, **options: Any) -> Any:

@@ -60,7 +60,7 @@ static const double *as_doubles(const ba_stored_rows *r, const row_scratch *w, c
     return w->doubles;
 }
 
-/* A float that rounds to the same number of 16 bits as x does: where x is no float, the one of its two neighbours whose last bit is 1. */
+/* A float that rounds to the same number of 16 bits as x does: x itself, or where it is no float, that neighbour whose last bit is 1. */
 static float round_to_odd(double x) {
     const float near = (float)x;
     uint32_t bits;
@@ -105,7 +105,7 @@ static bool is_fit_magnitude(const ba_stored_rows *r, double magnitude) {
     return r->scale_is_fixed ? isfinite(magnitude) : isfinite(scale_for(r, magnitude));
 }
 
-/* Whether the row can be quantised. Any finite float has a scale; a larger number of float64 may have none. */
+/* Whether the row can be quantised. Any finite float32 can be scaled; a float64 may be too large. */
 static bool is_fit(const ba_stored_rows *r, const row_scratch *w, const void *row) {
     switch (r->from_dtype) {
     case BA_FLOAT32: return all_finite_uint32_t(row, r->dim, 0x7f800000);

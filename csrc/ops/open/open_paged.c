@@ -1,4 +1,4 @@
-/* Opens calls of paged attention: checks every shape, relation and range before any work is done. */
+/* Opens calls of paged attention: checks everything but the page numbers among the selected pages before any work is done. */
 #include <inttypes.h>
 
 #include "core/float_mode.h"
@@ -8,8 +8,8 @@
 #include "ops/kv_cache/kv_cache.h"
 #include "ops/open/open.h"
 
-/* Checks the shape of the selected pages and their counts, and puts them into the problem as its lists: blocks of one page, and one block row, which
- * holds all queries of a request. Without selected pages the problem has no lists. The page numbers are checked when the call runs. */
+/* Checks the shape of the selected pages and their counts, and puts them into the problem as its lists: a block is one page, and one block row
+ * has all queries of a request. Without selected pages the problem has no lists. The page numbers are checked when the call runs. */
 static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     const ba_tensor *t = &args->selected;
     p->list_name = "selected";
@@ -119,8 +119,8 @@ static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t ba
     return ba_check_threads(args->num_threads);
 }
 
-/* Checks that page tables which were opened before this call, for all calls of a step, fit the call. In Python such tables are a PagedPlan, which is
- * the plan of the sentences. */
+/* Checks that page tables which were opened before this call, for all calls of a step, fit the call. In Python such tables belong to a PagedPlan,
+ * which is what sentences call a plan. */
 static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, const ba_page_tables *t) {
     if (t->page_size != p->page_size)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,

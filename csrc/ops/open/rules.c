@@ -1,4 +1,5 @@
-/* The rules of scores, which block-sparse and paged calls have under the same names: they are checked here, and put into the problem of the call. */
+/* The rules of scores, which block-sparse and paged calls have under the same names: scale and softcap are checked here, and all of them are put into
+ * the problem of the call. */
 #include "core/status.h"
 #include "ops/check.h"
 #include "ops/open/open.h"
@@ -9,7 +10,8 @@ typedef struct rules {
 } rules;
 
 /* The rules in arguments of either kind. */
-#define RULES_OF(args) &(rules){.scale = (args)->scale, .softcap = (args)->softcap, .sinks = (args)->sinks, .alibi_slopes = (args)->alibi_slopes}
+#define RULES_OF(args)                                                                                                                               \
+    &(rules) { .scale = (args)->scale, .softcap = (args)->softcap, .sinks = (args)->sinks, .alibi_slopes = (args)->alibi_slopes }
 
 static ba_status take(const rules *r, ba_problem *p) {
     BA_TRY(ba_take_scale(p->dtype, p->head_dim, r->scale, &p->scale));

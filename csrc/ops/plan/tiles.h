@@ -51,7 +51,7 @@ void ba_find_lanes(const ba_problem *p, const ba_view *view, int64_t batch, cons
 
 /* A walk over the item's part of a list, which must still be begun and whose range is still empty. bitmap NULL: the list has all keys. */
 ba_walk ba_new_walk(const ba_plan *plan, const ba_item *item, const uint64_t *bitmap, int64_t chunk_keys);
-/* The position in the row of listed keys where the item's part begins. */
+/* The position in the sequence of listed keys where the item's part begins. */
 int64_t ba_first_place(const ba_plan *plan, const ba_item *item);
 
 /* Makes and begins the walks of an item's opened tiles, and sets tiles[i].walk. Tiles with equal lists share a walk. `bitmaps` has room for

@@ -1,6 +1,6 @@
 /* Walks over a list of keys, chunk by chunk. Internal.
  *
- * The keys of all listed blocks form one row, in rising order, and that row is cut into chunks of chunk_keys keys. A key's place in the row
+ * The keys of all listed blocks form one sequence, in rising order, which is cut into chunks of chunk_keys keys. A key's position in it
  * decides which chunk it belongs to; neither the borders of blocks nor what a tile sees have any influence. A query's result then depends on
  * its own list alone: a list of all blocks gives the bits that no list gives, and threads, other batch entries and tile shapes change no bit. */
 #ifndef BA_OPS_WALK_H
@@ -17,14 +17,14 @@ typedef struct ba_walk {
     int64_t block_kv;       /* keys per column */
     int64_t keys;           /* of the sequence */
     int64_t chunk_keys;
-    int64_t stop;   /* position in the row of listed keys where the walk ends */
+    int64_t stop;   /* position in the sequence of listed keys where the walk ends */
     ba_range range; /* keys that any query of the tile sees. The walk skips whole chunks before range.lo and ends at range.hi */
     /* the state of the walk */
     int64_t column, key, end; /* the current column, the next key (BA_WALK_END: there is none), and the end of the column's keys */
-    int64_t position;         /* of the next key in the row of listed keys */
+    int64_t position;         /* of the next key in the sequence of listed keys */
 } ba_walk;
 
-/* Begins a walk at position `start` of the row of listed keys, a multiple of chunk_keys. The caller's members must be set. */
+/* Begins a walk at position `start` of the sequence of listed keys, a multiple of chunk_keys. The caller's members must be set. */
 void ba_walk_begin(ba_walk *walk, int64_t start);
 /* Writes the numbers of the keys up to the next border of chunks to key_index[chunk_keys], in rising order. Returns how many; 0: the walk is
  * over. */

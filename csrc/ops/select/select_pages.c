@@ -363,16 +363,16 @@ static void largest_first(uint64_t *keys, int64_t n, int64_t count) {
 }
 
 /* Writes the keys of some of the n pages from `first` on, among them the `count` best, and returns how many it has written. Most pages are ruled
- * out by a bound: page i belongs to group i mod `groups`, and each group has a largest score. The count-th highest of these largest scores is
+ * out by a bound: page i belongs to class i mod `classes`, and each class has a largest score. The count-th highest of these largest scores is
  * reached by at least `count` pages, so no page below it can be among the best. */
 static int64_t best_keys(const float *scores, int64_t first, int64_t n, int64_t count, float *largest, uint64_t *keys) {
-    const int64_t groups = ba_max(2 * count, n / 16);
-    if (count > 0 && 2 * groups <= n) {
-        for (int64_t i = 0; i < groups; i++) largest[i] = scores[i] == scores[i] ? scores[i] : -INFINITY;
-        for (int64_t begin = groups; begin < n; begin += groups)
-            for (int64_t i = 0; i < ba_min(groups, n - begin); i++) largest[i] = scores[begin + i] > largest[i] ? scores[begin + i] : largest[i];
-        for (int64_t i = 0; i < groups; i++) keys[i] = order_key(largest[i], i);
-        largest_first(keys, groups, count);
+    const int64_t classes = ba_max(2 * count, n / 16);
+    if (count > 0 && 2 * classes <= n) {
+        for (int64_t i = 0; i < classes; i++) largest[i] = scores[i] == scores[i] ? scores[i] : -INFINITY;
+        for (int64_t begin = classes; begin < n; begin += classes)
+            for (int64_t i = 0; i < ba_min(classes, n - begin); i++) largest[i] = scores[begin + i] > largest[i] ? scores[begin + i] : largest[i];
+        for (int64_t i = 0; i < classes; i++) keys[i] = order_key(largest[i], i);
+        largest_first(keys, classes, count);
         float least = INFINITY;
         for (int64_t i = 0; i < count; i++) {
             const float score = largest[(uint32_t) ~(uint32_t)keys[i]];
