@@ -32,9 +32,9 @@ class Mistake(NamedTuple):
 
 # Its name, its file and what it does; the text whose place is taken, and the one that takes it.
 TABLE = r"""
-padding in csrc/ops/plan/plan.c: tiles are cut by the padded length again
-    - return t->gradients ? q.rows : q.valid;
-    + return q.rows;
+padding in csrc/ops/problem.h: kernels are chosen by the padded length again
+    - const int64_t valid = ba_q_span(p, batch).valid;
+    + const int64_t valid = ba_q_span(p, batch).rows;
 ragged in csrc/ops/problem.h: queries of ragged requests stand at the beginning of their keys, not at the end
     - p->q_begin[batch] : kv_valid - q_valid);
     + p->q_begin[batch] : p->page_size && p->cu_q && p->batch > 1 ? 0 : kv_valid - q_valid);
