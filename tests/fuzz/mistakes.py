@@ -41,9 +41,6 @@ ragged in csrc/ops/problem.h: queries of ragged requests stand at the beginning 
 mask in csrc/kernels/panel/bias_tmpl.inc: a mask is read as if the listed keys had no gaps
     - (real)NAME(mask_number)(dtype, row, key_index[i] * source->stride);
     + (real)NAME(mask_number)(dtype, row, (*key_index + i) * source->stride);
-lanes in csrc/ops/backward/backward_bias.c: gradients of a mask add lanes that have no query
-    - w->slopes + j * width * real, panel->lanes);
-    + w->slopes + j * width * real, width);
 slopes in csrc/kernels/panel/bias_tmpl.inc: keys behind a query get nearer with their distance
     - - slope * NAME(v_max)(far, -far));
     + - slope * far);
