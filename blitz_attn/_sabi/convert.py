@@ -253,6 +253,27 @@ def runs_and_counts(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return runs, counts
 
 
+def listed_in_runs(listed: np.ndarray, runs: np.ndarray, shape: tuple[int, int], s_kv: int) -> np.ndarray:
+    """int64 (..., s_q): of each query's run of keys, `runs` (..., s_q, 2), how many lie in blocks of its row of `listed`, bool (..., R, C).
+    A query sees exactly these keys. Axes of size 1 in `runs` fit any number in `listed`."""
+    lead, s_q, (block_q, block_kv) = listed.shape[:-2], runs.shape[-2], shape
+    runs = np.broadcast_to(runs, (*lead, s_q, 2))
+    counts = np.empty((*lead, s_q), np.int64)
+    sizes = np.minimum(block_kv, s_kv - np.arange(listed.shape[-1]) * block_kv)
+    for at in pieces(listed.shape):
+        rows = at[-2]
+        queries = np.arange(rows.start * block_q, min(rows.stop * block_q, s_q))
+        for n in np.ndindex(tuple(x.stop - x.start for x in at[:-2])):
+            head = tuple(x.start + m for x, m in zip(at[:-2], n, strict=True))
+            kept = np.append(listed[(*head, rows)], np.zeros((rows.stop - rows.start, 1), bool), axis=1)  # a column behind the last key
+            before = np.append(np.zeros((len(kept), 1), np.int64), np.cumsum(kept[:, :-1] * sizes, axis=1), axis=1)
+            column, inside = np.divmod(runs[(*head, queries)], block_kv)
+            own = (queries // block_q - rows.start)[:, None]
+            up_to = before[own, column] + kept[own, column] * inside  # keys of listed blocks before each end of the run
+            counts[(*head, queries)] = np.maximum(up_to[:, 1] - up_to[:, 0], 0)
+    return counts
+
+
 def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = None) -> np.ndarray:
     """The `kv_ranges` of `block_sparse_attention` that say exactly what a boolean mask over tokens does.
 
@@ -290,18 +311,15 @@ def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = Non
     [[0, 2], [0, 2], [0, 3], [0, 4]]
     """
     seen = _booleans(mask)
-    s_q, s_kv = seen.shape[-2:]
+    s_kv = seen.shape[-1]
     runs, counts = runs_and_counts(seen)
     ranges = runs.astype(np.int32)
     if seen.size == 0:
         return ranges
     gaps = counts != runs[..., 1] - runs[..., 0]
     if block_shape is not None and gaps.any():
-        keys = np.arange(s_kv)
-        listed = to_token_mask(from_token_mask(seen, block_shape), s_q, s_kv, block_shape)
-        for at in pieces(seen.shape):
-            low, high = np.split(ranges[at[:-1]], 2, axis=-1)
-            gaps[at[:-1]] = ((keys >= low) & (keys < high) & listed[at] != seen[at]).any(axis=-1)
+        shape = checked_shape(block_shape)
+        gaps = counts != listed_in_runs(any_pool(seen, shape), runs, shape, s_kv)
     if gaps.any():
         place = ", ".join(str(n) for n in np.argwhere(gaps)[0])
         raise ValueError(f"mask: expected rows whose keys are a run, got a gap in row [{place}]")

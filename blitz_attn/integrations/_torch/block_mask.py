@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..._arrays import falls, integers
-from ..._sabi.convert import from_block_mask, from_num_idx, to_block_mask, to_num_idx
+from ..._sabi.convert import from_block_mask, from_num_idx, listed_in_runs, to_block_mask, to_num_idx
 from ..._sabi.lists import check, checked_shape, grid_of, tokens_of
 from .tensors import flag_of, pair_of
 
@@ -358,23 +358,23 @@ def _rules_of(found: _Found | None, shift: int) -> tuple[bool, tuple[int, int] |
 def _ranges_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Any:
     """int32 (B, Sq, 2): one run of keys per query. In the partial blocks of all heads, the mask's function lets a query see the keys of
     its run and no others. None where no such runs exist."""
+    counts = np.zeros((*partial.shape[:2], sizes[0]), np.int64)
     first, end = np.full((partial.shape[0], sizes[0]), sizes[1], np.int32), np.zeros((partial.shape[0], sizes[0]), np.int32)
-    for _, b, i, j, _, seen in _evaluated(mask.mask_mod, np.argwhere(partial), shape, sizes, device):
+    for part, b, i, j, _, seen in _evaluated(mask.mask_mod, np.argwhere(partial), shape, sizes, device):
         if bool(((seen[..., 1:] & ~seen[..., :-1]).sum(-1) + seen[..., 0] > 1).any()):
             return None  # two runs in a row of a block
         at = np.broadcast_arrays(b[..., 0].cpu().numpy(), i[..., 0].cpu().numpy())
         np.minimum.at(first, tuple(at), torch.where(seen, j, sizes[1]).amin(-1).cpu().numpy())
         np.maximum.at(end, tuple(at), torch.where(seen, j + 1, 0).amax(-1).cpu().numpy())
+        np.add.at(counts, (at[0], part[:, 1:2], at[1]), seen.sum(-1).cpu().numpy())
     for b, row, column in np.argwhere(full.any(axis=1)):
         rows = slice(row * shape[0], (row + 1) * shape[0])
         first[b, rows] = np.minimum(first[b, rows], column * shape[1])
         end[b, rows] = np.maximum(end[b, rows], min(sizes[1], (column + 1) * shape[1]))
-    ranges = torch.from_numpy(np.stack([first, end], axis=-1)).to(device)
-    for _, b, i, j, valid, seen in _evaluated(mask.mask_mod, np.argwhere(partial), shape, sizes, device):
-        run = ranges[b, i]
-        if not torch.equal(seen, valid & (run[..., 0] <= j) & (j < run[..., 1])):
-            return None
-    return ranges.cpu()
+    ranges = np.stack([first, end], axis=-1)
+    counts += listed_in_runs(full, np.broadcast_to(np.array([0, sizes[1]]), (sizes[0], 2)), shape, sizes[1])
+    same = np.array_equal(counts, listed_in_runs(partial | full, ranges[:, None], shape, sizes[1]))
+    return torch.from_numpy(ranges) if same else None
 
 
 def _pairs_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Any:
