@@ -28,12 +28,14 @@ from ._sabi.convert import (
     to_token_mask,
 )
 from ._sabi.frame import FramePlan, FrameWidths, frame_plan, random_with_frame
+from ._sabi.function import FunctionMask, from_function
 from ._sabi.lists import check
 from ._sabi.measure import balance, counts, density, picture, sparsity
 
 __all__ = [
     "FramePlan",
     "FrameWidths",
+    "FunctionMask",
     "balance",
     "causal",
     "check",
@@ -49,6 +51,7 @@ __all__ = [
     "frame_plan",
     "from_block_mask",
     "from_csr",
+    "from_function",
     "from_num_idx",
     "from_token_mask",
     "intersection",

@@ -11,7 +11,7 @@ import numpy as np
 
 from blitz_attn import sabi
 
-from . import arrays
+from . import arrays, checks
 from . import sabi_oracle as oracle
 from .attention_cases import LIST_DTYPES, draw_listed
 from .draw import Draw
@@ -127,6 +127,46 @@ def vertical_slash(draw: Draw, s_q: int, s_kv: int, block_shape: tuple[int, int]
         given[name] = draw.rng(name).integers(0, most, (*lead, draw.integer(f"{name}.count", 0, 6)))
     full = (x.reshape(*(1,) * (3 - x.ndim), *x.shape) for x in given.values())
     return given, oracle.blocks_of(oracle.vertical_slash(s_q, s_kv, *full), block_shape)
+
+
+@problem("sabi.from_function", weight=0.3)
+def from_function(draw: Draw) -> None:
+    s_q, s_kv, block_shape = draw_grid(draw)
+    lead = draw.integer("batch", 1, 2), draw.integer("heads", 1, 3)
+    kind, rng = draw.pick("kind", ("band", "runs", "scattered", "blocks")), draw.rng("function")
+    own = lead if draw.flag("own") else (1, 1)
+    if kind == "band":
+        ends = np.sort(rng.integers(-s_q, s_kv, (2, *own, 1, 1)), axis=0)
+        away = np.arange(s_kv) - np.arange(s_q)[:, None]
+        mask = (ends[0] <= away) & (away < ends[1])
+    elif kind == "runs":
+        ends = np.sort(rng.integers(0, s_kv + 1, (2, own[0], 1, s_q, 1)), axis=0)
+        mask = (ends[0] <= np.arange(s_kv)) & (np.arange(s_kv) < ends[1])
+    elif kind == "scattered":
+        mask = rng.random((*own, s_q, s_kv)) < draw.pick("share", (0.5, 0.001, 0.02, 0.99, 1.0))
+    else:
+        grid = -(-s_q // block_shape[0]), -(-s_kv // block_shape[1])
+        mask = oracle.tokens_of(rng.random((*own, *grid)) < 0.3, s_q, s_kv, block_shape)
+    mask = np.broadcast_to(mask, (*lead, s_q, s_kv))
+    options: dict[str, Any] = {"block_shape": block_shape, "batch": lead[0], "heads": lead[1], "dtype": draw_dtype(draw)}
+    options["width"] = draw_width(draw, blocks := oracle.blocks_of(mask, block_shape))
+    mask_mod = lambda b, h, i, j: mask[b, h, i, j]  # noqa: E731
+    made = sabi.from_function(mask_mod, s_q, s_kv, **options, token_rule="attn_mask")
+    same("from_function", made.sabi, oracle.rising(blocks, options["dtype"], options["width"]))
+    seen = oracle.tokens_of(blocks, s_q, s_kv, block_shape)
+    hull = mask.any(axis=1, keepdims=True)  # from the first key that a head sees to the last one
+    hull = np.logical_or.accumulate(hull, axis=-1) & np.logical_or.accumulate(hull[..., ::-1], axis=-1)[..., ::-1]
+    if made.kv_ranges is not None:
+        ranges = made.kv_ranges.reshape(lead[0], 1, s_q, 2)
+        seen = seen & (ranges[..., :1] <= np.arange(s_kv)) & (np.arange(s_kv) < ranges[..., 1:])
+    if made.attn_mask is None:
+        same("what is seen", seen, mask)
+        same("ranges", sabi.from_function(mask_mod, s_q, s_kv, **options).sabi, made.sabi)
+        return
+    same("attn_mask", made.attn_mask, np.ascontiguousarray(mask))
+    if np.array_equal(seen & hull, mask):
+        raise Finding("from_function: a mask where runs of keys say the same")
+    checks.refused(lambda: sabi.from_function(mask_mod, s_q, s_kv, **options), (ValueError,), "mask_mod")
 
 
 @problem("sabi.random_with_frame", weight=0.2)
