@@ -283,6 +283,7 @@ typedef enum ba_chooser {
     BA_CHOOSER_SAMPLED_ROWS,   /* pool_q queries per block, the last of each of pool_q equal parts of it, against every key */
     BA_CHOOSER_VERTICAL_SLASH, /* the last pool_q queries of a sequence against every key. A block's score is the attention mass of its keys, plus
                                 * that of its distances between query and key */
+    BA_CHOOSER_GIVEN,          /* scores come with the call: `given_scores` */
 } ba_chooser;
 
 typedef enum ba_chooser_term {
@@ -319,6 +320,9 @@ typedef struct ba_select_prefill_args {
                        * c / 64 is set */
     ba_tensor counts; /* written: int32 (B, lists, rows), how many blocks each row keeps */
     ba_tensor scores; /* not given, or written: float32 (B, lists, rows, columns); 0 where a row sees no key of the column */
+    ba_tensor given_scores; /* BA_CHOOSER_GIVEN only, which reads no pool_q, pool_k, term and largest: float32 (B, H, rows, columns), or a list
+                             * each (B, lists, rows, columns). At least 0; NaN and minus infinity count as 0. Each row is divided by the sum of what
+                             * it sees, unless this differs from 1 by at most 1e-4: scores of this library stay as they are, bit for bit */
 } ba_select_prefill_args;
 
 /* `call` as ba_block_sparse_args_init() returns it, pool_q, pool_k and `largest` 1; the rest is 0. */

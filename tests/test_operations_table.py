@@ -22,10 +22,10 @@ INSIDE = "cu_rows routed key_stride key_last"  # how native sparse attention cal
 FUNCTIONS = {
     "block_sparse_attention": ("block_sparse_attention", f"{MADE} {STATE} {INSIDE}", ""),
     "block_sparse_attention_backward": ("block_sparse_attention_backward", f"{MADE} {INSIDE} dq dk dv", "grads"),  # grads is these three
-    # v is k once more; a chooser is a name, two sizes, a term and a flag; a budget is a name and numbers
+    # v is k once more; a chooser is a name, two sizes, a term and a flag, or a function that makes scores; a budget is a name and numbers
     "select_blocks_prefill": (
         "select_prefill",
-        f"{MADE} v sabi pool_q pool_k term largest budget budgets",
+        f"{MADE} v sabi pool_q pool_k term largest budget budgets scores",
         "density top_p threshold top_k",
     ),
     "paged_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE} {TUPLE} selected counts", ""),

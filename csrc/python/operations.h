@@ -92,7 +92,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, first_rows,    INTEGER,      0,            first_rows) \
     A(T, last_rows,     INTEGER,      0,            last_rows) \
     A(T, per_kv_head,   FLAG,         0,            per_kv_head) \
-    O(T, index_dtype, OWN) O(T, return_scores, FLAG)
+    O(T, index_dtype, OWN) O(T, return_scores, FLAG) O(T, scores, OWN)
 
 /* outs and lses are tuples of arrays. Returns (out, lse). */
 #define MERGE_STATES(A, O, T) O(T, empty, OWN) O(T, outs, OWN) O(T, lses, OWN) O(T, out, OWN) O(T, lse_out, OWN) O(T, dtype, OWN)

@@ -168,11 +168,12 @@ static int read_text(const py_call *call, int index, const char *const *texts, i
 }
 
 static int read_choice(py_call *call, ba_select_prefill_args *a, int *index_dtype, int *scores) {
-    static const char *const choosers[] = {"pooled", "antidiagonal", "sampled_rows", "vertical_slash"}, *const terms[] = {"mean", "bound", "both"};
+    static const char *const choosers[] = {"pooled", "antidiagonal", "sampled_rows", "vertical_slash", "given"}, *const terms[] = {"mean", "bound",
+                                                                                                                                   "both"};
     static const char *const budget_names[] = {"density", "top_p", "threshold", "top_k"}, *const dtypes[] = {"uint16", "int16", "int32", "int64"};
     int chooser, term, budget;
     if (read_sequences(call, &a->call) < 0) return -1;
-    if (read_text(call, CHOICE_chooser, choosers, 4, &chooser) < 0 || read_text(call, CHOICE_term, terms, 3, &term) < 0 ||
+    if (read_text(call, CHOICE_chooser, choosers, 5, &chooser) < 0 || read_text(call, CHOICE_term, terms, 3, &term) < 0 ||
         read_text(call, CHOICE_budget, budget_names, 4, &budget) < 0 || read_text(call, CHOICE_index_dtype, dtypes, 4, index_dtype) < 0)
         return -1;
     a->chooser = (ba_chooser)chooser;
@@ -204,6 +205,15 @@ static int make_lists(py_call *call, const ba_select_prefill_args *a, ba_tensor 
     return arg_check(status);
 }
 
+/* Holds the scores that the function of a call with the chooser `given` returns. It is called when all else is checked. */
+static int read_scores(py_call *call, ba_select_prefill_args *a) {
+    if (a->chooser != BA_CHOOSER_GIVEN) return 0;
+    PyObject *const scores = PyObject_CallNoArgs(call->values[CHOICE_scores]);
+    const int failed = scores == NULL ? -1 : call_hold(call, scores, "scores", ARG_SCALES, 0, &a->given_scores);
+    Py_XDECREF(scores);
+    return failed;
+}
+
 static int choose(py_call *call, ba_select_prefill_args *a) {
     ba_prefill prefill;
     ba_status status;
@@ -215,6 +225,7 @@ static int choose(py_call *call, ba_select_prefill_args *a) {
                  ba_dtype_name(prefill.lists_shape.dtype));
         return -1;
     }
+    if (read_scores(call, a) < 0) return -1;
     if (make_tensor(&prefill.kept_shape, &a->kept) < 0 || make_tensor(&prefill.counts_shape, &a->counts) < 0) return -1;
     if (!return_scores) call_no_result(call);
     else if (call_result(call, Py_None, &prefill.scores_shape, "scores", ARG_REALS, &a->scores) < 0) return -1;

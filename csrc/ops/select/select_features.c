@@ -148,7 +148,8 @@ void ba_features_of_query(const ba_prefill *c, const ba_features *s, int64_t bat
         return;
     case BA_CHOOSER_SAMPLED_ROWS:
     case BA_CHOOSER_VERTICAL_SLASH: copy_row(c, s, to, s->pointers[n - 1]); return;
-    case BA_CHOOSER_POOLED: break;
+    case BA_CHOOSER_POOLED:
+    case BA_CHOOSER_GIVEN: break; /* the latter has no pooled queries */
     }
     const int64_t ahead = begin + ba_max(n, ba_work.choose.ahead_tokens);
     prefetch_tokens(ba_query_row(&c->p, &c->p.q, c->p.element_size, batch, head, ahead), c->p.q.token_stride * c->p.element_size,

@@ -1,5 +1,6 @@
 /* Selects the blocks of keys that each block of queries attends. Pooled keys are made first; then pooled queries are multiplied with them, one band
  * of block rows after the other; then the budget of each block row, or of a whole sequence, decides which blocks are kept. */
+#include <float.h>
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -28,8 +29,10 @@ static ba_status check_sizes(const ba_select_prefill_args *a) {
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
         if (counts[i].value < 0)
             return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected at least 0 blocks, got %" PRId64, counts[i].name, counts[i].value);
-    if ((unsigned)a->chooser > BA_CHOOSER_VERTICAL_SLASH)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("chooser") ": expected pooled, antidiagonal, sampled_rows or vertical_slash, got %d", (int)a->chooser);
+    if ((unsigned)a->chooser > BA_CHOOSER_GIVEN)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("chooser") ": expected pooled, antidiagonal, sampled_rows, vertical_slash or given, got %d",
+                       (int)a->chooser);
+    if (a->chooser == BA_CHOOSER_GIVEN) return BA_OK;
     if ((unsigned)a->term > BA_TERM_BOTH) return ba_fail(BA_ERROR_VALUE, BA_ARG("term") ": expected mean, bound or both, got %d", (int)a->term);
     const bool pooled = a->chooser == BA_CHOOSER_POOLED;
     const char *name = pooled ? "pool" : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? "stride" : "rows";
@@ -96,6 +99,13 @@ ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
     for (int i = 0; i < 4; i++)
         if (__builtin_mul_overflow(bytes, ba_max(1, c->scores_shape.dims[i]), &bytes))
             return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected scores below 2^63 bytes, got shape %s", ba_shape_text(&c->scores_shape).chars);
+    if (a->chooser == BA_CHOOSER_GIVEN) { /* whole blocks are scored */
+        c->q_tokens = c->p.block_q;
+        c->k_tokens = c->p.block_kv;
+        c->q_per_block = c->k_per_block = 1;
+        c->depth = c->p.head_dim;
+        return BA_OK;
+    }
     const int64_t q_tokens = a->chooser == BA_CHOOSER_SAMPLED_ROWS ? a->call.block_q / a->pool_q : a->pool_q;
     c->q_tokens = a->chooser == BA_CHOOSER_VERTICAL_SLASH ? 1 : ba_min(q_tokens, c->p.block_q);
     c->k_tokens = ba_min(a->pool_k, c->p.block_kv);
@@ -109,11 +119,45 @@ ba_status ba_open_prefill(const ba_select_prefill_args *a, ba_prefill *c) {
     return BA_OK;
 }
 
+static ba_status check_given(const ba_prefill *c) {
+    const ba_tensor *t = &c->args->given_scores, *expected = &c->scores_shape;
+    if (t->dtype != BA_FLOAT32) return ba_fail(BA_ERROR_TYPE, BA_ARG("scores") ": expected float32, got %s", ba_dtype_name(t->dtype));
+    ba_tensor one_each = *expected;
+    if (t->ndim == 4 && t->dims[1] == c->p.heads) one_each.dims[1] = c->p.heads;
+    if (!ba_same_shape(t, &one_each))
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("scores") ": expected shape %s, a score for each block that a row of blocks may see, got %s",
+                       ba_shape_text(expected).chars, ba_shape_text(t).chars);
+    return ba_check_extent("scores", t);
+}
+
 ba_status ba_set_prefill_outputs(const ba_select_prefill_args *a, ba_prefill *c) {
     c->args = a;
+    if (a->chooser == BA_CHOOSER_GIVEN) BA_TRY(check_given(c));
     BA_TRY(ba_check_output("kept", &a->kept, &c->kept_shape, false));
     BA_TRY(ba_check_output("counts", &a->counts, &c->counts_shape, false));
     return ba_given(&a->scores) ? ba_check_output("scores", &a->scores, &c->scores_shape, false) : BA_OK;
+}
+
+/* Checks the numbers of the scores that are given. */
+static ba_status check_given_numbers(const ba_prefill *c) {
+    ba_tensor t = c->args->given_scores;
+    ba_drop_unused_strides(&t);
+    int64_t steps = 0;
+    for (int64_t b = 0; b < t.dims[0]; b++)
+        for (int64_t h = 0; h < t.dims[1]; h++)
+            for (int64_t r = 0; r < t.dims[2]; r++) {
+                BA_TRY(ba_look_after(&steps, t.dims[3]));
+                const float *scores = (const float *)t.data + b * t.strides[0] + h * t.strides[1] + r * t.strides[2];
+                for (int64_t n = 0; n < t.dims[3]; n++) {
+                    const float score = scores[n * t.strides[3]];
+                    if (!(score < 0 && score >= -FLT_MAX) && !(score > FLT_MAX)) continue;
+                    return ba_fail(BA_ERROR_VALUE,
+                                   BA_ARG("scores") ": expected finite numbers of at least 0, or NaN or -inf, which count as 0, got %s at [%" PRId64
+                                                    ", %" PRId64 ", %" PRId64 ", %" PRId64 "]",
+                                   ba_number_text((double)score, BA_FLOAT32).chars, b, h, r, n);
+                }
+            }
+    return BA_OK;
 }
 
 /* ---- Items ---------------------------------------------------------------------------------------------------------- */
@@ -207,7 +251,7 @@ static ba_status run(ba_prefill *c, int threads) {
     const int64_t runs = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->k_tokens), ba_work.choose.pooled_keys);
     for (c->first_batch_head = 0; status == BA_OK && c->first_batch_head < all; c->first_batch_head += at_once) {
         c->batch_heads = ba_min(at_once, all - c->first_batch_head);
-        status = ba_parallel(threads, c->batch_heads * runs, make_pooled_keys, c);
+        if (c->batch_head_bytes) status = ba_parallel(threads, c->batch_heads * runs, make_pooled_keys, c);
         if (status == BA_OK && c->lines) status = ba_parallel(threads, c->batch_heads * c->p.group, find_lines, c);
         if (status == BA_OK) status = ba_parallel(threads, c->batch_heads * list_heads * c->bands, score_band, c);
     }
@@ -226,6 +270,8 @@ static void keep_nothing(const ba_prefill *c) {
 
 ba_status ba_run_prefill(ba_prefill *c) {
     BA_IN_USUAL_MODE;
+    const bool given = c->args->chooser == BA_CHOOSER_GIVEN;
+    if (given) BA_TRY(check_given_numbers(c));
     if (c->p.block_columns == 0) keep_nothing(c);
     if (c->p.batch == 0 || c->p.block_rows == 0 || c->p.block_columns == 0) return BA_OK;
     c->real = ba_real_of(c->p.dtype);
@@ -241,7 +287,7 @@ ba_status ba_run_prefill(ba_prefill *c) {
     c->chunk = ba_tuning_at(level)->chunk_keys;
     c->pitch = ba_round_up(c->depth, BA_PACK_PAD);
     const int64_t pooled_keys = ba_ceil_div(c->p.kv_len, c->k_tokens), pooled_queries = ba_ceil_div(c->p.q_len, c->q_tokens);
-    c->batch_head_bytes = pooled_keys * c->pitch * c->number_size;
+    c->batch_head_bytes = given ? 0 : pooled_keys * c->pitch * c->number_size;
     c->batch_heads = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, ba_work.choose.pooled_bytes / ba_max(1, c->batch_head_bytes + lines_bytes(c))));
     const double work = (double)c->p.batch * (double)c->p.heads *
                         ((double)pooled_queries * (double)pooled_keys * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);

@@ -1,6 +1,7 @@
 /* Scores of blocks. Pooled queries are the lanes of a panel, as queries are in attention, and are multiplied with one chunk of pooled keys after the
  * other. The weights of a chunk are relative to the maximum so far. Each block keeps its sum of weights, and each chunk the factor by which it has
  * raised the maximum; when all chunks are done, these factors and the sum of all weights turn the sums into shares. */
+#include <math.h>
 #include <string.h>
 
 #include "core/pool.h"
@@ -108,9 +109,21 @@ static void score_panels(const ba_prefill *c, const ba_band_scratch *s, const ba
 
 /* ---- A band ----------------------------------------------------------------------------------------------------- */
 
-/* Adds a query head's scores to those of its list head, each block row's divided by their sum. Where the sum is not positive, all visible blocks
- * score the same. */
-static void add_head(const ba_prefill *c, const ba_band_scratch *s, const ba_band *band) {
+/* Fills s->head with the scores that are given for one of the heads of given_scores. */
+static void take_given(const ba_prefill *c, const ba_band_scratch *s, const ba_band *band, int64_t head) {
+    const ba_tensor *t = &c->args->given_scores;
+    for (int64_t r = 0; r < band->block_rows; r++) {
+        const float *from = (const float *)t->data + band->batch * t->strides[0] + head * t->strides[1] + (band->first + r) * t->strides[2];
+        for (int64_t b = 0; b < c->p.block_columns; b++) {
+            const float score = from[b * t->strides[3]];
+            s->head[r * ba_head_pitch(c) + b] = score > 0 ? (double)score : 0; /* what is not a number counts as 0 */
+        }
+    }
+}
+
+/* Adds the scores of a head to those of its list head, which `shared_heads` share, each block row's divided by their sum. Where the sum is not
+ * positive, all visible blocks score the same. Scores that are given, and have been divided already, stay as they are. */
+static void add_head(const ba_prefill *c, const ba_band_scratch *s, const ba_band *band, int64_t shared_heads) {
     for (int64_t r = 0; r < band->block_rows; r++) {
         const ba_range seen = ba_prefill_blocks(c, band->batch, band->first + r);
         const uint64_t *visible = ba_visible_blocks(c, band->batch, band->first + r);
@@ -120,7 +133,8 @@ static void add_head(const ba_prefill *c, const ba_band_scratch *s, const ba_ban
         double sum = 0;
         for (int64_t b = seen.lo; b < seen.hi && visible; b++) head[b] = ba_is_visible(visible, b) ? head[b] : 0;
         for (int64_t b = seen.lo; b < seen.hi; b++) sum += head[b];
-        const double weight = 1 / (sum > 0 ? sum * (double)c->shared_heads : (double)blocks * (double)c->shared_heads);
+        if (c->args->chooser == BA_CHOOSER_GIVEN && fabs(sum - 1) <= 1e-4) sum = 1; /* but for rounding to float32 */
+        const double weight = 1 / (sum > 0 ? sum * (double)shared_heads : (double)blocks * (double)shared_heads);
         for (int64_t b = seen.lo; b < seen.hi; b++) scores[b] += (float)((sum > 0 ? head[b] : ba_is_visible(visible, b)) * weight);
     }
 }
@@ -130,14 +144,17 @@ bool ba_band_score(const ba_prefill *c, const ba_band_scratch *s, const ba_band 
     const int64_t pooled_queries = ba_ceil_div(ba_q_span(&c->p, band->batch).valid, c->q_tokens);
     const int64_t begin = band->first * c->q_per_block, end = ba_min(pooled_queries, (band->first + band->block_rows) * c->q_per_block);
     memset(s->scores, 0, numbers * sizeof *s->scores);
-    for (int64_t h = 0; h < c->shared_heads && begin < end; h++) {
+    const bool given = c->args->chooser == BA_CHOOSER_GIVEN;
+    const int64_t shared_heads = given ? c->args->given_scores.dims[1] / c->list_heads : c->shared_heads;
+    for (int64_t h = 0; h < shared_heads && begin < end; h++) {
         memset(s->head, 0, (size_t)(band->block_rows * ba_head_pitch(c)) * sizeof *s->head);
         if (c->lines) ba_lines_score(c, s, band, band->list_head * c->shared_heads + h);
-        for (int64_t first = begin; first < end && !c->lines; first += c->panels * c->panel_queries) {
+        if (given) take_given(c, s, band, band->list_head * shared_heads + h);
+        for (int64_t first = begin; first < end && !c->lines && !given; first += c->panels * c->panel_queries) {
             if (ba_stopped()) return false;
             score_panels(c, s, band, band->list_head * c->shared_heads + h, first, ba_min(c->panels * c->panel_queries, end - first));
         }
-        add_head(c, s, band);
+        add_head(c, s, band, shared_heads);
     }
     return true;
 }

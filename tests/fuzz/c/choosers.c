@@ -1,4 +1,6 @@
 /* Calls that choose blocks for block-sparse attention, and that write what was chosen as index lists. */
+#include <math.h>
+
 #include "fuzz.h"
 
 static int64_t rows_of(int64_t tokens, int64_t block) { return tokens > 0 && block > 0 ? (tokens - 1) / block + 1 : 0; }
@@ -114,6 +116,22 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
 
 static ba_status choose(const void *args) { return ba_select_prefill(args); }
 
+/* Scores of the caller with these axes, some of which are no numbers. */
+static ba_tensor draw_given(const int64_t *dims) {
+    ba_tensor t = fz_tensor(FZ_INPUT, BA_FLOAT32, 4, dims, FZ_FREE_LAST);
+    fz_seed();
+    if (!fz_backed(&t) || t.dtype != BA_FLOAT32 || t.ndim != 4 || fz_elements(&t) > 1e5) return t;
+    int64_t at[BA_MAX_DIMS];
+    for (at[0] = 0; at[0] < t.dims[0]; at[0]++)
+        for (at[1] = 0; at[1] < t.dims[1]; at[1]++)
+            for (at[2] = 0; at[2] < t.dims[2]; at[2]++)
+                for (at[3] = 0; at[3] < t.dims[3]; at[3]++) {
+                    float *score = (float *)t.data + at[0] * t.strides[0] + at[1] * t.strides[1] + at[2] * t.strides[2] + at[3] * t.strides[3];
+                    *score = fz_below(9) ? (float)fz_below(1000) / 100 : fz_below(2) ? (float)NAN : (float)-INFINITY;
+                }
+    return t;
+}
+
 void fz_choose(void) {
     ba_select_prefill_args a = ba_select_prefill_args_init();
     fz_sizes s;
@@ -121,7 +139,7 @@ void fz_choose(void) {
     fz_unseen(&a.call.v);
     fz_unseen(&a.call.blocks);
     fz_unseen(&a.call.attn_mask);
-    a.chooser = fz_unusual() ? (ba_chooser)fz_unusual_number() : (ba_chooser)fz_range(BA_CHOOSER_POOLED, BA_CHOOSER_VERTICAL_SLASH);
+    a.chooser = fz_unusual() ? (ba_chooser)fz_unusual_number() : (ba_chooser)fz_range(BA_CHOOSER_POOLED, BA_CHOOSER_GIVEN);
     a.pool_q = pool_of(a.call.block_q);
     a.pool_k = a.chooser == BA_CHOOSER_POOLED ? pool_of(a.call.block_kv) : a.chooser == BA_CHOOSER_ANTIDIAGONAL ? a.pool_q : 1;
     if (a.chooser == BA_CHOOSER_ANTIDIAGONAL && a.call.block_kv > 0 && a.call.block_kv % (a.pool_q ? a.pool_q : 1)) a.pool_q = a.pool_k = 1;
@@ -146,6 +164,9 @@ void fz_choose(void) {
     const int64_t kept[] = {batch, lists, rows, rows_of(columns, 64)}, scores[] = {batch, lists, rows, columns};
     a.kept = fz_tensor(FZ_OUTPUT, BA_INT64, 4, kept, FZ_FREE_LAST);
     a.counts = fz_tensor(FZ_OUTPUT, BA_INT32, 3, kept, FZ_FREE_LAST);
+    const int64_t given[] = {batch, fz_once_in(2) ? lists : s.heads, rows, columns};
+    if (a.chooser == BA_CHOOSER_GIVEN || fz_once_in(8)) a.given_scores = draw_given(given);
+    if (a.chooser != BA_CHOOSER_GIVEN) fz_unseen(&a.given_scores);
     if (fz_once_in(2)) a.scores = fz_tensor(FZ_OUTPUT, BA_FLOAT32, 4, scores, FZ_FREE_LAST);
     if (fz_is_heavy(&a.call)) fz_count_skipped(FZ_CHOOSE);
     else if (fz_run(FZ_CHOOSE, choose, &a, &a.call.num_threads)) use(&a, &s);
