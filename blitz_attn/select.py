@@ -2,7 +2,8 @@
 
 A chooser scores every block of keys for every block of queries at a small share of attention's own cost; a budget turns
 scores into lists. Choosers are `Pooled`, `Antidiagonal`, `VerticalSlash` and `SampledRows`, or their names where the defaults
-will do; budgets are a density, a mass to keep (`top_p`), a least share (`threshold`) or a number of blocks (`top_k`).
+will do, or functions of the caller; budgets are a density, a mass to keep (`top_p`), a least share (`threshold`) or a number of
+blocks (`top_k`). `scores` and `list_from_scores` are the two steps apart.
 
 >>> import numpy as np
 >>> import blitz_attn
@@ -14,7 +15,7 @@ will do; budgets are a density, a mass to keep (`top_p`), a least share (`thresh
 
 from ._select.allocation import allocate
 from ._select.choosers import Antidiagonal, Pooled, SampledRows, VerticalSlash
-from ._select.prefill import select_and_attend_prefill, select_blocks_prefill
+from ._select.prefill import list_from_scores, scores, select_and_attend_prefill, select_blocks_prefill
 from ._select.profile import Profile, calibrate
 from ._select.quality import output_error, recall
 
@@ -26,8 +27,10 @@ __all__ = [
     "VerticalSlash",
     "allocate",
     "calibrate",
+    "list_from_scores",
     "output_error",
     "recall",
+    "scores",
     "select_and_attend_prefill",
     "select_blocks_prefill",
 ]

@@ -329,6 +329,99 @@ def test_what_is_no_number(name):
     assert same_bits(sabi, expected_sabi)
 
 
+# ---- Scores of the caller -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("budget", [*BUDGETS, {"density": [0.2, 0.9]}, {"top_k": [1, 5]}], ids=str)
+@pytest.mark.parametrize("name", CHOOSERS)
+@pytest.mark.parametrize("per_kv_head", [False, True])
+def test_scores_and_lists_apart(name, budget, place, rule, per_kv_head):
+    """The two steps have the bits of the one, and so does a function that returns the same scores."""
+    if place in KINDS and name == "vertical_slash":
+        name = "mean"
+    q, k = make(2, 4 if per_kv_head else 2, 2, Q, KV, 24, seed=3)
+    scored = {"kv_lens": [170, 120], "q_lens": [140, 150], "block_shape": (32, 16)} | PLACES[place] | RULES[rule]
+    kept = budget | {"sink": 1, "recent": 1, "last_columns": 1, "last_rows": 1}
+    call = scored | kept | {"per_kv_head": per_kv_head, "return_scores": True}
+    lists, expected = blitz_attn.select_blocks_prefill(q, k, chooser=CHOOSERS[name], **call)
+    scores = select.scores(q, k, chooser=CHOOSERS[name], per_kv_head=per_kv_head, **scored)
+    assert same_bits(scores, expected)
+    made = select.list_from_scores(scores, Q, KV, **scored, **kept)
+    assert same_bits(np.repeat(made, 2, axis=1) if per_kv_head else made, lists)
+    for shared in {per_kv_head, False}:  # scores of all heads will do for lists of key heads
+        given = select.scores(q, k, chooser=CHOOSERS[name], per_kv_head=shared, **scored)
+        found, taken = blitz_attn.select_blocks_prefill(q, k, chooser=lambda q, k, given=given, **options: given, **call)
+        assert np.abs(taken - expected).max() < 1e-6
+        assert shared != per_kv_head or (same_bits(found, lists) and same_bits(taken, expected))
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=budget_name)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("layout", ["BNSD", "TND"])
+def test_scores_of_any_scale(layout, rule, budget):
+    """Scores far from shares, also of what no row sees, with numbers that are none: against the twin. Powers of two change no bit."""
+    rng = np.random.default_rng(2)
+    given = (rng.random((2, 3, 5, 11)) ** 4 * 900).astype(np.float32)
+    given[rng.random(given.shape) < 0.2] = np.nan
+    given[rng.random(given.shape) < 0.1] = -np.inf
+    given[0, 1, 2], given[1, 0, 3] = 0, np.nan
+    ends = np.array([0, 131, 131 + Q]), np.array([0, 170, 290])
+    packed = {"layout": "TND", "cu_seqlens_q": ends[0], "cu_seqlens_kv": ends[1]}
+    lens = {"q_lens": np.diff(ends[0]), "kv_lens": np.diff(ends[1])}
+    options = {"block_shape": (32, 16), "sink": 0, "recent": 0} | budget | RULES[rule]
+    if layout == "TND":
+        q, k = np.zeros((2, 281, 3, 8), np.float32)[0], np.zeros((2, 290, 3, 8), np.float32)[0]
+    else:
+        q, k = np.zeros((2, 3, Q, 8), np.float32), np.zeros((2, 3, KV, 8), np.float32)
+    call = {"chooser": lambda q, k, **x: given, "return_scores": True} | options | (packed if layout == "TND" else lens)
+    (lists, scores), (expected_lists, expected) = (operation(q, k, **call) for operation in BOTH)
+    assert same_bits(lists, expected_lists)
+    assert np.abs(scores - expected).max() < 1e-6
+    scaled = np.ldexp(given, rng.integers(-20, 20, (2, 3, 5, 1))).astype(np.float64)
+    assert same_bits(select.list_from_scores(scaled, Q, KV, **options, **lens), lists)
+
+
+def test_a_function_is_called_with_what_it_may_ask_for():
+    """Once all else has been checked, with the arrays and the options of the call. What it raises is passed on."""
+    q, k, v = testing.make_qkv(1, 2, 2, 128, 128, 16, 16)
+    asked, error = [], ValueError("scores: not today")
+
+    def stops(q, k, **options):
+        asked.append((q, k, options))
+        raise error
+
+    for changes in ({"density": 2}, {"k": k[..., :8]}, {"sink": -1}, {"index_dtype": "int8"}):
+        with pytest.raises(ValueError, match="expected"):
+            blitz_attn.select_blocks_prefill(**{"q": q, "k": k, "chooser": stops, "density": 0.5} | changes)
+    assert not asked
+    out = np.full(q.shape, np.nan, np.float32)
+    with pytest.raises(ValueError, match="^scores: not today$") as raised:
+        blitz_attn.select_and_attend_prefill(q, k, v, chooser=stops, density=0.5, causal=True, block_shape=(32, 64), out=out)
+    assert raised.value is error
+    assert np.isnan(out).all()
+    (given_q, given_k, options), = asked
+    assert given_q is q
+    assert given_k is k
+    assert select.scores(q, k, **options).shape == (1, 2, 4, 2)
+    assert (options["causal"], options["block_shape"]) == (True, (32, 64))
+    chooser = lambda q, k, **options: select.scores(q, k, chooser="antidiagonal", **options)  # noqa: E731
+    both = [blitz_attn.select_and_attend_prefill(q, k, v, chooser=x, top_p=0.8, causal=True) for x in (chooser, "antidiagonal")]
+    assert same_bits(*both)
+
+
+def test_scores_of_tensors():
+    torch = pytest.importorskip("torch")
+    q, k = (torch.from_numpy(x).requires_grad_() for x in make(1, 2, 2, 256, 256, 16))
+    learned = torch.rand(1, 2, 4, 4, dtype=torch.bfloat16, requires_grad=True)
+    sabi = blitz_attn.select_blocks_prefill(q, k, chooser=lambda q, k, **x: learned * (q.requires_grad + 1), top_k=2)
+    assert isinstance(sabi, torch.Tensor)
+    assert torch.equal(sabi, select.list_from_scores(learned, 256, top_k=2))
+    assert isinstance(select.scores(q.detach(), k.detach()), torch.Tensor)
+
+
 # ---- Refusals -------------------------------------------------------------------------------------------------------
 
 

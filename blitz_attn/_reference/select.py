@@ -33,6 +33,8 @@ def _rules_of(chooser: Any, block_q: int, block_kv: int) -> tuple[str, dict[str,
         elif kind == "SampledRows":
             fields = fields | {"rows": math.gcd(8, block_q)}
         return kind, fields
+    if not hasattr(chooser, "_asdict"):
+        return "Given", {}
     return type(chooser).__name__, chooser._asdict()
 
 
@@ -227,6 +229,11 @@ def select_blocks_prefill(
         for xs, size in zip(([s.q for s in sequences], [s.k for s in sequences]), shape, strict=True)
     )
     scores = np.zeros((len(sequences), lists, rows, columns))
+    if kind == "Given":
+        named = ("block_shape", "scale", "layout", "causal", "window", "q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv", "num_heads")
+        named += ("num_kv_heads", "q_begin", "kv_ranges", "per_kv_head", "dtype", "num_threads")
+        given = np.asarray(chooser(q, k, **{name: options[name] for name in named}), np.float64)
+        given = np.repeat(given, heads // given.shape[1], axis=1) if given.size else given
     mask = np.zeros(scores.shape, bool)
     for b, s in enumerate(sequences):
         own_rows, own_columns = -(-s.q_len // block_q), -(-s.kv_len // block_kv)
@@ -240,7 +247,9 @@ def select_blocks_prefill(
             call = (visible, factor(scale, s.q.shape[2]), shape)
             q_h, k_h = s.q[h, : s.q_len], s.k[h // (heads // kv_heads), : s.kv_len]
             with np.errstate(all="ignore"):
-                if kind == "VerticalSlash":
+                if kind == "Given":
+                    shares = [given[b, h, r : r + 1, :own_columns] for r in range(own_rows)]
+                elif kind == "VerticalSlash":
                     shares = _vertical_slash(fields, q_h, k_h, *call)
                 else:
                     shares = _row_shares(kind, fields, inputs == "bfloat16", q_h, k_h, *call)

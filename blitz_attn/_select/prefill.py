@@ -9,10 +9,23 @@ import numpy as np
 from .. import _arrays, _core
 from .._block_sparse.call import block_sparse_attention
 from .._names import Layout
+from .._sabi.lists import checked_shape, sides_of, tokens_of
+from .._sentences import rename
 from .choosers import budget_of, rules_of
 from .options import Options
 
-__all__ = ["select_and_attend_prefill", "select_blocks_prefill"]
+__all__ = ["list_from_scores", "scores", "select_and_attend_prefill", "select_blocks_prefill"]
+
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+
+
+def _floats(x: Any, name: str) -> np.ndarray:
+    """Scores of a caller in float32, which the core reads."""
+    dtype = _arrays.dtype_of(x)
+    named = type(x).__name__ if dtype is None else _arrays.dtype_name(dtype, name)
+    if named not in _FLOATS:
+        raise TypeError(f"{name}: expected scores in an array of {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}, got {named}")
+    return _arrays.float32_numbers(x, name)
 
 
 def select_blocks_prefill(
@@ -59,10 +72,13 @@ def select_blocks_prefill(
         Queries, ``(B, H, Sq, D)`` for layout BNSD: float32, float16, bfloat16 or float64. D from 1 to 576.
     k : array
         Keys, ``(B, Hkv, Skv, D)``, same dtype. H must be a multiple of Hkv.
-    chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash
+    chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash, or callable
         How blocks are scored: ``"pooled"``, ``"antidiagonal"``, ``"sampled_rows"`` or ``"vertical_slash"`` with the defaults of the
         class of that name, or an instance of it. Where a name is given and a default size does not divide the block, the greatest common
         divisor of both is taken: a block of 12 x 20 is pooled by 4. The smaller that is, the longer choosing takes.
+        A function is called as ``chooser(q, k, **options)``, with the arrays of this call and all options that `blitz_attn.select.scores`
+        takes but `chooser`, once everything else has been checked. It returns scores as `blitz_attn.select.list_from_scores` takes them,
+        ``(B, H, rows, columns)``; with `per_kv_head`, Hkv heads will do. What it raises is passed on.
     density : float or sequence of float, optional
         Share of the blocks that the rules let a sequence see, from above 0 to 1. The blocks are kept as if one common `top_p` were
         applied to all rows and heads of the sequence, chosen so that this share of the visible blocks is kept, rounded to whole
@@ -184,19 +200,194 @@ def select_blocks_prefill(
     >>> int((sabi >= 0).sum()), scores.shape
     (136, (1, 2, 16, 16))
     """
-    name, pool_q, pool_k, term, largest = rules_of(chooser, block_shape)
+    asks = callable(chooser) and not isinstance(chooser, type)
+    name, pool_q, pool_k, term, largest = ("given", 1, 1, "mean", False) if asks else rules_of(chooser, block_shape)
     budget, numbers = budget_of(density=density, top_p=top_p, threshold=threshold, top_k=top_k)
     if return_scores is False:  # lists have no gradient, but scores would
         q, k = _arrays.detached(q, k)
     keys = _arrays.readable(k, "k")
-    scores, lists = _core.select_prefill(
-        np.empty, _arrays.readable(q, "q"), keys, keys, None, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q,
-        cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads, q_begin, kv_ranges, name, pool_q, pool_k, term,
-        largest, budget, numbers, sink, recent, last_columns, first_rows, last_rows, per_kv_head,
-        _arrays.choice(index_dtype, "index_dtype", ("int32", "uint16", "int16", "int64")), return_scores,
-    )  # fmt: skip
+    returned = []
+
+    def asked() -> np.ndarray:  # by the core
+        returned.append(
+            chooser(
+                q, k, block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
+                cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, q_begin=q_begin,
+                kv_ranges=kv_ranges, per_kv_head=per_kv_head, dtype=dtype, num_threads=num_threads,
+            )
+        )  # fmt: skip
+        made = _arrays.detached(returned[0])[0] if return_scores is False else returned[0]
+        return _floats(made, "chooser")
+
+    try:
+        made, lists = _core.select_prefill(
+            np.empty, _arrays.readable(q, "q"), keys, keys, None, block_shape, scale, layout, causal, window, q_lens, kv_lens,
+            cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, _arrays.dtype_name(dtype), num_threads, q_begin, kv_ranges, name, pool_q,
+            pool_k, term, largest, budget, numbers, sink, recent, last_columns, first_rows, last_rows, per_kv_head,
+            _arrays.choice(index_dtype, "index_dtype", ("int32", "uint16", "int16", "int64")), return_scores, asked,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        if returned:
+            rename(error, {"scores": "chooser"})
+        raise
     sabi = _arrays.as_kind_of(lists, q)
-    return sabi if scores is None else (sabi, _arrays.as_kind_of(scores, q))
+    return sabi if made is None else (sabi, _arrays.as_kind_of(made, q))
+
+
+def scores(
+    q: Any,
+    k: Any,
+    *,
+    chooser: Any = "pooled",
+    block_shape: tuple[int, int] = (64, 64),
+    scale: float | None = None,
+    layout: Layout = "BNSD",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    q_begin: Any = None,
+    kv_ranges: Any = None,
+    per_kv_head: bool = False,
+    dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """What a chooser takes for the share of softmax mass of each block of keys, for each block of queries.
+
+    Parameters
+    ----------
+    q, k, chooser, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
+        As in `select_blocks_prefill`.
+    q_begin, kv_ranges, per_kv_head, dtype, num_threads
+        Likewise.
+
+    Returns
+    -------
+    array
+        ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32, with `per_kv_head` Hkv heads: the scores that
+        `select_blocks_prefill` returns with ``return_scores=True``. They are at least 0, never NaN, 0 where a row may not look, and add up
+        to 1 in each row that sees anything. In layout TND, B is the number of sequences, and rows and columns those of the longest.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `select_blocks_prefill` does.
+
+    See Also
+    --------
+    list_from_scores : the list that a budget makes of them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> from blitz_attn import select
+    >>> rng = np.random.default_rng(0)
+    >>> q, k = (rng.standard_normal((1, 2, 1024, 64), dtype=np.float32) for _ in range(2))
+    >>> both = (select.scores(q, k, causal=True) + select.scores(q, k, chooser="antidiagonal", causal=True)) / 2
+    >>> sabi = select.list_from_scores(both, 1024, density=0.5, causal=True)
+    >>> both.shape, int((sabi >= 0).sum())
+    ((1, 2, 16, 16), 136)
+    """
+    return select_blocks_prefill(
+        q, k, chooser=chooser, threshold=1, block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window,
+        q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, q_begin=q_begin, kv_ranges=kv_ranges, per_kv_head=per_kv_head, dtype=dtype,
+        num_threads=num_threads, return_scores=True,
+    )[1]  # fmt: skip
+
+
+def list_from_scores(
+    scores: Any,
+    s_q: int,
+    s_kv: int | None = None,
+    *,
+    density: Any = None,
+    top_p: Any = None,
+    threshold: Any = None,
+    top_k: Any = None,
+    block_shape: tuple[int, int] = (64, 64),
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    q_begin: Any = None,
+    kv_ranges: Any = None,
+    sink: int = 1,
+    recent: int = 2,
+    last_columns: int = 0,
+    first_rows: int = 0,
+    last_rows: int = 0,
+    index_dtype: str = "int32",
+    num_threads: int | None = None,
+) -> Any:
+    """Block list of scores, by the budgets and forced blocks of `select_blocks_prefill`.
+
+    Parameters
+    ----------
+    scores : array
+        ``(B, H, ceil(s_q / block_shape[0]), ceil(s_kv / block_shape[1]))``, float32, or another float, which is rounded to it: at least 0
+        and finite. NaN and minus infinity count as 0, and so does what a row may not look at. Within a row, only ratios count: each row is
+        divided by the sum of what it sees, unless this is 1 to within 1e-4. A row of zeros scores all blocks that it sees alike.
+    s_q, s_kv : int
+        Numbers of query and key tokens; `s_kv` defaults to `s_q`.
+    density, top_p, threshold, top_k, block_shape, causal, window, q_lens, kv_lens, q_begin, kv_ranges, sink, recent, last_columns
+        As in `select_blocks_prefill`.
+    first_rows, last_rows, index_dtype, num_threads
+        Likewise.
+
+    Returns
+    -------
+    array
+        ``(B, H, ceil(s_q / block_shape[0]), W)``, as from `select_blocks_prefill`: exactly the list that it makes of the same scores.
+        Scores of Hkv heads make the lists of these. A torch tensor where `scores` is one.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `select_blocks_prefill` does; scores of another dtype or shape, or below 0, or infinite.
+
+    See Also
+    --------
+    scores : what the choosers of this package score.
+
+    Notes
+    -----
+    Of layout TND, give the length of the longest sequence as `s_q` and `s_kv`, and all lengths as `q_lens` and `kv_lens`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from blitz_attn import select
+    >>> made = np.array([[[[5, 3, 1, 2], [1, 9, 1, 4], [2, 2, 3, 9], [9, 1, 1, 1]]]], np.float32)
+    >>> select.list_from_scores(made, 256, top_k=2, sink=0, recent=0).tolist()
+    [[[[0, 1], [1, 3], [2, 3], [0, 1]]]]
+    >>> select.list_from_scores(made, 256, top_p=0.5, causal=True, sink=0, recent=0).tolist()
+    [[[[0, -1], [1, -1], [0, 2], [0, -1]]]]
+    """
+    (own,) = _arrays.detached(scores)
+    found = _floats(own, "scores")
+    (tokens_q, tokens_kv), sides = tokens_of(s_q, s_kv), sides_of(s_q, s_kv, block_shape)
+    if found.ndim != 4 or found.shape[2:] != sides:
+        rows = f"{sides[0]} x {sides[1]} blocks of {tokens_q} queries and {tokens_kv} keys in block_shape {checked_shape(block_shape)}"
+        raise ValueError(f"scores: expected shape (B, H, {sides[0]}, {sides[1]}), for {rows}, got {found.shape}")
+    nothing = np.zeros(1, np.float32)
+    q, k = (np.broadcast_to(nothing, (*found.shape[:2], tokens, 1)) for tokens in (tokens_q, tokens_kv))
+    try:
+        made = select_blocks_prefill(
+            q, k, chooser=lambda q, k, **options: found, density=density, top_p=top_p, threshold=threshold, top_k=top_k,
+            block_shape=block_shape, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens, q_begin=q_begin, kv_ranges=kv_ranges,
+            sink=sink, recent=recent, last_columns=last_columns, first_rows=first_rows, last_rows=last_rows, index_dtype=index_dtype,
+            num_threads=num_threads,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        rename(error, {"chooser": "scores", "q": "scores", "k": "scores"})
+        raise
+    return _arrays.as_kind_of(made, scores)
 
 
 def select_and_attend_prefill(

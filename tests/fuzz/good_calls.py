@@ -105,6 +105,21 @@ def _choice(a: Arena, v: int) -> dict[str, Any]:
     return call | ({"q_begin": a.integers([-3], "int64") if v & 1 else 5} if v & 16 else {})
 
 
+def _scored(a: Arena, v: int) -> dict[str, Any]:
+    names = ("q", "k", "chooser", "block_shape", "causal", "window", "q_lens", "kv_lens", "scale", "num_threads", "q_begin")
+    call = _choice(a, v)
+    if v & 8:
+        given = a.floats(1, 2, 3, 3) ** 2
+        call["chooser"] = lambda q, k, **options: given
+    return {name: call[name] for name in names if name in call}
+
+
+def _listed(a: Arena, v: int) -> dict[str, Any]:
+    call = _choice(a, v & ~16)
+    call |= {"scores": a.put(a.floats(1, 2, 3, 3, dtype=call["q"].dtype.name) ** 2), "s_q": 40, "s_kv": 48}
+    return {name: x for name, x in call.items() if name not in ("q", "k", "chooser", "scale")}
+
+
 def _choice_of(a: Arena, v: int) -> dict[str, Any]:
     call = _choice(a, v)
     return call | ({"return_scores": True, "index_dtype": "uint16"} if v & 8 else {})
@@ -378,6 +393,10 @@ SABI = {
     "kv_ranges_from_token_mask": Good(sabi.kv_ranges_from_token_mask, _token_mask),
     "to_csr": Good(sabi.to_csr, _without_columns(_lists("sabi"))),
     "from_csr": Good(sabi.from_csr, _csr),
+    "from_function": Good(
+        sabi.from_function, lambda a, v: _grid(mask_mod=lambda b, h, i, j: (j <= i) & (b < 1), heads=2)(a, v) | ({"token_rule": "attn_mask"} if v & 8 else {}),
+        sizes=(*_TOKENS, "batch", "heads"),
+    ),
     "to_num_idx": Good(sabi.to_num_idx, _lists("sabi")),
     "from_num_idx": Good(sabi.from_num_idx, _num_idx),
     "union": Good(sabi.union, _lists("a", "b")),
@@ -510,6 +529,8 @@ GROUPS: dict[str, dict[str, Good]] = {
     },
     "select": {
         "select_blocks_prefill": Good(blitz_attn.select_blocks_prefill, _choice_of, names=_CHOICE),
+        "scores": Good(select.scores, _scored, names=_CHOICE),
+        "list_from_scores": Good(select.list_from_scores, _listed, names=_CHOICE, sizes=_TOKENS),
         "select_and_attend_prefill": Good(blitz_attn.select_and_attend_prefill, _choice_and_attention, ("out",), names=("lse", *_CHOICE)),
     },
     "quality": {

@@ -86,6 +86,11 @@ def entry(value: Any, *at: int) -> Callable[[np.ndarray], np.ndarray]:
     return change
 
 
+def returning(result: Any) -> Callable[[Any], Any]:
+    """A function in the place of an argument, which takes anything."""
+    return lambda x: lambda *args, **options: result
+
+
 def triple(**parts: Any) -> Callable[[Any], Any]:
     """Packed tables with other `indptr`, `indices` or `last`, the last page's length."""
     return lambda x: tuple(np.asarray(parts.get(name, part), np.int64) for name, part in zip(("indptr", "indices", "last"), x, strict=True))
@@ -1236,6 +1241,46 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("density: expected a number above 0 and at most 1, got 1.0000001", density=1.0000001),
         value_error("top_p: expected a number above 0 and at most 1, got 1.0000000000000002", 2, top_p=1 + 2.0**-52),
         value_error("threshold: expected a number above 0 and at most 1, got -1e-300", 4, threshold=-1e-300),
+        type_error("chooser: expected Pooled, Antidiagonal, SampledRows, VerticalSlash or the name of one, got type", chooser=lambda x: Odd),
+        type_error("chooser: expected scores in an array of float32, float16, bfloat16 or float64, got int64", chooser=returning(np.ones((1, 2, 3, 3), int))),
+        type_error("chooser: expected scores in an array of float32, float16, bfloat16 or float64, got list", chooser=returning([[0.5]])),
+        value_error("chooser: expected shape (1, 2, 3, 3), a score for each block that a row of blocks may see, got (1, 2, 3, 4)",
+                    chooser=returning(np.ones((1, 2, 3, 4)))),
+        value_error("chooser: expected finite numbers of at least 0, or NaN or -inf, which count as 0, got -0.5 at [0, 0, 0, 0]",
+                    chooser=returning(np.full((1, 2, 3, 3), -0.5))),
+        value_error("kv_lens: expected ..., got 49 at [0]", kv_lens=[49], chooser=returning(None)),
+    ],
+    "select.scores": [
+        value_error("chooser: expected finite numbers of at least 0, or NaN or -inf, which count as 0, got inf at [0, 1, 2, 0]",
+                    chooser=returning(entry(np.inf, 0, 1, 2, 0)(np.ones((1, 2, 3, 3), np.float32)))),
+    ],
+    "select.list_from_scores": [
+        type_error("scores: expected scores in an array of float32, float16, bfloat16 or float64, got complex128", scores=cast("complex128")),
+        type_error("scores: expected scores in an array of float32, float16, bfloat16 or float64, got Odd", scores=made(Odd)),
+        value_error("scores: expected shape (B, H, 3, 3), for 3 x 3 blocks of 40 queries and 48 keys in block_shape (16, 16), got (1, 2, 3)",
+                    scores=lambda x: x[..., 0]),
+        value_error("scores: expected shape (B, H, 4, 3), for 4 x 3 blocks of 49 queries and 48 keys in block_shape (16, 16), got (1, 2, 3, 3)",
+                    s_q=49),
+        value_error("scores: expected finite numbers of at least 0, or NaN or -inf, which count as 0, got -1e-30 at [0, 1, 2, 1]",
+                    scores=entry(-1e-30, 0, 1, 2, 1)),
+        value_error("s_kv: expected at least 1 token, got 0", s_kv=0),
+        value_error("density, top_p, threshold, top_k: expected exactly one of them, got density and top_k", top_k=1),
+    ],
+    "sabi.from_function": [
+        type_error("mask_mod: expected a function of (b, h, q_idx, kv_idx), got ndarray", mask_mod=np.ones((32, 32), bool)),
+        type_error("mask_mod: expected a function that returns booleans, got one that returns float64", mask_mod=returning(0.5)),
+        type_error("mask_mod: expected a function that returns booleans, got Odd", mask_mod=returning(Odd())),
+        value_error("mask_mod: expected a result that broadcasts to (32, 32), the shapes of q_idx and kv_idx together, got shape (3,)",
+                    mask_mod=returning(np.ones(3, bool))),
+        value_error("mask_mod: expected a function by which the keys of a query are one run in the listed blocks, the same for all heads "
+                    "(token_rule='attn_mask' takes any), got a gap for [batch, head, query] = [0, 0, 0]", mask_mod=lambda x: lambda b, h, i, j: (i - j) % 2 == 0),
+        value_error("token_rule: expected one of kv_ranges, attn_mask, none, got 'window'", token_rule="window"),
+        value_error("token_rule: expected another than 'attn_mask' for more than 268435456 pairs of tokens, got 268435488",
+                    token_rule="attn_mask", s_kv=2**23 + 1, heads=1, block_shape=(32, 2**20)),
+        value_error("batch: expected 1 to 1048576, got 0", batch=0),
+        value_error("batch, heads: expected at most 268435456 blocks and 274877906944 pairs of tokens in all, got 1 x 1000 heads of 32 x 536870912 tokens",
+                    heads=1000, s_kv=2**29, block_shape=(32, 2**20)),
+        type_error("dtype: expected uint16, int16, int32 or int64, got bool", dtype="bool"),
     ],
     "quality.calibrate": [
         value_error("target: expected a number above 0 and at most 1, got 1.0000001", target=1.0000001),

@@ -64,7 +64,7 @@ def options_of(c: Choice, chooser: Any) -> dict[str, Any]:
 
 @problem("select_blocks_prefill", weight=2)
 def select_blocks_prefill(draw: Draw) -> None:
-    check = draw.pick("check", ("oracle", "threads", "alone", "attend"))
+    check = draw.pick("check", ("oracle", "threads", "alone", "attend", "apart"))
     p, layout, has_q_lens, has_kv_lens = draw_problem(
         draw, spreads=(1.0, 0.02, 4.0), regimes={"middle": 1}
     )  # small: the oracle goes over pairs of tokens
@@ -104,6 +104,12 @@ def select_blocks_prefill(draw: Draw) -> None:
             checks.same_bits("scores alone", np.ascontiguousarray(ours[b : b + 1, :, :rows, :own]), again[1])
             if (mask_of(again[0], own, c, p.k.shape[1]) != kept[b : b + 1, :, :rows, :own]).any():
                 raise Finding("other lists alone")
+        elif check == "apart":
+            made = {name: x for name, x in call.items() if name not in (c.budget, "chooser") and not hasattr(c, name)}
+            made |= {"per_kv_head": c.per_kv_head, "num_threads": draw.pick("other_threads", checks.THREADS)}
+            checks.same_bits("scores", ours, np.asarray(select.scores(*given.values(), chooser=chooser, **made)))
+            again = blitz_attn.select_blocks_prefill(*given.values(), **call | {"chooser": lambda q, k, **options: ours}, index_dtype=index_dtype)
+            checks.same_bits("a function's lists", np.asarray(sabi), np.asarray(again))
         elif check == "attend":
             _check_attend(draw, made, p, c, call, kept)
 
