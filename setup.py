@@ -305,6 +305,7 @@ setup(
         "bfloat16": ["ml_dtypes>=0.3"],
         "jax": ["jax>=0.6.1"],  # the first with callbacks that share memory; what is tested: 0.6.1 and 0.10
         "mpi": ["mpi4py>=4.1"],
+        "notebooks": ["jupyterlab>=4", *PLOT],
         "plot": PLOT,
         "torch": TORCH,
         "peers": [*TORCH, "onnxruntime>=1.18", "onnx>=1.16", "openvino>=2024.4", "jax>=0.4.31", "ml_dtypes>=0.3", "threadpoolctl>=3.1"],

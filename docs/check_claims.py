@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Checks that the numbers of README's tables of speed are those of the files under benchmark/results, rounded as README has them.
+"""Checks that the speeds in README.md and in the summary of docs/performance.rst are those of the files under benchmark/results.
 
-Exit code 1 where one differs. The tables are found by their first cells.
+They are rounded as the documents have them. Exit code 1 where one differs. A row of a table is found by its first cell.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "_ext"))
 from results_table import read_results  # noqa: E402
 
 ZEN5 = "amd-epyc-2-avx512-bf16-l1.48k-l2.1024k-l3.32768k"
+ZEN4 = "amd-epyc-2-avx512-bf16-l1.32k-l2.1024k-l3.32768k"
+XEON = "intel-xeon-processor-2-amx-l1.48k-l2.2048k-l3.307200k"
 ZEN3 = "amd-epyc-2-avx2-l1.32k-l2.512k-l3.32768k"
 Row = dict[str, str]
 
@@ -25,9 +28,10 @@ def rows(file: str, table: int = 0) -> list[Row]:
     return list(read_results(file).tables[table].rows())
 
 
-def readme_rows() -> Iterator[list[str]]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for line in text[text.index("## How fast") : text.index("## What it promises")].splitlines():
+def shown_rows(file: str, begin: str, end: str) -> Iterator[list[str]]:
+    """The rows of the tables between two headings of a document."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    for line in text[text.index(begin) : text.index(end)].splitlines():
         if line.startswith("|"):
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -42,8 +46,30 @@ def fastest_peer(row: Row) -> float:
     return min(float(value) for key, value in row.items() if key.endswith("/ours") and value != "N/A")
 
 
-def expected() -> dict[str, list[list[float]]]:
-    """First cell of a README row -> the values of its other cells."""
+def expected_in_readme() -> dict[str, list[list[float]]]:
+    """First cell of a row -> the values of its other cells; the name of a CPU has none."""
+    found: dict[str, list[list[float]]] = {}
+    machines = {"AMD EPYC, Zen 5 (AVX-512)": ZEN5, "AMD EPYC, Zen 4 (AVX-512)": ZEN4, "Intel Xeon, Emerald Rapids (AMX)": XEON}
+    for name, machine in machines.items():
+        blocks = [row for row in rows(f"{machine}/headline.txt") if row["block_shape"] == "64x64"]
+        found[name] = [[(1 - float(row["sparsity"])) / float(row["Share_of_ideal"])] for row in blocks]
+    dense = [row for row in rows(f"{ZEN3}/peers.txt") if row["S"] == "2048"]
+    found["dense attention, float32, 2048 tokens: the fastest of NumPy, torch, flex_attention, onnxruntime, OpenVINO and JAX"] = [
+        [], by_threads(dense, fastest_peer, dtype="float32", rule="all", sparsity="0.00")
+    ]  # fmt: skip
+    gradients = rows(f"{ZEN5}/backward.txt")
+    found["dense gradients, bfloat16, 4096 tokens: torch"] = [
+        [], by_threads(gradients, lambda row: float(row["Torch/ours"]), dtype="bfloat16", rule="all", sparsity="0.00")
+    ]  # fmt: skip
+    decode = [row for row in rows(f"{XEON}/decode_peers.txt") if row["H"] == "32"]
+    found["decode, float32, 32768 tokens, four query heads per KV head: torch, the fastest"] = [
+        [], by_threads(decode, lambda row: float(row["Best_peer/ours"]), dtype="float32")
+    ]  # fmt: skip
+    return found
+
+
+def expected_in_summary() -> dict[str, list[list[float]]]:
+    """The same of the summary of docs/performance.rst."""
     headline = {(row["block_shape"], row["sparsity"]): float(row["Share_of_ideal"]) for row in rows(f"{ZEN5}/headline.txt")}
     found: dict[str, list[list[float]]] = {}
     sparsities = ("0.50", "0.80", "0.90")
@@ -92,28 +118,34 @@ def agrees(shown: str, exact: float) -> bool:
     return abs(float(shown) - exact) <= 0.5000001 * 10**-digits
 
 
-def main() -> int:
-    known = expected()
+def check(file: str, known: dict[str, list[list[float]]], shown_cells: Iterator[list[str]]) -> int:
+    """Returns how many rows are wrong or missing."""
     # Rows of the same name belong to several tables, which come in this order.
     order = {"causal": ["causal", "causal (gradients)", "causal (peers)"], "dense": ["dense (gradients)", "dense (peers)"]}
     order["sparsity 0.9, 128 x 128"] = ["sparsity 0.9, 128 x 128 (peers)"]
     order |= {dtype: [dtype, dtype + " (peers)"] for dtype in ("float32", "bfloat16", "float16")}
-    wrong = checked = 0
-    for name, *cells in readme_rows():
+    wrong = 0
+    for name, *cells in shown_cells:
         key = order[name].pop(0) if order.get(name) else name
         if key not in known:
             continue
-        shown = [re.findall(r"\d+\.?\d*", cell) for cell in cells if cell]
         exact = known.pop(key)
+        shown = [re.findall(r"\d+\.?\d*", cell) for cell in cells if cell]
+        shown = [texts if values else [] for texts, values in zip_longest(shown, exact, fillvalue=[])]
         same = [len(texts) for texts in shown] == [len(values) for values in exact]
         same = same and all(agrees(*pair) for texts, values in zip(shown, exact, strict=True) for pair in zip(texts, values, strict=True))
-        checked += 1
         if not same:
             wrong += 1
-            print(f"README.md: {key}: {shown}, but benchmark/results has {exact}", file=sys.stderr)
+            print(f"{file}: {key}: {shown}, but benchmark/results has {exact}", file=sys.stderr)
     for key in known:
-        print(f"README.md: no row {key}", file=sys.stderr)
-    return 1 if wrong or known or not checked else 0
+        print(f"{file}: no row {key}", file=sys.stderr)
+    return wrong + len(known)
+
+
+def main() -> int:
+    readme = check("README.md", expected_in_readme(), shown_rows("README.md", "## How fast", "## Two commands"))
+    place = "docs/performance.rst"
+    return 1 if readme + check(place, expected_in_summary(), shown_rows(place, "\nIn short\n", "\nSparse lists\n")) else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -21,45 +20,38 @@ from results_table import read_results  # noqa: E402
 from blitz_attn import plot, sabi  # noqa: E402
 
 IMAGES = Path(__file__).resolve().parent / "images"
-ZEN5 = "amd-epyc-2-avx512-bf16-l1.48k-l2.1024k-l3.32768k"
 TOKENS = 4096
-COLOURS = {"0.50": "#56B4E9", "0.80": "#0072B2", "0.90": "#D55E00"}
+MACHINES = {
+    "AMD EPYC, Zen 5 (AVX-512)": ("amd-epyc-2-avx512-bf16-l1.48k-l2.1024k-l3.32768k", "#56B4E9"),
+    "AMD EPYC, Zen 4 (AVX-512)": ("amd-epyc-2-avx512-bf16-l1.32k-l2.1024k-l3.32768k", "#0072B2"),
+    "Intel Xeon, Emerald Rapids (AMX)": ("intel-xeon-processor-2-amx-l1.48k-l2.2048k-l3.307200k", "#D55E00"),
+}
 
 
 def save(figure: Figure, name: str) -> None:
     figure.savefig(IMAGES / name, metadata={"Software": None})
 
 
-def bars_of_shares(axes: Any) -> None:
-    """What each block shape keeps of the ideal speed-up."""
-    table = read_results(f"{ZEN5}/headline.txt").tables[0]
-    shapes = [f"{size}x{size}" for size in (32, 64, 128, 256, 512, 1024)]
-    shares = {(row["block_shape"], row["sparsity"]): float(row["Share_of_ideal"]) for row in table.rows()}
-    places = np.arange(len(shapes))
-    for index, (sparsity, colour) in enumerate(COLOURS.items()):
-        ideal = 1 / (1 - float(sparsity))
-        heights = [shares[shape, sparsity] for shape in shapes]
-        label = f"{float(sparsity):.0%} of blocks dropped (ideal: about {ideal:.0f} x)"
-        axes.bar(places + (index - 1) * 0.27, heights, 0.25, color=colour, label=label)
-    axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
-    axes.set_xticks(places, [shape.replace("x", " x ") for shape in shapes])
-    axes.set_ylim(0, 1.32)
-    axes.set_xlabel("block shape (queries x keys)")
-    axes.set_ylabel("speed-up over dense attention / ideal speed-up")
-    axes.set_title("How much of the ideal speed-up remains\n(118806 tokens, bfloat16, two cores of a Zen 5, 2026-11-23)", fontsize=10)
-    axes.legend(loc="upper left", fontsize=8)
-
-
-def first() -> None:
-    """README's picture: a list, and what lists gain."""
-    figure = Figure(figsize=(11, 4.6), dpi=100, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.4))
-    blocks = sabi.sink_local(TOKENS, sink=128, local=1024)
-    plot.plot_mask(blocks, TOKENS // 128, block_shape=(128, 128), ax=left)
-    kept = sabi.density(blocks, TOKENS // 128)
-    left.set_title(f"A list says which blocks are attended\n({kept:.0%} kept: a sink and a local band)", fontsize=10)
-    bars_of_shares(right)
-    save(figure, "overview.png")
+def speed() -> None:
+    """README's figure: what a list saves, on three CPUs."""
+    figure = Figure(figsize=(9, 3.4), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for index, (name, (folder, colour)) in enumerate(MACHINES.items()):
+        head, table = (results := read_results(f"{folder}/headline.txt")).head, results.tables[0]
+        shares = {row["sparsity"]: float(row["Share_of_ideal"]) for row in table.rows() if row["block_shape"] == "64x64"}
+        times = [(1 - float(sparsity)) / share for sparsity, share in shares.items()]
+        places = np.arange(len(times)) + (index - 1) * 0.27
+        bars = axes.bar(places, times, 0.25, color=colour, label=f"{name}, {head['date']}")
+        axes.bar_label(bars, [f"{time:.2f}" for time in times], fontsize=9)
+    for place, sparsity in enumerate(shares):
+        label = "ideal: the share of the blocks" if not place else None
+        axes.plot([place - 0.42, place + 0.42], [1 - float(sparsity)] * 2, color="black", linewidth=1, linestyle="--", label=label)
+    axes.set_xticks(range(len(shares)), [f"{1 - float(sparsity):.0%} of the blocks" for sparsity in shares])
+    axes.set_ylim(0, 0.9)
+    axes.set_ylabel("time / time of dense attention")
+    axes.set_title("Time of a call by how many blocks it keeps (118806 tokens, blocks of 64 x 64, bfloat16, two cores)", fontsize=10)
+    axes.legend(loc="upper right", fontsize=8)
+    save(figure, "speed.png")
 
 
 def lists() -> None:
@@ -126,7 +118,7 @@ def rules() -> None:
 
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
-    first()
+    speed()
     lists()
     shapes()
     rules()

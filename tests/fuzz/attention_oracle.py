@@ -1,4 +1,4 @@
-"""Block-sparse attention and its gradients, token by token in float64: the README's definitions as boolean masks.
+"""Block-sparse attention and its gradients, token by token in float64: the definitions of docs/guide/concepts.rst as boolean masks.
 
 Everything here has one form whatever the layout: queries (B, H, Sq, D), keys and values (B, Hkv, Skv, ...), where entry b holds
 q_lens[b] queries and kv_lens[b] keys and padding behind them. Values are finite; what is NaN or infinite for the package is known
