@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.doctest",
+    "sphinx_copybutton",
     "results_table",
 ]
 exclude_patterns = ["_ext"]
@@ -41,19 +42,14 @@ doctest_global_setup += "\nfrom importlib.util import find_spec"
 doctest_global_setup += "\nno_jax = find_spec('jax') is None"
 doctest_global_setup += "\nno_transformers = find_spec('torch') is None or find_spec('transformers') is None"
 
-html_theme = "alabaster"
-html_theme_options = {
-    "description": "Sparse attention on CPUs, from NumPy",
-    "fixed_sidebar": True,
-    "page_width": "1340px",
-    "sidebar_width": "240px",
-    "font_family": "Georgia, serif",
-}
-html_sidebars = {"**": ["about.html", "navigation.html", "searchbox.html"]}
+html_theme = "furo"
+html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["blitz.css"]
 html_show_sphinx = False
 html_show_copyright = False
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 html_copy_source = False
 
 
