@@ -178,7 +178,7 @@ expand:
 	@$(call find_python,$(CLANG_FORMAT)) "$$python" scripts/expand.py "$(LEVEL)" "$(FILE)" "$$(dirname "$$python")/clang-format"
 
 # The site, in build/docs/html: warnings are errors, examples are run, links and paths must exist, and README's speeds must be those of the results.
-SPHINX = 'sphinx>=5.3' furo sphinx-copybutton
+SPHINX = 'sphinx>=5.3' furo sphinx-copybutton myst-parser
 sphinx = PYTHONPATH=. "$$python" -m sphinx -q -W --keep-going -d build/docs/doctrees
 docs: build
 	@$(call find_python,$(SPHINX)) "$$python" docs/check_links.py && "$$python" docs/check_claims.py && "$$python" docs/check_examples.py >/dev/null && \

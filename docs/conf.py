@@ -20,6 +20,9 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.doctest",
     "sphinx_copybutton",
+    "myst_parser",
+    "cpus",
+    "notebooks",
     "results_table",
 ]
 exclude_patterns = ["_ext"]

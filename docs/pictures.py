@@ -15,17 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "_ext"))
 
 import numpy as np  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from results_table import read_results  # noqa: E402
+from results_table import MACHINES, read_results  # noqa: E402
 
 from blitz_attn import plot, sabi  # noqa: E402
 
 IMAGES = Path(__file__).resolve().parent / "images"
 TOKENS = 4096
-MACHINES = {
-    "AMD EPYC, Zen 5 (AVX-512)": ("amd-epyc-2-avx512-bf16-l1.48k-l2.1024k-l3.32768k", "#56B4E9"),
-    "AMD EPYC, Zen 4 (AVX-512)": ("amd-epyc-2-avx512-bf16-l1.32k-l2.1024k-l3.32768k", "#0072B2"),
-    "Intel Xeon, Emerald Rapids (AMX)": ("intel-xeon-processor-2-amx-l1.48k-l2.2048k-l3.307200k", "#D55E00"),
-}
+COLOURS = {"AMD EPYC, Zen 5 (AVX-512)": "#56B4E9", "AMD EPYC, Zen 4 (AVX-512)": "#0072B2", "Intel Xeon, Emerald Rapids (AMX)": "#D55E00"}
 
 
 def save(figure: Figure, name: str) -> None:
@@ -36,8 +32,8 @@ def speed() -> None:
     """README's figure: what a list saves, on three CPUs."""
     figure = Figure(figsize=(9, 3.4), dpi=100, layout="constrained")
     axes = figure.subplots()
-    for index, (name, (folder, colour)) in enumerate(MACHINES.items()):
-        head, table = (results := read_results(f"{folder}/headline.txt")).head, results.tables[0]
+    for index, (name, colour) in enumerate(COLOURS.items()):
+        head, table = (results := read_results(f"{MACHINES[name]}/headline.txt")).head, results.tables[0]
         shares = {row["sparsity"]: float(row["Share_of_ideal"]) for row in table.rows() if row["block_shape"] == "64x64"}
         times = [(1 - float(sparsity)) / share for sparsity, share in shares.items()]
         places = np.arange(len(times)) + (index - 1) * 0.27

@@ -23,6 +23,14 @@ sys.path.append(str(ROOT / "benchmark"))
 
 from _bench import RESULTS, read_head  # noqa: E402
 
+# The folders of the machines that documents name.
+MACHINES = {
+    "AMD EPYC, Zen 3 (AVX2)": "amd-epyc-2-avx2-l1.32k-l2.512k-l3.32768k",
+    "AMD EPYC, Zen 4 (AVX-512)": "amd-epyc-2-avx512-bf16-l1.32k-l2.1024k-l3.32768k",
+    "AMD EPYC, Zen 5 (AVX-512)": "amd-epyc-2-avx512-bf16-l1.48k-l2.1024k-l3.32768k",
+    "Intel Xeon, Emerald Rapids (AMX)": "intel-xeon-processor-2-amx-l1.48k-l2.2048k-l3.307200k",
+}
+
 
 @dataclass
 class Printed:
