@@ -1241,7 +1241,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("density: expected a number above 0 and at most 1, got 1.0000001", density=1.0000001),
         value_error("top_p: expected a number above 0 and at most 1, got 1.0000000000000002", 2, top_p=1 + 2.0**-52),
         value_error("threshold: expected a number above 0 and at most 1, got -1e-300", 4, threshold=-1e-300),
-        type_error("chooser: expected Pooled, Antidiagonal, SampledRows, VerticalSlash or the name of one, got type", chooser=lambda x: Odd),
+        type_error("chooser: expected Pooled, Antidiagonal, SampledRows, VerticalSlash or the name of one, got type", chooser=lambda x: object),
         type_error("chooser: expected scores in an array of float32, float16, bfloat16 or float64, got int64", chooser=returning(np.ones((1, 2, 3, 3), int))),
         type_error("chooser: expected scores in an array of float32, float16, bfloat16 or float64, got list", chooser=returning([[0.5]])),
         value_error("chooser: expected shape (1, 2, 3, 3), a score for each block that a row of blocks may see, got (1, 2, 3, 4)",
@@ -1256,7 +1256,7 @@ REFUSALS: dict[str, list[Refusal]] = {
     ],
     "select.list_from_scores": [
         type_error("scores: expected scores in an array of float32, float16, bfloat16 or float64, got complex128", scores=cast("complex128")),
-        type_error("scores: expected scores in an array of float32, float16, bfloat16 or float64, got Odd", scores=made(Odd)),
+        type_error("scores: expected scores in an array of float32, float16, bfloat16 or float64, got object", scores=made(object)),
         value_error("scores: expected shape (B, H, 3, 3), for 3 x 3 blocks of 40 queries and 48 keys in block_shape (16, 16), got (1, 2, 3)",
                     scores=lambda x: x[..., 0]),
         value_error("scores: expected shape (B, H, 4, 3), for 4 x 3 blocks of 49 queries and 48 keys in block_shape (16, 16), got (1, 2, 3, 3)",
@@ -1269,7 +1269,7 @@ REFUSALS: dict[str, list[Refusal]] = {
     "sabi.from_function": [
         type_error("mask_mod: expected a function of (b, h, q_idx, kv_idx), got ndarray", mask_mod=np.ones((32, 32), bool)),
         type_error("mask_mod: expected a function that returns booleans, got one that returns float64", mask_mod=returning(0.5)),
-        type_error("mask_mod: expected a function that returns booleans, got Odd", mask_mod=returning(Odd())),
+        type_error("mask_mod: expected a function that returns booleans, got object", mask_mod=returning(object())),
         value_error("mask_mod: expected a result that broadcasts to (32, 32), the shapes of q_idx and kv_idx together, got shape (3,)",
                     mask_mod=returning(np.ones(3, bool))),
         value_error("mask_mod: expected a function by which the keys of a query are one run in the listed blocks, the same for all heads "
@@ -1367,6 +1367,7 @@ MASKED = [type_error("x: expected an array without a mask, got MaskedArray", x=n
 WRITTEN = [value_error("x: expected a writable array, got a read-only one", x=OF_ARRAYS["read-only"])]
 ALIKE = ("block_sparse", "select", "merge", "paged", "quest", "nsa")  # groups of functions whose arguments the core reads
 COPIED = ("x", "values", "gate_proj_weight", "block_indices", "tokens_since_metadata_update")  # NumPy copies these, and takes more dtypes
+SABI = ("list_from_scores", "block_shape")  # read as functions of sabi read it, with their sentence
 UNREAD = ("atten_mask", "w_k_compress")  # some calls do not read these
 assert BY_ROLE.keys() <= {x.role for arguments in OPERATIONS.values() for x in arguments}
 NAMED: dict[str, str] = {}  # the role that an argument of this name has in all operations
@@ -1382,7 +1383,7 @@ def by_role(good: Good, alike: bool) -> Iterator[Refusal]:
     for argument in parameters(good.call):
         given = {v: call[argument] for v, call in enumerate(calls) if isinstance(call.get(argument), (np.ndarray, list, int))}
         variety, value = next(iter(given.items()), (0, None))
-        rows = [*BY_ROLE.get(roles.get(argument), ())] if alike and argument not in COPIED else []
+        rows = [*BY_ROLE.get(roles.get(argument), ())] if alike and argument not in COPIED and (name, argument) != SABI else []
         rows += WRITTEN if alike and argument in good.writes else []
         listed = isinstance(value, list) and all(isinstance(x, int) for x in value)
         rows += MASKED if argument not in UNREAD and (listed or isinstance(value, np.ndarray)) else []
