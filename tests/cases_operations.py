@@ -89,6 +89,7 @@ def choosing(threads):
     op, attend = blitz_attn.select_blocks_prefill, blitz_attn.select_and_attend_prefill
     lines, sabi = select.VerticalSlash(20), np.array([[[[0, 2]] * 5]], np.int32)
     ranges = np.stack([np.arange(70) // 30 * 30, np.arange(70) // 30 * 30 + 30], axis=-1)
+    scores = np.random.default_rng(9).random((2, 4, 5, 5), np.float32)
     return {
         "select_blocks_prefill": Operation(
             lambda: op(q, k, density=0.5, return_scores=True, **options), refused=lambda: op(q, k, density=0.5, chooser=select.Pooled(5), **options)
@@ -96,6 +97,13 @@ def choosing(threads):
         "select_blocks_prefill, lines": Operation(lambda: op(q, k, top_p=0.8, chooser=lines, **options), refused=lambda: op(q, k, **options)),
         "select_blocks_prefill, ranges": Operation(
             lambda: op(q, k, density=0.5, kv_ranges=ranges, **options), refused=lambda: op(q, k, density=0.5, kv_ranges=ranges[1:], **options)
+        ),
+        "scores": Operation(
+            lambda: select.scores(q, k, per_kv_head=True, **options), refused=lambda: select.scores(q, k, chooser=select.Pooled(5), **options)
+        ),
+        "list_from_scores": Operation(
+            lambda: select.list_from_scores(scores, 70, 80, density=0.5, **options),
+            refused=lambda: select.list_from_scores(scores[..., :3], 70, 80, density=0.5, **options),
         ),
         "recall": Operation(lambda: select.recall(q, k, sabi, every=2, **options), refused=lambda: select.recall(q, k, sabi, every=0, **options)),
         "output_error": Operation(

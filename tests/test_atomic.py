@@ -260,6 +260,7 @@ OF_ONE_CALL = "is made by a call and ends with it"
 NEED_NO_CASE = {
     "_nsa/call.py Room": OF_ONE_CALL,
     "_reference/backward.py _BiasSums": OF_ONE_CALL,
+    "_sabi/function.py _Found": OF_ONE_CALL,
     "_select/profile.py _Capture": OF_ONE_CALL,
     "distributed/_check.py Counting": "counts messages of a check",
     "distributed/_comm.py Transfer": OF_ONE_CALL,

@@ -6,6 +6,7 @@ numbers that the package sees.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -194,11 +195,21 @@ class Dlpack:
         return self._array.__dlpack_device__()
 
 
+@functools.cache
+def _exported(dtype: str) -> bool:
+    """Whether NumPy exports arrays of this dtype by DLPack: before 1.25 it did not those of bool."""
+    try:
+        np.zeros(1, dtype).__dlpack__()
+    except (BufferError, TypeError):
+        return False
+    return True
+
+
 def kinds_for(dtype: str) -> list[str]:
     """Kinds of array that can carry this dtype here, the plainest first."""
     if dtype in ("bfloat16", "float8_e4m3"):
         return ["bits"] + ["ml_dtypes"] * HAS_ML_DTYPES + ["torch"] * HAS_TORCH
-    return ["numpy", "dlpack"] + ["torch"] * HAS_TORCH
+    return ["numpy"] + ["dlpack"] * _exported(dtype) + ["torch"] * HAS_TORCH
 
 
 def dressed(array: np.ndarray, dtype: str, kind: str) -> Any:
