@@ -51,14 +51,20 @@ def measure(case, axis, times, threads, found, i):
     call = case.make(*sizes_of(case, axis, times), threads)
     gc.collect()
     libc.malloc_trim(0)  # nor in what the process that was forked had freed, or had left to the collector
-    found[i] = peak(call)
+    found[i] = max(found[i], peak(call))
 
 
 def peaks(case, axis, threads=1):
-    """The peaks of a case with one axis at its size, twice and four times that; -1 where a call fails."""
+    """The peaks of a case with one axis at its size, twice and four times that; -1 where a call fails.
+
+    The system may take pages of libraries back during a call, which hides as much of its memory: what seems to grow is measured again.
+    """
     found = multiprocessing.RawArray("q", [-1] * 3)
-    for i in range(3):
-        in_child(lambda i=i: measure(case, axis, 2**i, threads, found, i))
+    for _ in range(3):
+        for i in range(3):
+            in_child(lambda i=i: measure(case, axis, 2**i, threads, found, i))
+        if not grows_too_fast(found):
+            break
     return list(found)
 
 

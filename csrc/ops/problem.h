@@ -83,7 +83,8 @@ static inline char *ba_row_of(const ba_view *view, int64_t element_size, int64_t
     return view->data + (batch * view->batch_stride + head * view->head_stride + token * view->token_stride) * element_size;
 }
 
-/* The row of a query of a sequence; ba_key_row() is the same for keys. Sequences of BA_TND share one batch entry, in which each begins at its span's `begin`. */
+/* The row of a query of a sequence; ba_key_row() is the same for keys. Sequences of BA_TND share one batch entry, in which each begins at its span's
+ * `begin`. */
 static inline char *ba_query_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t query) {
     return ba_row_of(view, element_size, p->cu_q ? 0 : batch, head, ba_q_span(p, batch).begin + query);
 }

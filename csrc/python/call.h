@@ -73,8 +73,8 @@ const int64_t *call_cumulative(py_call *call, const arg_list *lengths);
 /* The array of an argument; one without memory and axes where it is not given. */
 const arg_array *call_array(const py_call *call, int index);
 
-/* Fails where an array that is written, or one of ARG_POOL, overlaps another one that is held by now, results included. Arrays of ARG_POOL may overlap
- * one another, and summaries may be the array of ARG_SUMMARISED. */
+/* Fails where an array that is written, or one of ARG_POOL, overlaps another one that is held by now, results included. Arrays of ARG_POOL may
+ * overlap one another, and summaries may be the array of ARG_SUMMARISED. */
 int call_expect_disjoint(const py_call *call);
 
 /* Fails where a summary page is listed twice, or holds keys, because the summaries are in the same pool of pages as the keys. */

@@ -1,6 +1,6 @@
 /* The table of operations: their names, their arguments in order, and what they return. One without such a note returns None. Everything mechanical
- * follows from it: how arguments are read, held, compared and released (call.c), and what the rest of the package knows of them (blitz_attn/_operations.py):
- * which of them torch and JAX take as tensors, what has a gradient, what belongs to sequences or heads.
+ * follows from it: how arguments are read, held, compared and released (call.c), and what the rest of the package knows of them
+ * (blitz_attn/_operations.py): which of them torch and JAX take as tensors, what has a gradient, what belongs to sequences or heads.
  *
  * A(T, name, role, traits, member) is an argument that goes to `member` of T, the library's arguments. O(T, name, role) is one that the function's
  * own code reads, or that says how others are read. Lists that several operations have in common stand first; IN is then the prefix, such as

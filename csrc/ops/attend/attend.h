@@ -17,8 +17,8 @@ ba_status ba_attend_at(ba_isa level, const ba_problem *problem, int num_threads)
  * with the tokens or the queries, and not with their product. It may have written some outputs before it finds no memory. */
 ba_status ba_attend_kv_split(const ba_problem *problem, int64_t kv_split, int num_threads);
 
-/* As ba_attend(), but for valid queries alone, at this level and with the kernels of one of its families. Does not write the outputs of padding. The level is
- * what the caller has chosen the family by: the level in use may have changed since. */
+/* As ba_attend(), but for valid queries alone, at this level and with the kernels of one of its families. Does not write the outputs of padding. The
+ * level is what the caller has chosen the family by: the level in use may have changed since. */
 ba_status ba_attend_with(ba_isa level, const ba_attend_family *family, const ba_problem *problem, int threads);
 
 /* Whether a family of these kernels attends K and V of the problem's kv_dtype itself. Otherwise the level's vector family does. */
