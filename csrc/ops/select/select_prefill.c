@@ -147,9 +147,9 @@ static ba_status check_given_numbers(const ba_prefill *c) {
         for (int64_t h = 0; h < t.dims[1]; h++)
             for (int64_t r = 0; r < t.dims[2]; r++) {
                 BA_TRY(ba_look_after(&steps, t.dims[3]));
-                const float *scores = (const float *)t.data + b * t.strides[0] + h * t.strides[1] + r * t.strides[2];
+                const int64_t at = b * t.strides[0] + h * t.strides[1] + r * t.strides[2];
                 for (int64_t n = 0; n < t.dims[3]; n++) {
-                    const float score = scores[n * t.strides[3]];
+                    const float score = ((const float *)t.data)[at + n * t.strides[3]];
                     if (!(score < 0 && score >= -FLT_MAX) && !(score > FLT_MAX)) continue;
                     return ba_fail(BA_ERROR_VALUE,
                                    BA_ARG("scores") ": expected finite numbers of at least 0, or NaN or -inf, which count as 0, got %s at [%" PRId64

@@ -139,7 +139,7 @@ void fz_choose(void) {
     fz_unseen(&a.call.v);
     fz_unseen(&a.call.blocks);
     fz_unseen(&a.call.attn_mask);
-    a.chooser = fz_unusual() ? (ba_chooser)fz_unusual_number() : (ba_chooser)fz_range(BA_CHOOSER_POOLED, BA_CHOOSER_GIVEN);
+    a.chooser = fz_unusual() ? (ba_chooser)fz_unusual_number() : (ba_chooser)fz_range(BA_CHOOSER_POOLED, BA_CHOOSER_VERTICAL_SLASH);
     a.pool_q = pool_of(a.call.block_q);
     a.pool_k = a.chooser == BA_CHOOSER_POOLED ? pool_of(a.call.block_kv) : a.chooser == BA_CHOOSER_ANTIDIAGONAL ? a.pool_q : 1;
     if (a.chooser == BA_CHOOSER_ANTIDIAGONAL && a.call.block_kv > 0 && a.call.block_kv % (a.pool_q ? a.pool_q : 1)) a.pool_q = a.pool_k = 1;
@@ -164,10 +164,13 @@ void fz_choose(void) {
     const int64_t kept[] = {batch, lists, rows, rows_of(columns, 64)}, scores[] = {batch, lists, rows, columns};
     a.kept = fz_tensor(FZ_OUTPUT, BA_INT64, 4, kept, FZ_FREE_LAST);
     a.counts = fz_tensor(FZ_OUTPUT, BA_INT32, 3, kept, FZ_FREE_LAST);
-    const int64_t given[] = {batch, fz_once_in(2) ? lists : s.heads, rows, columns};
-    if (a.chooser == BA_CHOOSER_GIVEN || fz_once_in(8)) a.given_scores = draw_given(given);
-    if (a.chooser != BA_CHOOSER_GIVEN) fz_unseen(&a.given_scores);
     if (fz_once_in(2)) a.scores = fz_tensor(FZ_OUTPUT, BA_FLOAT32, 4, scores, FZ_FREE_LAST);
+    if (fz_once_in(5)) { /* last, so that past findings stay what they were */
+        const int64_t given[] = {batch, fz_once_in(2) ? lists : s.heads, rows, columns};
+        a.given_scores = draw_given(given);
+        if (fz_once_in(8)) fz_unseen(&a.given_scores);
+        else a.chooser = BA_CHOOSER_GIVEN;
+    }
     if (fz_is_heavy(&a.call)) fz_count_skipped(FZ_CHOOSE);
     else if (fz_run(FZ_CHOOSE, choose, &a, &a.call.num_threads)) use(&a, &s);
 }
