@@ -72,8 +72,8 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, Argument]:
 def like(
     function: Callable[_Parameters, _Result], without: tuple[str, ...]
 ) -> Callable[[Callable[..., _Result]], Callable[_Parameters, _Result]]:
-    """Gives a function that passes its keywords on to `function` the signature of that, without the arguments in `without`. Arguments that
-    its docstring lacks are added there."""
+    """For a function that passes its keywords on to `function`: gives it the signature of `function`, less the arguments in `without`.
+    Arguments that its docstring lacks are added there."""
 
     def decorate(decorated: Callable[..., _Result]) -> Any:
         signature = inspect.signature(function)

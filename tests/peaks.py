@@ -5,7 +5,7 @@
     python tests/peaks.py --only backward
 
 `n`, `2n` and `4n` are the MiB that the process holds at most during a call, more than before it and without the arrays that the call returns.
-A line ends in GROWS where the memory grows faster than the size that doubles.
+A line ends in GROWS where the memory is above 6 MiB and grows faster than the size that doubles, or where a call failed.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def measure(case, axis, times, threads, found, i):
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back to the system: nothing hides in a free heap
     call = case.make(*sizes_of(case, axis, times), threads)
     gc.collect()
-    libc.malloc_trim(0)  # nor in what the process that was forked had freed, or had left to the collector
+    libc.malloc_trim(0)  # gives back what the parent process had freed or left to the collector, so that nothing hides there either
     found[i] = max(found[i], peak(call))
 
 
@@ -69,7 +69,7 @@ def peaks(case, axis, threads=1):
 
 
 def grows_too_fast(found):
-    """Whether the memory at four times the size is above the floor, and more in proportion than linear growth with what is always there."""
+    """Whether a call failed, or the memory at 4n is above FLOOR, above MOST_RATIO times that at 2n, and above its square times that at n."""
     return min(found) < 0 or found[2] > max(FLOOR, MOST_RATIO * found[1], MOST_RATIO**2 * found[0])
 
 

@@ -136,8 +136,8 @@ def from_function(
     FunctionMask
         A named tuple of arguments of `block_sparse_attention`. ``sabi``: (batch, heads, R, W), the blocks in which a query sees a key.
         ``kv_ranges``: int32 (s_q, 2), or (batch, s_q, 2) with more than one batch entry, as from `kv_ranges_from_token_mask`; None where
-        every query sees all keys of its listed blocks. ``attn_mask``: None, or bool (batch, heads, s_q, s_kv). ``block_shape``: that of the
-        list.
+        every query sees all keys of its listed blocks, under ``token_rule="none"``, and beside an ``attn_mask``. ``attn_mask``: None, or
+        bool (batch, heads, s_q, s_kv). ``block_shape``: that of the list.
 
     Raises
     ------

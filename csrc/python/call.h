@@ -42,12 +42,12 @@ PyObject *call_end(py_call *call, int failed);
 /* Where the argument is a tuple, its entries become the values of the arguments that follow it. Where it is None, nothing changes. */
 int call_spread(py_call *call, int index);
 
-/* Reads all arguments that have a member, but those of ARG_HEADS and ARG_PER_SEQUENCE. `either`: kv_dtype also says how arrays of ARG_FLOATS are read
- * where dtype is not given. */
+/* Reads all arguments that have a member, except those of ARG_HEADS and ARG_PER_SEQUENCE, which call_read_each() reads. `either`: kv_dtype also says
+ * how arrays of ARG_FLOATS are read where dtype is not given. */
 int call_read(py_call *call, bool either);
 
-/* Reads those of ARG_HEADS, for so many query heads, and of ARG_PER_SEQUENCE. With 0 heads, which the library refuses, it reads none of the former.
- * `meaning` stands in sentences: "one per request". */
+/* Reads the arguments of ARG_HEADS, one number for each of `heads`, and those of ARG_PER_SEQUENCE. With 0 heads, which the library refuses later, it
+ * skips ARG_HEADS. `meaning` stands in sentences: "one per request". */
 int call_read_each(py_call *call, int64_t heads, int64_t sequences, const char *meaning);
 
 /* Fails unless each list of ARG_LENGTHS has so many entries. */

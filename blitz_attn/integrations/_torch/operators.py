@@ -123,7 +123,7 @@ def define(
 ) -> None:  # fmt: skip
     """Defines an operator, which does `work` on what it is told and on whether the log-sum-exp is wanted.
 
-    `order` names the tensors that graphs which were exported know by their places; newer ones follow. `shapes` makes its fake results,
+    `order` names the tensors whose positions already exported graphs depend on; newer ones follow. `shapes` makes its fake results,
     `gradient` is its formula, or says that there is none, `keep` keeps what the formula needs, and `cast` casts its tensors under autocast.
     `more`: options that only the operator has.
     """

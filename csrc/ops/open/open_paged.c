@@ -1,4 +1,5 @@
-/* Opens calls of paged attention: checks everything but the page numbers among the selected pages before any work is done. */
+/* Opens calls of paged attention: checks everything before any work is done, except the page numbers in `selected`, which are checked when the call
+ * runs. */
 #include <inttypes.h>
 
 #include "core/float_mode.h"
