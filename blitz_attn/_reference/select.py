@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import choice
+from .._select.options import Options
 from .attend import Sequence, factor
 from .common import name_of, round_to, taken_by, to_float64, with_options_of
 from .dense import block_sparse_attention, sequences_of
@@ -230,9 +231,7 @@ def select_blocks_prefill(
     )
     scores = np.zeros((len(sequences), lists, rows, columns))
     if kind == "Given":
-        named = ("block_shape", "scale", "layout", "causal", "window", "q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv", "num_heads")
-        named += ("num_kv_heads", "q_begin", "kv_ranges", "per_kv_head", "dtype", "num_threads")
-        given = np.asarray(chooser(q, k, **{name: options[name] for name in named}), np.float64)
+        given = np.asarray(chooser(q, k, per_kv_head=options["per_kv_head"], **vars(Options.of(options))), np.float64)
         given = np.repeat(given, heads // given.shape[1], axis=1) if given.size else given
     mask = np.zeros(scores.shape, bool)
     for b, s in enumerate(sequences):

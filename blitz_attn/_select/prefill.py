@@ -201,6 +201,7 @@ def select_blocks_prefill(
     (136, (1, 2, 16, 16))
     """
     asks = callable(chooser) and not isinstance(chooser, type)
+    options = vars(Options.of(locals())) if asks else {}
     name, pool_q, pool_k, term, largest = ("given", 1, 1, "mean", False) if asks else rules_of(chooser, block_shape)
     budget, numbers = budget_of(density=density, top_p=top_p, threshold=threshold, top_k=top_k)
     if return_scores is False:  # lists have no gradient, but scores would
@@ -209,13 +210,7 @@ def select_blocks_prefill(
     returned = []
 
     def asked() -> np.ndarray:  # by the core
-        returned.append(
-            chooser(
-                q, k, block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window, q_lens=q_lens, kv_lens=kv_lens,
-                cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads, num_kv_heads=num_kv_heads, q_begin=q_begin,
-                kv_ranges=kv_ranges, per_kv_head=per_kv_head, dtype=dtype, num_threads=num_threads,
-            )
-        )  # fmt: skip
+        returned.append(chooser(q, k, per_kv_head=per_kv_head, **options))
         made = _arrays.detached(returned[0])[0] if return_scores is False else returned[0]
         return _floats(made, "chooser")
 
@@ -293,12 +288,8 @@ def scores(
     >>> both.shape, int((sabi >= 0).sum())
     ((1, 2, 16, 16), 136)
     """
-    return select_blocks_prefill(
-        q, k, chooser=chooser, threshold=1, block_shape=block_shape, scale=scale, layout=layout, causal=causal, window=window,
-        q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, q_begin=q_begin, kv_ranges=kv_ranges, per_kv_head=per_kv_head, dtype=dtype,
-        num_threads=num_threads, return_scores=True,
-    )[1]  # fmt: skip
+    options = Options.of(locals())
+    return select_blocks_prefill(q, k, chooser=chooser, threshold=1, per_kv_head=per_kv_head, return_scores=True, **vars(options))[1]
 
 
 def list_from_scores(
