@@ -6,6 +6,9 @@ the signed types. Builders return (1, 1, R, W), or more where they are given hea
 -1. Token rules (causal, window, lengths) cut exactly inside the listed blocks when they are passed to the attention call: a builder lists
 every block that such a rule leaves at least one token of.
 
+Lists that are made for a block shape know it (`BlockList`), so that attention needs no `block_shape` beside them. Of a list's four axes,
+the first two may be missing: they are 1 then, as NumPy broadcasts.
+
 ``dtype="uint16"`` halves the memory of lists over fewer than 65535 columns. Such a list that is cast to a wider type keeps its 65535, which
 is a column there and no pad.
 
@@ -14,7 +17,9 @@ of the fullest one. Long sequences with small blocks are therefore within their 
 functions that convert or combine lists, hold a whole grid of rows and columns, of at most 2**28 blocks in all.
 """
 
+from ._sabi.block_list import BlockList
 from ._sabi.build import causal, dense, dilated, document, document_ranges, sink_local, sliding_window, vertical_slash
+from ._sabi.check import check
 from ._sabi.combine import coarsen, complement, difference, intersection, refine, transpose, union
 from ._sabi.convert import (
     from_block_mask,
@@ -29,10 +34,10 @@ from ._sabi.convert import (
 )
 from ._sabi.frame import FramePlan, FrameWidths, frame_plan, random_with_frame
 from ._sabi.function import FunctionMask, from_function
-from ._sabi.lists import check
 from ._sabi.measure import balance, counts, density, picture, sparsity
 
 __all__ = [
+    "BlockList",
     "FramePlan",
     "FrameWidths",
     "FunctionMask",

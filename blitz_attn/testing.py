@@ -301,7 +301,7 @@ def is_block_sparse_pattern_feasible(
     return not (require_nonempty_per_row and loose_rows and plan.kept_blocks == plan.forced_blocks)
 
 
-def token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: tuple[int, int] = (128, 128)) -> np.ndarray:
+def token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: tuple[int, int] | None = None) -> np.ndarray:
     """Boolean (..., s_q, s_kv) mask of a block list, True where a query attends to a key: `sabi.to_token_mask`.
 
     Parameters
@@ -310,8 +310,8 @@ def token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: tuple[
         Block list (..., R, W).
     s_q, s_kv : int
         Numbers of query and key tokens.
-    block_shape : (int, int)
-        Number of tokens per block of queries and of keys.
+    block_shape : (int, int), optional
+        Number of tokens per block of queries and of keys. Default: that of the list, for plain arrays (128, 128).
 
     Returns
     -------

@@ -72,8 +72,8 @@ typedef struct ba_block_sparse_args {
     ba_layout layout;
     int64_t num_heads, num_kv_heads; /* BA_BSH only: heads in q, and in k and v (0: as many as in q) */
     ba_tensor blocks;             /* not given: every block is attended. Else the lists, (B or 1, heads, ceil(Sq / block_q), W), where `heads` is H,
-                                   * H_kv or 1. One row per block of queries: the columns of its key blocks in any order, no column twice. A row
-                                   * ends at its first pad */
+                                   * H_kv or 1; the first axis, or the first two, may be missing and are 1 then. One row per block of queries: the
+                                   * columns of its key blocks in any order, no column twice. A row ends at its first pad */
     const int64_t *cu_rows;       /* BA_TND only: NULL, or batch + 1 cumulative numbers of block rows. `blocks` is then (heads, rows, W) and
                                    * holds the rows of the sequences one after the other */
     int64_t block_q, block_kv;    /* tokens per block of queries, and per block of keys */

@@ -288,7 +288,7 @@ BAD = [
     ({"layout": "TND", "s_q": None, "cu_seqlens_q": [0, 2**63 - 1, -(2**63), -1]}, ValueError,
      f"cu_seqlens_q: expected at least two cumulative lengths that rise from 0, got {[0, 2**63 - 1, -(2**63), -1]}"),
     ({"sabi": np.zeros((1, 1, 2, 1))}, TypeError, "sabi: expected an integer array, got float64"),
-    ({"sabi": np.zeros((2, 1), int)}, ValueError, "sabi: expected shape (B or 1, H, Hkv or 1, rows, width), got (2, 1)"),
+    ({"sabi": np.zeros(2, int)}, ValueError, "sabi: expected shape (B or 1, H, Hkv or 1, rows, width), got (2,)"),
     ({"dtype": 3}, TypeError, "dtype: expected a dtype or its name, got int"),
     ({"dtype": "two words"}, TypeError, "dtype: expected float32, float16, bfloat16 or float64, got 'two words'"),
     ({"cu_seqlens_q": [0, 2]}, ValueError, "cu_seqlens_q: expected none with layout BNSD, whose lengths are q_lens and kv_lens, got some"),

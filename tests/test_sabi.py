@@ -151,7 +151,7 @@ SHAPE = r"sabi: expected shape \(2 or 1, 4 or 1, 2, W\), with 2 rows = ceil\(200
     ("lists", "error", "sentence"),
     [
         (np.zeros((1, 1, 2, 2)), TypeError, "sabi: expected an integer array, got float64"),
-        (np.zeros((2, 2), int), ValueError, rf"{SHAPE}\(2, 2\)"),
+        (np.zeros((3, 2), int), ValueError, rf"{SHAPE}\(1, 1, 3, 2\)"),
         (np.zeros((1, 1, 3, 1), int), ValueError, rf"{SHAPE}\(1, 1, 3, 1\)"),
         (np.zeros((1, 3, 2, 1), int), ValueError, rf"{SHAPE}\(1, 3, 2, 1\)"),
         (np.zeros((3, 1, 2, 1), int), ValueError, rf"{SHAPE}\(3, 1, 2, 1\)"),

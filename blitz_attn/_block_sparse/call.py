@@ -11,6 +11,7 @@ from .. import _arrays, _core
 from .._arrays import bias_for_core, is_registered, refuse_block_mask
 from .._floats import refuse_overlaps
 from .._names import Layout
+from .._sabi.block_list import block_shape_for
 
 __all__ = ["block_sparse_attention", "block_sparse_attention_backward"]
 
@@ -21,7 +22,7 @@ def block_sparse_attention(
     v: Any,
     sabi: Any = None,
     *,
-    block_shape: tuple[int, int] = (128, 128),
+    block_shape: tuple[int, int] | None = None,
     scale: float | None = None,
     layout: Layout = "BNSD",
     causal: bool = False,
@@ -62,13 +63,15 @@ def block_sparse_attention(
         Values, ``(B, Hkv, Skv, Dv)``, same dtype. Dv from 1 to 576 and may differ from D.
     sabi : array of int, optional
         Sparse attention block indices, an array of four axes: B or 1; H, Hkv or 1; ``ceil(Sq / block_shape[0])`` rows; W. So there is a
-        list for each query head, for each key head, whose query heads share it, or for all. With layout TND, B is the number of sequences,
+        list for each query head, for each key head, whose query heads share it, or for all. The first axis, or the first two, may be
+        missing: they are 1 then. With layout TND, B is the number of sequences,
         rows are counted from the start of each sequence, and there are ``ceil(longest / block_shape[0])`` of them, for the sequence with
         the most queries. Each row lists the columns of the key blocks that a block of queries sees, in any order, none of them twice. A row
         ends at the first pad: 65535 for uint16, any negative entry for int16, int32 and int64. None: every block is listed.
-    block_shape : (int, int)
-        Number of tokens per block of queries and per block of keys, at least 1 each: the shape that `sabi` was made for, since a list does
-        not record it. The last block of either axis may be partial.
+    block_shape : (int, int), optional
+        Number of tokens per block of queries and per block of keys, at least 1 each: the shape that `sabi` was made for. The last block of
+        either axis may be partial. Default: that of the list, where it knows one (`blitz_attn.sabi.BlockList`), else (128, 128). Another
+        one than the list's is refused.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     layout : {"BNSD", "BSND", "BSH", "TND"}
@@ -200,6 +203,7 @@ def block_sparse_attention(
         sinks = _arrays.float32_numbers(sinks, "sinks")
     if sabi is not None and type(sabi) is not ndarray:
         refuse_block_mask(sabi, "sabi")
+        block_shape = block_shape_for(sabi, block_shape)
     if not (attn_mask is alibi_slopes is None):
         attn_mask, alibi_slopes = bias_for_core(attn_mask, alibi_slopes)
     if (  # plain NumPy arrays: nothing to translate
@@ -243,7 +247,7 @@ def block_sparse_attention_backward(
     lse: Any,
     sabi: Any = None,
     *,
-    block_shape: tuple[int, int] = (128, 128),
+    block_shape: tuple[int, int] | None = None,
     scale: float | None = None,
     layout: Layout = "BNSD",
     causal: bool = False,
@@ -379,6 +383,7 @@ def block_sparse_attention_backward(
     """
     if sabi is not None and type(sabi) is not ndarray:
         refuse_block_mask(sabi, "sabi")
+        block_shape = block_shape_for(sabi, block_shape)
     family = _arrays.family_of(q)
     bias_grads = _arrays.flag(bias_grads, "bias_grads")
     bias_family = family if attn_mask is None else _arrays.family_of(attn_mask)

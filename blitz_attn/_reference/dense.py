@@ -13,7 +13,8 @@ from .._arrays import array, choice, dtype_name
 from .._block_sparse import call as operation
 from .._floats import FLOATS
 from .._operations import sequence_shapes
-from .._sabi import lists
+from .._sabi.block_list import block_shape_for
+from .._sabi.check import check
 from . import attend as core
 from .common import cuts, delivered, lengths, name_of, per_head, real_of, rounding_of, to_float64, with_options_of, written
 
@@ -90,9 +91,9 @@ def sequences_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, sabi: Any, o: dict
     ]
     longest = max(tokens, default=0), max(room, default=0)
     if sabi is not None and all(longest):
-        block_q, block_kv = (int(n) for n in o["block_shape"])
+        block_q, block_kv = (int(n) for n in block_shape_for(sabi, o["block_shape"], (128, 128)))
         sizes = {"batch": len(sequences), "heads": len(sequences[0].q), "kv_heads": len(sequences[0].k)}
-        kept = core.named(lists.check(sabi, *longest, (block_q, block_kv), **sizes), -(-longest[1] // block_kv))
+        kept = core.named(check(sabi, *longest, (block_q, block_kv), **sizes), -(-longest[1] // block_kv))
         for b, s in enumerate(sequences):
             s.kept, s.block_shape = kept[b % len(kept)], (block_q, block_kv)
     add_biases(sequences, o["attn_mask"], o["alibi_slopes"], inputs)

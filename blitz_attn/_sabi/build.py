@@ -10,6 +10,7 @@ import numpy as np
 
 from .._arrays import flag, integer, integers, pieces
 from .._sentences import shown
+from .block_list import BlockShape, listed
 from .convert import from_block_mask
 from .lists import (
     MOST_BLOCKS,
@@ -58,7 +59,9 @@ def _span_mask(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> n
     return (column >= first[:, None]) & (column < end[:, None])
 
 
-def _list_of_spans(row: np.ndarray, first: np.ndarray, end: np.ndarray, grid: tuple[int, int], dtype: Any, width: Any) -> np.ndarray:
+def _list_of_spans(
+    row: np.ndarray, first: np.ndarray, end: np.ndarray, grid: tuple[int, int], block_shape: BlockShape, dtype: Any, width: Any
+) -> np.ndarray:
     """The list of one head whose row ``row[i]`` has the columns from ``first[i]`` to ``end[i] - 1``. Rows rise with i; of the spans of a
     row that have any columns, each begins no earlier than the one before and may overlap it. The grid is never held as a mask: it may
     have far more blocks than the list."""
@@ -76,12 +79,12 @@ def _list_of_spans(row: np.ndarray, first: np.ndarray, end: np.ndarray, grid: tu
             f"block_shape: expected blocks so large that a list has at most {MOST_BLOCKS} entries, got {rows} rows of up to {fullest}"
         )
     ends = np.cumsum(counts)
-    listed, shifts = np.empty(int(counts.sum()), np.int32), (ends - counts - first).astype(np.int32)
+    columns_listed, shifts = np.empty(int(counts.sum()), np.int32), (ends - counts - first).astype(np.int32)
     for some, _ in pieces((len(counts), fullest)):
         if len(ends[some]):
             start, stop = int(ends[some][0] - counts[some][0]), int(ends[some][-1])
-            listed[start:stop] = np.arange(start, stop, dtype=np.int32) - np.repeat(shifts[some], counts[some])
-    return padded(filled(of_rows, listed, width)[None, None], columns, dtype)
+            columns_listed[start:stop] = np.arange(start, stop, dtype=np.int32) - np.repeat(shifts[some], counts[some])
+    return listed(padded(filled(of_rows, columns_listed, width)[None, None], columns, dtype), block_shape)
 
 
 def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None) -> np.ndarray:
@@ -113,7 +116,7 @@ def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 
     [[[[0, 1], [0, 1]]]]
     """
     rows, columns = grid_of(s_q, s_kv, block_shape)
-    return padded(np.broadcast_to(np.arange(columns), (1, 1, rows, columns)), columns, dtype)
+    return listed(padded(np.broadcast_to(np.arange(columns), (1, 1, rows, columns)), columns, dtype), checked_shape(block_shape))
 
 
 def causal(
@@ -193,7 +196,7 @@ def sliding_window(
     low, high = _keys_seen(s_q, s_kv, block_q)
     low = np.zeros_like(low) if left == -1 else low - left
     high = np.full_like(high, s_kv) if right == -1 else high + right
-    return _list_of_spans(np.arange(grid[0]), *_span(low, high, s_kv, block_kv), grid, dtype, width)
+    return _list_of_spans(np.arange(grid[0]), *_span(low, high, s_kv, block_kv), grid, (block_q, block_kv), dtype, width)
 
 
 def sink_local(
@@ -248,7 +251,7 @@ def sink_local(
     sinks = _span(np.zeros_like(low), np.minimum(start, high) if causal else start, s_kv, block_kv)
     near = _span(low - local, high + (0 if causal else local), s_kv, block_kv)
     first, end = (np.stack(pair, axis=1).reshape(-1) for pair in zip(sinks, near, strict=True))
-    return _list_of_spans(np.repeat(np.arange(grid[0]), 2), first, end, grid, dtype, width)
+    return _list_of_spans(np.repeat(np.arange(grid[0]), 2), first, end, grid, (block_q, block_kv), dtype, width)
 
 
 def document(
@@ -311,7 +314,7 @@ def document(
     row = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts - first, counts)
     last = np.minimum((row + 1) * block_q, (start + q_sizes)[at]) - 1 - start[at]  # the document's last query in each row
     high = last + (kv_sizes - q_sizes)[at] if causal else kv_sizes[at] - 1
-    return _list_of_spans(row, *_span(kv_start[at], kv_start[at] + high, s_kv, block_kv), grid, dtype, width)
+    return _list_of_spans(row, *_span(kv_start[at], kv_start[at] + high, s_kv, block_kv), grid, (block_q, block_kv), dtype, width)
 
 
 def document_ranges(lengths: Any) -> np.ndarray:
@@ -417,7 +420,7 @@ def dilated(
             part &= np.abs(away) <= reach
         if causal:
             part &= away >= 0
-    return from_block_mask(mask[None, None], dtype=dtype, width=width)
+    return from_block_mask(mask[None, None], dtype=dtype, width=width, block_shape=block_shape)
 
 
 def vertical_slash(
@@ -489,4 +492,4 @@ def vertical_slash(
                 part |= _span_mask(begin - step, end - step, s_kv, block_kv)
             if causal:
                 part &= _span_mask(np.zeros_like(begin), end, s_kv, block_kv)
-    return from_block_mask(mask.reshape(*lead, rows, columns), dtype=dtype, width=width)
+    return from_block_mask(mask.reshape(*lead, rows, columns), dtype=dtype, width=width, block_shape=block_shape)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import integer, pieces
+from .block_list import BlockShape, common_shape, listed, of_shape, shape_of
 from .convert import any_pool, from_block_mask, mask_of, spread
 from .lists import MOST_BLOCKS, blocks_of, columns_of, count_of, signed, two_integers
 
@@ -25,8 +26,9 @@ __all__ = [
 _TWO_FACTORS = "two positive numbers"
 
 
-def _combined(rule: np.ufunc, columns: Any, a: Any, b: Any) -> np.ndarray:
-    """The mask of the blocks for which `rule` is true of "`a` lists it" and "`b` lists it"."""
+def _combined(rule: np.ufunc, columns: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
+    """The list of the blocks for which `rule` is true of "`a` lists it" and "`b` lists it"."""
+    shape_known = common_shape((a, b))
     x, y = signed(a, "a"), signed(b, "b")
     count = max(columns_of(x, columns, "a"), columns_of(y, columns, "b"))
     one, other = mask_of(x, count, "a"), mask_of(y, count, "b")
@@ -37,7 +39,7 @@ def _combined(rule: np.ufunc, columns: Any, a: Any, b: Any) -> np.ndarray:
     one, other, made = np.broadcast_to(one, shape), np.broadcast_to(other, shape), np.empty(shape, bool)
     for at in pieces(shape):
         rule(one[at], other[at], out=made[at])
-    return made
+    return listed(from_block_mask(made, dtype=dtype), shape_known)
 
 
 def union(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
@@ -69,7 +71,7 @@ def union(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> n
     >>> sabi.union(np.array([[2, 0]]), np.array([[1, -1]]), dtype="int32").tolist()
     [[0, 1, 2]]
     """
-    return from_block_mask(_combined(np.logical_or, columns, a, b), dtype=dtype)
+    return _combined(np.logical_or, columns, a, b, dtype)
 
 
 def intersection(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
@@ -97,7 +99,7 @@ def intersection(a: Any, b: Any, columns: int | None = None, *, dtype: Any = Non
     >>> sabi.intersection(np.array([[2, 0]]), np.array([[0, 1]]), dtype="int32").tolist()
     [[0]]
     """
-    return from_block_mask(_combined(np.logical_and, columns, a, b), dtype=dtype)
+    return _combined(np.logical_and, columns, a, b, dtype)
 
 
 def difference(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
@@ -125,7 +127,7 @@ def difference(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None)
     >>> sabi.difference(np.array([[2, 0]]), np.array([[0, 1]]), dtype="int32").tolist()
     [[2]]
     """
-    return from_block_mask(_combined(np.greater, columns, a, b), dtype=dtype)
+    return _combined(np.greater, columns, a, b, dtype)
 
 
 def complement(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
@@ -160,7 +162,7 @@ def complement(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
     mask = mask_of(signed(a, "a"), integer(columns, "columns"), "a")
     for at in pieces(mask.shape):
         np.logical_not(mask[at], out=mask[at])
-    return from_block_mask(mask, dtype=dtype)
+    return listed(from_block_mask(mask, dtype=dtype), shape_of(a))
 
 
 def transpose(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
@@ -196,7 +198,7 @@ def transpose(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
     mask = np.empty(turned.shape, bool)
     for at in pieces(mask.shape):
         mask[at] = turned[at]
-    return from_block_mask(mask, dtype=dtype)
+    return listed(from_block_mask(mask, dtype=dtype), of_shape(shape_of(a), lambda queries, keys: (keys, queries)))
 
 
 def coarsen(a: Any, factors: Sequence[int], columns: int, *, dtype: Any = None) -> np.ndarray:
@@ -231,7 +233,9 @@ def coarsen(a: Any, factors: Sequence[int], columns: int, *, dtype: Any = None) 
     [[0, 1], [1, -1]]
     """
     mask = mask_of(signed(a, "a"), integer(columns, "columns"), "a")
-    return from_block_mask(any_pool(mask, two_integers(factors, "factors", _TWO_FACTORS, least=1)), dtype=dtype)
+    tall, wide = two_integers(factors, "factors", _TWO_FACTORS, least=1)
+    made = from_block_mask(any_pool(mask, (tall, wide)), dtype=dtype)
+    return listed(made, of_shape(shape_of(a), lambda queries, keys: (queries * tall, keys * wide)))
 
 
 def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: Any = None) -> np.ndarray:
@@ -268,10 +272,17 @@ def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: An
     [[2, 3], [2, 3], [0, 1]]
     """
     tall, wide = two_integers(factors, "factors", _TWO_FACTORS, least=1)
+
+    def divided(queries: int, keys: int) -> BlockShape:
+        if queries % tall or keys % wide:
+            raise ValueError(f"factors: expected divisors of {(queries, keys)}, which a is made for, got {(tall, wide)}")
+        return queries // tall, keys // wide
+
+    shape = of_shape(shape_of(a), divided)
     rows, columns = (count_of(n, name, MOST_BLOCKS, least=1) for n, name in ((rows, "rows"), (columns, "columns")))
     mask = mask_of(signed(a, "a"), blocks_of(columns, wide), "a")
     if blocks_of(rows, tall) != mask.shape[-2]:
         raise ValueError(f"rows: expected {(mask.shape[-2] - 1) * tall + 1}..{mask.shape[-2] * tall}, got {rows}")
     if rows * columns * math.prod(mask.shape[:-2]) > MOST_BLOCKS:
         raise ValueError(f"rows: expected a grid of at most {MOST_BLOCKS} blocks, got {rows} x {columns}")
-    return from_block_mask(spread(mask, (tall, wide), rows, columns), dtype=dtype)
+    return listed(from_block_mask(spread(mask, (tall, wide), rows, columns), dtype=dtype), shape)

@@ -11,6 +11,7 @@ import numpy as np
 from .._arrays import array as array_of
 from .._arrays import falls, integers, pieces
 from .._sentences import shown
+from .block_list import block_shape_for, listed
 from .lists import (
     MOST_BLOCKS,
     checked_shape,
@@ -114,7 +115,9 @@ def to_block_mask(sabi: Any, columns: int | None = None) -> np.ndarray:
     return mask_of(signed(sabi), columns, "sabi")
 
 
-def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -> np.ndarray:
+def from_block_mask(
+    mask: Any, *, dtype: Any = None, width: int | None = None, block_shape: Sequence[int] | None = None
+) -> np.ndarray:
     """Block list of a boolean mask over blocks.
 
     Parameters
@@ -125,6 +128,9 @@ def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -
         uint16, int16, int32 or int64. Default: int32.
     width : int, optional
         Width W of the list. Default: that of the fullest row, at least 1.
+    block_shape : (int, int), optional
+        Number of tokens per block of queries and of keys, which the result is to know (see `BlockList`). Default: the result is a plain
+        array, to be passed with a `block_shape`.
 
     Returns
     -------
@@ -145,7 +151,7 @@ def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -
     >>> sabi.from_block_mask(np.array([[True, False, True], [False, True, False]]), dtype="int32").tolist()
     [[0, 2], [1, -1]]
     """
-    array = _booleans(mask)
+    array, shape = _booleans(mask), None if block_shape is None else checked_shape(block_shape)
     counts = np.empty(array.shape[:-1], np.int64)
     for at in pieces(array.shape):
         counts[at[:-1]] = array[at].sum(axis=-1)
@@ -156,10 +162,10 @@ def from_block_mask(mask: Any, *, dtype: Any = None, width: int | None = None) -
         part = rows[at[:-1]]
         part[...] = pad
         part[np.arange(wide) < counts[at[:-1]][..., None]] = np.nonzero(array[at[:-1]])[-1]
-    return rows
+    return listed(rows, shape)
 
 
-def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128)) -> np.ndarray:
+def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] | None = None) -> np.ndarray:
     """Boolean mask over tokens, True where a query attends to a key. For small problems: it has s_q * s_kv elements per head.
 
     Parameters
@@ -168,8 +174,8 @@ def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Seq
         Block list (..., R, W).
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
-    block_shape : (int, int)
-        Number of tokens per block of queries and of keys, at least 1 each.
+    block_shape : (int, int), optional
+        Number of tokens per block of queries and of keys, at least 1 each. Default: that of the list, for plain arrays (128, 128).
 
     Returns
     -------
@@ -190,6 +196,7 @@ def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Seq
     >>> sabi.to_token_mask(np.array([[0], [1]]), 3, 3, (2, 2)).astype(int).tolist()
     [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """
+    block_shape = block_shape_for(sabi, block_shape, (128, 128))
     count, columns = grid_of(s_q, s_kv, block_shape)
     (block_q, block_kv), (s_q, s_kv) = checked_shape(block_shape), tokens_of(s_q, s_kv)
     mask = to_block_mask(sabi, columns)
@@ -230,7 +237,7 @@ def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype
     >>> sabi.from_token_mask(np.tri(4, dtype=bool), (2, 2), dtype="int32").tolist()
     [[0, -1], [0, 1]]
     """
-    return from_block_mask(any_pool(_booleans(mask), checked_shape(block_shape)), dtype=dtype, width=width)
+    return from_block_mask(any_pool(_booleans(mask), checked_shape(block_shape)), dtype=dtype, width=width, block_shape=block_shape)
 
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # of each byte, the highest first
@@ -370,7 +377,14 @@ def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def from_csr(
-    indptr: Any, indices: Any, lead: Sequence[int] = (1, 1), *, columns: int | None = None, dtype: Any = None, width: int | None = None
+    indptr: Any,
+    indices: Any,
+    lead: Sequence[int] = (1, 1),
+    *,
+    columns: int | None = None,
+    dtype: Any = None,
+    width: int | None = None,
+    block_shape: Sequence[int] | None = None,
 ) -> np.ndarray:
     """Block list of compressed rows.
 
@@ -384,7 +398,7 @@ def from_csr(
         Leading axes (batch, heads) that the rows are split over, in C order.
     columns : int, optional
         Number of key blocks. Default: the least that holds every index.
-    dtype, width
+    dtype, width, block_shape
         As in `from_block_mask`.
 
     Returns
@@ -420,7 +434,8 @@ def from_csr(
     if lead_size < 1 or counts.size % lead_size:
         raise ValueError(f"lead: expected axes that divide {counts.size} rows, got {shown(axes.tolist())}")
     rows = filled(counts, flat, width)
-    return padded(rows.reshape(*axes, counts.size // lead_size, rows.shape[1]), count, dtype)
+    made = padded(rows.reshape(*axes, counts.size // lead_size, rows.shape[1]), count, dtype)
+    return listed(made, None if block_shape is None else checked_shape(block_shape))
 
 
 def to_num_idx(sabi: Any, columns: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -460,7 +475,9 @@ def to_num_idx(sabi: Any, columns: int | None = None) -> tuple[np.ndarray, np.nd
     return num, idx
 
 
-def from_num_idx(num: Any, idx: Any, *, columns: int | None = None, dtype: Any = None) -> np.ndarray:
+def from_num_idx(
+    num: Any, idx: Any, *, columns: int | None = None, dtype: Any = None, block_shape: Sequence[int] | None = None
+) -> np.ndarray:
     """Block list of counts and indices; entries from a row's count on are ignored.
 
     Parameters
@@ -471,7 +488,7 @@ def from_num_idx(num: Any, idx: Any, *, columns: int | None = None, dtype: Any =
         (..., R, W): columns.
     columns : int, optional
         Number of key blocks. Default: the least that holds every entry.
-    dtype : dtype, optional
+    dtype, block_shape
         As in `from_block_mask`.
 
     Returns
@@ -504,4 +521,5 @@ def from_num_idx(num: Any, idx: Any, *, columns: int | None = None, dtype: Any =
         rows[at[:-1]] = np.where(used, own, -1)
     if smallest < 0:
         raise ValueError(f"idx: expected columns from 0 on, got {smallest}")
-    return padded(rows, columns_of(rows, columns, "idx"), dtype)
+    made = padded(rows, columns_of(rows, columns, "idx"), dtype)
+    return listed(made, None if block_shape is None else checked_shape(block_shape))

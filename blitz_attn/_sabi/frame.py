@@ -12,7 +12,8 @@ import numpy as np
 from .._arrays import flag, integer, number, pieces
 from .._float_mode import in_usual_mode
 from .._sentences import number_shown
-from .lists import MOST_BLOCKS, MOST_SIDE, count_of, grid_of, padded, some_integers
+from .block_list import listed
+from .lists import MOST_BLOCKS, MOST_SIDE, checked_shape, count_of, grid_of, padded, some_integers
 
 __all__ = [
     "FrameWidths",
@@ -195,7 +196,7 @@ def random_with_frame(
             for at, _ in pieces((rows, width)):
                 drawn[b, h, at, : min(width, columns)] = heads_drawn[b + h][at, :width]
                 drawn[b, h, at, columns:] = -1
-    return padded(drawn, columns, dtype)
+    return listed(padded(drawn, columns, dtype), checked_shape(block_shape))
 
 
 def _draw_head(rows: int, columns: int, plan: FramePlan, seed: int, sort: bool) -> np.ndarray:

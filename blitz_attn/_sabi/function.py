@@ -186,7 +186,7 @@ def from_function(
     found = _Found(lead, grid, sizes, shape)
     for tile in _evaluated(mask_mod, sizes, shape, lead):
         found.add(*tile)
-    sabi = from_block_mask(found.some, dtype=dtype, width=width)
+    sabi = from_block_mask(found.some, dtype=dtype, width=width, block_shape=shape)
     if rule == "none" or not (found.some & found.gap).any():
         return FunctionMask(sabi, None, None, shape)
     runs = np.where((found.first < found.end)[..., None], np.stack([found.first, found.end], axis=-1), 0)

@@ -16,10 +16,6 @@ from .._arrays import array as array_of
 from .._arrays import integer, integers, pieces
 from .._sentences import shown
 
-__all__ = [
-    "check",
-]
-
 PAD_UINT16 = 65535
 
 MOST_BLOCKS = 1 << 28  # most entries of a list, and blocks of a grid that is held as a mask: more would take gigabytes
@@ -45,6 +41,11 @@ def signed(sabi: Any, name: str = "sabi") -> np.ndarray:
         pad = part == PAD_UINT16 if array.dtype == np.uint16 else part < 0
         part[np.logical_or.accumulate(pad, axis=-1)] = -1
     return rows
+
+
+def with_four_axes(sabi: np.ndarray) -> np.ndarray:
+    """A list of two or three axes with the missing ones in front, of length 1, as NumPy broadcasts; any other array as it is."""
+    return sabi[(None,) * (4 - sabi.ndim)] if sabi.ndim in (2, 3) else sabi
 
 
 def counts_of(rows: np.ndarray) -> np.ndarray:
@@ -198,99 +199,3 @@ def filled(counts: np.ndarray, columns: np.ndarray, width: Any) -> np.ndarray:
         part[np.arange(part.shape[1]) < own[:, None]] = columns[first:end]
         first = end
     return rows
-
-
-def check(
-    sabi: Any,
-    s_q: int,
-    s_kv: int | None = None,
-    block_shape: Sequence[int] = (128, 128),
-    *,
-    batch: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-) -> np.ndarray:
-    """Check a block list against a problem, as the attention operations do.
-
-    Parameters
-    ----------
-    sabi : array_like of int
-        Block list of four axes: B or 1; H, Hkv or 1; R; W.
-    s_q, s_kv : int
-        Numbers of query and key tokens; `s_kv` defaults to `s_q`.
-    block_shape : (int, int)
-        Number of tokens per block of queries and of keys, at least 1 each.
-    batch, heads : int, optional
-        Sizes that the leading axes must have, where they are not 1. Not checked when left out.
-    kv_heads : int, optional
-        Another size that the axis of heads may have: a list for each key/value head.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64, of the shape of `sabi`: the list with -1 from each row's first pad on.
-
-    Raises
-    ------
-    TypeError
-        Not integers.
-    ValueError
-        A shape that does not fit, a column out of range, or a column listed twice in a row.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from blitz_attn import sabi
-    >>> sabi.check(np.array([[[[1, 0, -1], [1, -1, 0]]]]), 256).tolist()
-    [[[[1, 0, -1], [1, -1, -1]]]]
-    >>> sabi.check(np.array([[[[1, 0], [2, -1]]]]), 256)
-    Traceback (most recent call last):
-    ...
-    ValueError: sabi: expected block columns from 0 to 1, or a pad, got 2 at [0, 0, 1, 0]
-    """
-    rows = signed(sabi)
-    count, columns = sides_of(s_q, s_kv, block_shape)
-    _check_axes(rows.shape, count, integer(s_q, "s_q"), checked_shape(block_shape)[0], batch, heads, kv_heads)
-    for cut in pieces(rows.shape):
-        bad = _bad_entries(rows[cut], columns)
-        if bad is None:
-            continue
-        where = np.unravel_index(int(bad.argmax()), bad.shape)
-        column, at = int(rows[cut][where]), [int(n) + axis.start for n, axis in zip(where, cut, strict=True)]
-        if column >= columns:
-            hint = " (65535 is a pad in uint16 alone)" if column == PAD_UINT16 else ""
-            raise ValueError(f"sabi: expected block columns from 0 to {columns - 1}, or a pad, got {column} at {at}{hint}")
-        raise ValueError(f"sabi: expected each block column once per row, got {column} again at {at}")
-    return rows
-
-
-def _bad_entries(rows: np.ndarray, columns: int) -> np.ndarray | None:
-    """Which entries of a list are out of range, or stand in their row before; None: no entry."""
-    bad = rows >= columns
-    ordered = np.sort(rows, axis=-1)
-    if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
-        order = np.argsort(rows, axis=-1, kind="stable")
-        again = np.zeros(rows.shape, np.bool_)
-        again[..., 1:] = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-        np.put_along_axis(bad, order, np.take_along_axis(bad, order, -1) | again, -1)
-    return bad if bad.any() else None
-
-
-def _check_axes(shape: tuple[int, ...], count: int, queries: int, block_q: int, batch: Any, heads: Any, kv_heads: Any) -> None:
-    """Refuses a list that has not the axes of a problem, by the core's sentence. None: not known."""
-    own = None if batch is None else {integer(batch, "batch"), 1}
-    of_heads = None
-    if heads is not None:
-        of_heads = [integer(heads, "heads"), *(() if kv_heads is None else (integer(kv_heads, "kv_heads"),)), 1]
-    fits = len(shape) == 4 and (own is None or shape[0] in own) and (of_heads is None or shape[1] in of_heads) and shape[2] == count
-    if not fits:
-        entries = "B or 1" if own is None else _either(sorted(own, reverse=True))
-        lists = "H, Hkv or 1" if of_heads is None else _either(of_heads)
-        rows = f"{count} rows = ceil({queries} queries / block_shape[0] = {block_q})"
-        raise ValueError(f"sabi: expected shape ({entries}, {lists}, {count}, W), with {rows}, got {shape}")
-
-
-def _either(numbers: list[int]) -> str:
-    """Numbers of which each will do, for a sentence."""
-    *others, last = dict.fromkeys(numbers)
-    return f"{', '.join(map(str, others))} or {last}" if others else str(last)

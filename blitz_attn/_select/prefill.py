@@ -9,6 +9,7 @@ import numpy as np
 from .. import _arrays, _core
 from .._block_sparse.call import block_sparse_attention
 from .._names import Layout
+from .._sabi.block_list import listed
 from .._sabi.lists import checked_shape, sides_of, tokens_of
 from .._sentences import rename
 from .choosers import budget_of, rules_of
@@ -225,7 +226,7 @@ def select_blocks_prefill(
         if returned:
             rename(error, {"scores": "chooser"})
         raise
-    sabi = _arrays.as_kind_of(lists, q)
+    sabi = _arrays.as_kind_of(listed(lists, checked_shape(block_shape)), q)
     return sabi if made is None else (sabi, _arrays.as_kind_of(made, q))
 
 

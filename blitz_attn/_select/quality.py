@@ -12,6 +12,8 @@ from .._block_sparse.call import block_sparse_attention
 from .._float_mode import in_usual_mode
 from .._formats import widened
 from .._names import LAYOUTS, Layout
+from .._sabi.block_list import block_shape_for
+from .._sabi.lists import with_four_axes
 from .options import JudgingOptions, Options
 
 __all__ = ["output_error", "recall"]
@@ -50,7 +52,7 @@ def _skipped(rows: int, every: int) -> np.ndarray:
 
 def _sampled(sabi: Any, every: int) -> np.ndarray:
     """A copy of the list in which the rows of blocks that are not looked at are empty."""
-    kept = np.array(_arrays.host(sabi, "sabi")[0])
+    kept = np.array(with_four_axes(_arrays.host(sabi, "sabi")[0]))
     if kept.dtype not in (np.uint16, np.int16, np.int32, np.int64):
         raise TypeError(f"sabi: expected uint16, int16, int32 or int64, got {kept.dtype}")
     pad = kept.dtype.type(65535 if kept.dtype == np.uint16 else -1)
@@ -63,7 +65,7 @@ def checked(sabi: Any, every: Any, layout: Any) -> int:
     _arrays.choice(layout, "layout", LAYOUTS)
     if isinstance(sabi, (tuple, list)):
         raise TypeError(f"sabi: expected an array, got {type(sabi).__name__}")
-    if len(_arrays.shape_of(sabi)) != 4:
+    if len(_arrays.shape_of(sabi)) not in (2, 3, 4):
         raise ValueError(f"sabi: expected shape (B or 1; H, Hkv or 1; R; W), got {_arrays.shape_of(sabi)}")
     every = _arrays.integer(every, "every")
     if every < 1:
@@ -143,7 +145,7 @@ def recall(
     k: Any,
     sabi: Any,
     *,
-    block_shape: tuple[int, int] = (64, 64),
+    block_shape: tuple[int, int] | None = None,
     every: int = 1,
     scale: float | None = None,
     layout: Layout = "BNSD",
@@ -174,8 +176,8 @@ def recall(
         As in `block_sparse_attention`.
     sabi : array of int
         The block list, ``(B or 1; H, Hkv or 1; ceil(Sq / block_shape[0]); W)``.
-    block_shape : (int, int)
-        Tokens in a block of queries and in a block of keys.
+    block_shape : (int, int), optional
+        Tokens in a block of queries and in a block of keys. Default: that of the list, for other arrays than `BlockList` (64, 64).
     every : int
         Look at every n-th block of queries, where n is this number, beginning with the first; the time falls in proportion. 1 looks at all.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges
@@ -213,10 +215,11 @@ def recall(
     ((1, 2, 8), True)
     """
     attn_mask, alibi_slopes = _arrays.detached(attn_mask, alibi_slopes)
+    block_shape = block_shape_for(sabi, block_shape, (64, 64))
     options = JudgingOptions.of(locals())
     q, k = _arrays.detached(q, k)  # a measure has no gradient
     every, v = checked(sabi, every, layout), narrow(k, layout)
-    rows = _arrays.shape_of(sabi)[2]
+    rows = _arrays.shape_of(sabi)[-2]
     _, lse = attended_kept(q, k, v, sabi, every, options)
     _, lse_of_all = attended_all(q, k, v, rows, every, options)
     return recall_of(lse, lse_of_all, rows, every, options)
@@ -228,7 +231,7 @@ def output_error(
     v: Any,
     sabi: Any,
     *,
-    block_shape: tuple[int, int] = (64, 64),
+    block_shape: tuple[int, int] | None = None,
     every: int = 1,
     scale: float | None = None,
     layout: Layout = "BNSD",
@@ -291,9 +294,10 @@ def output_error(
     (True, True)
     """
     attn_mask, alibi_slopes, sinks = _arrays.detached(attn_mask, alibi_slopes, sinks)
+    block_shape = block_shape_for(sabi, block_shape, (64, 64))
     options = JudgingOptions.of(locals())
     q, k, v = _arrays.detached(q, k, v)
     every = checked(sabi, every, layout)
     of_list = attended_kept(q, k, v, sabi, every, options)
-    out_of_all, _ = attended_all(q, k, v, _arrays.shape_of(sabi)[2], every, options)
+    out_of_all, _ = attended_all(q, k, v, _arrays.shape_of(sabi)[-2], every, options)
     return error_of(of_list, out_of_all, every, options)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from .. import _arrays
+from .._sabi.block_list import block_shape_for
 from .._sentences import rename, shown
 from ..block_sparse import block_sparse_attention
 
@@ -210,7 +211,7 @@ def blitz_sparse_attention(
     """
     layout = "BSH" if input_layout is None else _arrays.choice(input_layout, "input_layout", _LAYOUTS)
     mode = _check_mode(sparse_mode, atten_mask)
-    shape = _check_block_shape((128, 128) if block_shape is None else block_shape)
+    shape = _check_block_shape(block_shape_for(sabi, block_shape, (128, 128)))
     sizes = _sizes(query, key, layout)
     ragged = layout == "TND"
     want_lse = softmax_lse_flag is not None and _arrays.flag(softmax_lse_flag, "softmax_lse_flag") and not ragged
@@ -232,8 +233,6 @@ def blitz_sparse_attention(
     before = _NO_BOUND if pre_tokens is None else _arrays.integer(pre_tokens, "pre_tokens")
     after = 0 if next_tokens is None else _arrays.integer(next_tokens, "next_tokens")
     options |= _token_rules(mode, layout, sizes, before, after)
-    if len(_arrays.shape_of(sabi)) == 3:
-        sabi = _arrays.host(sabi, "sabi")[0][None]
 
     try:
         result = block_sparse_attention(query, key, value, sabi, return_lse=want_lse, **options)

@@ -11,8 +11,9 @@ from numpy import ndarray
 from .._arrays import array as array_of
 from .._arrays import choice, dtype_name, falls, flag, integer, integers
 from .._names import LAYOUTS
-from .._sabi.lists import PAD_UINT16, at_least_one, blocks_of, checked_shape, two_integers
-from .._sabi.lists import check as check_lists
+from .._sabi.block_list import block_shape_for
+from .._sabi.check import check as check_lists
+from .._sabi.lists import PAD_UINT16, at_least_one, blocks_of, checked_shape, two_integers, with_four_axes
 from ._dispatch import Cut
 from ._lazy import computed_once
 
@@ -43,7 +44,7 @@ class Problem:
         cu_seqlens_kv: Any = None,
     ) -> None:  # fmt: skip
         self.layout = choice(layout, "layout", LAYOUTS)
-        self.block_shape = checked_shape(block_shape)
+        self.block_shape = checked_shape(block_shape_for(sabi, block_shape, (128, 128)))
         self.causal = flag(causal, "causal")
         expected = "two numbers of tokens (before, after), -1 for no bound"
         self.window = None if window is None else two_integers(window, "window", expected, -1)
@@ -124,7 +125,7 @@ class Problem:
         self.tokens = int(self.cu_q[-1]), int(self.cu_kv[-1])
 
     def _read_lists(self, sabi: Any) -> ndarray:
-        lists = array_of(sabi, "sabi", "an integer array")
+        lists = with_four_axes(np.asarray(array_of(sabi, "sabi", "an integer array")))
         if lists.dtype.kind not in "iu":
             raise TypeError(f"sabi: expected an integer array, got {lists.dtype}")
         if lists.ndim != 4:

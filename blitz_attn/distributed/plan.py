@@ -143,7 +143,7 @@ class ContextParallelPlan:
         head_dim: int = 128,
         head_dim_v: int | None = None,
         dtype: Any = "float32",
-        block_shape: tuple[int, int] = (128, 128),
+        block_shape: tuple[int, int] | None = None,
         layout: Layout = "BNSD",
         causal: bool = False,
         window: tuple[int, int] | None = None,

@@ -25,14 +25,14 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 
 /* ---- Attention over sequences --------------------------------------------------------------------------------------------------- */
 
-/* The arguments of block_sparse_attention that others share. */
-#define SEQUENCE_ARGUMENTS(A, O, T, IN) \
+/* The arguments of block_sparse_attention that others share. BLOCK: the traits of block_shape. */
+#define SEQUENCE_ARGUMENTS(A, O, T, IN, BLOCK) \
     O(T, empty, OWN) \
     A(T, q,             FLOATS,       ARG_DIFFERENTIABLE | ARG_NAMED, IN q) \
     A(T, k,             FLOATS,       ARG_DIFFERENTIABLE,             IN k) \
     A(T, v,             FLOATS,       ARG_DIFFERENTIABLE,             IN v) \
     A(T, sabi,          INDICES,      ARG_OPTIONAL,                   IN blocks) \
-    A(T, block_shape,   PAIR,         0,                              IN block_q) /* and block_kv, which stands behind it */ \
+    A(T, block_shape,   PAIR,         BLOCK,                          IN block_q) /* and block_kv, which stands behind it */ \
     A(T, scale,         SCALE,        ARG_OPTIONAL,                   IN scale) \
     A(T, layout,        LAYOUT,       0,                              IN layout) \
     A(T, causal,        FLAG,         0,                              IN causal) \
@@ -50,7 +50,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 
 /* Those that the forward and the backward function share. */
 #define ATTENTION_ARGUMENTS(A, O, T, IN) \
-    SEQUENCE_ARGUMENTS(A, O, T, IN) \
+    SEQUENCE_ARGUMENTS(A, O, T, IN, ARG_OPTIONAL) \
     A(T, q_total,       PER_SEQUENCE, ARG_OPTIONAL,                      IN q_total) \
     A(T, attn_mask,     MASK,         ARG_OPTIONAL | ARG_DIFFERENTIABLE, IN attn_mask) \
     A(T, alibi_slopes,  HEADS,        ARG_OPTIONAL | ARG_DIFFERENTIABLE, IN alibi_slopes) \
@@ -79,7 +79,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 
 /* Callers give k again as v, and None as sabi. Returns (scores or None, sabi). */
 #define SELECT_PREFILL(A, O, T) \
-    SEQUENCE_ARGUMENTS(A, O, T, call.) \
+    SEQUENCE_ARGUMENTS(A, O, T, call., 0) \
     O(T, chooser, OWN) \
     A(T, pool_q,        INTEGER,      0,            pool_q) \
     A(T, pool_k,        INTEGER,      0,            pool_k) \

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from blitz_attn.sabi import BlockList
+
 from . import arrays, bias_draws
 from .attention_oracle import Attention
 from .draw import Draw
@@ -319,7 +321,14 @@ class Arguments:
         if blocks is None:
             return None
         lists = draw_listed(draw, "lists", blocks, (0, 1, 3))
-        return self._dressed("lists", lists, lists.dtype.name, "lists.kind")
+        while lists.ndim > 2 and lists.shape[0] == 1 and draw.flag(f"lists.drop_axis.{lists.ndim}", 0.3):
+            lists = lists[0]
+        made = self._dressed("lists", lists, lists.dtype.name, "lists.kind")
+        if type(made) is np.ndarray and draw.flag("lists.know_shape", 0.3):
+            made = BlockList(made, self.options["block_shape"])
+            if draw.flag("lists.alone"):
+                del self.options["block_shape"]
+        return made
 
     def _ranges(self, ranges: np.ndarray) -> Any:
         draw = self.draw

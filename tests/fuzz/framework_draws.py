@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from blitz_attn.sabi import BlockList
+
 from . import checks
 from .arrays import as_integers
 from .attention_cases import laid_out, listed
@@ -56,6 +58,8 @@ class CallDraw:
             some = (batch, draw.pick("sabi.heads", (1, heads)), rows)
             blocks = rng.random((*some, columns)) < rng.random((*some, 1))
             self.sabi = as_lists(draw, "sabi", listed(blocks, "int32", rng, shuffled=True))
+            if type(self.sabi) is np.ndarray and draw.flag("sabi.knows_shape", 0.3):
+                self.sabi = BlockList(self.sabi, shape)
         self.heads, self.full = heads, (batch, heads, s_q, s_kv)
         self.shapes = {
             name: laid_out(np.empty((batch, count, tokens, width)), layout, np.array(lens[which])).shape

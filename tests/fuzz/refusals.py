@@ -17,6 +17,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from blitz_attn import _core
 from blitz_attn._operations import OPERATIONS, arguments_of
+from blitz_attn.sabi import BlockList
 from exporters import COMPLEX, CUDA, IS_COPIED, READ_ONLY, Dlpack, NotACapsule, StoppedDlpack, released_view
 
 from .arena import Arena
@@ -367,9 +368,14 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("q: expected at most 4 dimensions, got 6", q=lambda x: Dlpack(x, ndim=6)),
         value_error("q: expected DLPack version 1, got version 2", q=lambda x: Dlpack(x, version=(2, 0))),
         # block lists
-        value_error("sabi: expected shape (1, 2 or 1, 2, W), with 2 rows = ceil(16 queries / block_shape[0] = 8), got (1, 2, 2)",
-                    3, sabi=lambda x: x[0]),
-        value_error("sabi: expected shape (1, 2 or 1, 2, W), with 2 rows = ceil(16 ..., got (1, 1, 1, 2)", 3, sabi=lambda x: x[:, :, :1]),
+        value_error("sabi: expected shape (1, 2 or 1, 2, W), with 2 rows = ceil(16 queries / block_shape[0] = 8), got (2,)",
+                    3, sabi=lambda x: x[0, 0, 0]),
+        value_error("sabi: expected shape (1, 2 or 1, 2, W), with 2 rows = ceil(16 ..., got (3, 2)", 3, sabi=lambda x: x[0, 0, [0, 1, 0]]),
+        value_error("sabi: expected shape (1, 2 or 1, 2, W), with 2 rows = ceil(16 ..., got (1, 1, 1, 2) (it fits q of shape (B, S, H, D), "
+                    'which layout "BSND" takes)', 3, sabi=lambda x: x[:, :, :1]),
+        type_error("sabi: expected uint16, int16, int32 or int64, got bool (blitz_attn.sabi.from_block_mask makes a list of a mask over "
+                   "blocks)", 3, sabi=cast("bool")),
+        value_error("block_shape: expected (8, 16), which sabi is made for, or none, got (8, 8)", 3, sabi=lambda x: BlockList(x, (8, 16))),
         type_error("sabi: expected uint16, int16, int32 or int64, got uint8", 3, sabi=cast("uint8")),
         type_error("sabi: expected native byte order, got >i4", 3, sabi=cast(">i4")),
         type_error("sabi: expected an array without a mask, got MaskedArray", 3, sabi=np.ma.masked),
@@ -385,7 +391,6 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("block_shape: expected integers, got float", block_shape=(8.0, 8)),
         value_error("block_shape: expected a pair of integers, got 3 of them", block_shape=(8, 8, 8)),
         value_error("block_shape: expected an integer of 64 bits, got 100000000000000000000", block_shape=(10**20, 8)),
-        type_error("block_shape: expected a pair of integers, got NoneType", block_shape=None),
         # lengths and ranges
         value_error("q_lens: expected 1 entries, one per batch entry, got 2", 3, q_lens=[1, 2]),
         value_error("q_lens: expected lengths from 0 to 16, got -1 at [0]", q_lens=[-1]),

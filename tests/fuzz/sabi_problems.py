@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,11 @@ from .draw import Draw
 from .problems import Finding, problem
 
 
-def same(what: str, got: Any, expected: np.ndarray) -> None:
-    """Both must have the same dtype, shape and elements."""
+def same(what: str, got: Any, expected: np.ndarray, known: Sequence[Any] = ()) -> None:
+    """Both must have the same dtype, shape and elements. `known`: the block shape that a list must know, if any."""
+    shapes = [got.block_shape] if isinstance(got, sabi.BlockList) else []
+    if shapes != list(known):
+        raise Finding(f"{what}: got a list that knows {shapes} where {list(known)} was expected")
     if not isinstance(got, np.ndarray) or got.dtype != expected.dtype or got.shape != expected.shape or not np.array_equal(got, expected):
         raise Finding(
             f"{what}: got {getattr(got, 'dtype', type(got))} {np.shape(got)}\n{got}\nwhere {expected.dtype} was expected\n{expected}"
@@ -66,7 +69,7 @@ def builder(name: str, weight: float = 0.2) -> Callable[[Callable[..., Drawn]], 
             width = draw_width(draw, mask)
             sizes = () if name == "document" else grid[:2]
             got = getattr(sabi, name)(*sizes, block_shape=grid[2], **options, causal=causal, dtype=dtype, width=width)
-            same(name, got, oracle.rising(mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape), dtype, width))
+            same(name, got, oracle.rising(mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape), dtype, width), [grid[2]])
 
         return drawn
 
@@ -78,7 +81,7 @@ def dense(draw: Draw) -> None:
     s_q, s_kv, block_shape = draw_grid(draw)
     dtype = draw_dtype(draw)
     mask = oracle.blocks_of(np.ones((1, 1, s_q, s_kv), np.bool_), block_shape)
-    same("dense", sabi.dense(s_q, s_kv, block_shape, dtype=dtype), oracle.rising(mask, dtype))
+    same("dense", sabi.dense(s_q, s_kv, block_shape, dtype=dtype), oracle.rising(mask, dtype), [block_shape])
 
 
 @problem("sabi.sliding_window", weight=0.3)
@@ -90,7 +93,7 @@ def sliding_window(draw: Draw) -> None:
     mask = oracle.blocks_of(oracle.within(*sizes, *((-1, 0) if is_causal else window))[None, None], block_shape)
     options = {"dtype": dtype, "width": draw_width(draw, mask)}
     build = sabi.causal if is_causal else functools.partial(sabi.sliding_window, window=window)
-    same("list", build(*sizes, block_shape, **options), oracle.rising(mask, *options.values()))
+    same("list", build(*sizes, block_shape, **options), oracle.rising(mask, *options.values()), [block_shape])
 
 
 @builder("sink_local")
@@ -152,7 +155,7 @@ def from_function(draw: Draw) -> None:
     options["width"] = draw_width(draw, blocks := oracle.blocks_of(mask, block_shape))
     mask_mod = lambda b, h, i, j: mask[b, h, i, j]  # noqa: E731
     made = sabi.from_function(mask_mod, s_q, s_kv, **options, token_rule="attn_mask")
-    same("from_function", made.sabi, oracle.rising(blocks, options["dtype"], options["width"]))
+    same("from_function", made.sabi, oracle.rising(blocks, options["dtype"], options["width"]), [block_shape])
     seen = oracle.tokens_of(blocks, s_q, s_kv, block_shape)
     hull = mask.any(axis=1, keepdims=True)  # from the first key that a head sees to the last one
     hull = np.logical_or.accumulate(hull, axis=-1) & np.logical_or.accumulate(hull[..., ::-1], axis=-1)[..., ::-1]
@@ -161,7 +164,7 @@ def from_function(draw: Draw) -> None:
         seen = seen & (ranges[..., :1] <= np.arange(s_kv)) & (np.arange(s_kv) < ranges[..., 1:])
     if made.attn_mask is None:
         same("what is seen", seen, mask)
-        same("ranges", sabi.from_function(mask_mod, s_q, s_kv, **options).sabi, made.sabi)
+        same("ranges", sabi.from_function(mask_mod, s_q, s_kv, **options).sabi, np.asarray(made.sabi), [block_shape])
         return
     same("attn_mask", made.attn_mask, np.ascontiguousarray(mask))
     if np.array_equal(seen & hull, mask):
@@ -210,7 +213,7 @@ def random_with_frame(draw: Draw) -> None:
         if b + h == c + g and not np.array_equal(got[b, h], got[c, g]):
             raise Finding(f"({b}, {h}) and ({c}, {g}) draw from one seed and differ")
     if options["sort"]:
-        same("rising", got, oracle.rising(mask, dtype, got.shape[-1]))
+        same("rising", got, oracle.rising(mask, dtype, got.shape[-1]), [block_shape])
 
 
 # ---- Lists that were drawn ----------------------------------------------------------------------------------------
@@ -273,9 +276,9 @@ def conversions(draw: Draw) -> None:
     s_kv = columns * block_shape[1] - draw.integer("short_kv", 0, block_shape[1] - 1)
     tokens = oracle.tokens_of(mask, s_q, s_kv, block_shape)
     same("to_token_mask", sabi.to_token_mask(lists, s_q, s_kv, block_shape), tokens)
-    same("from_token_mask", sabi.from_token_mask(tokens, block_shape, dtype=dtype, width=width), oracle.rising(mask, dtype, width))
+    same("from_token_mask", sabi.from_token_mask(tokens, block_shape, dtype=dtype, width=width), oracle.rising(mask, dtype, width), [block_shape])
     some = tokens & (draw.rng("some").random(tokens.shape) < 0.1)
-    same("covered", sabi.from_token_mask(some, block_shape, dtype=dtype), oracle.rising(oracle.blocks_of(some, block_shape), dtype))
+    same("covered", sabi.from_token_mask(some, block_shape, dtype=dtype), oracle.rising(oracle.blocks_of(some, block_shape), dtype), [block_shape])
     if len(lead) == 2:
         checked = sabi.check(lists, s_q, s_kv, block_shape)
         array = np.asarray(lists).astype(np.int64)
@@ -292,17 +295,24 @@ def algebra(draw: Draw) -> None:
     given = columns if draw.flag("columns.given") else None
     if not (mask_a.any() or mask_b.any()):
         given = columns  # lists of nothing have no least number of columns
+    factors = draw.integer("factor_q", 1, 5), draw.integer("factor_kv", 1, 5)
+    shape = tuple(draw.integer(f"block.{i}", 1, 9) * factor for i, factor in enumerate(factors))
+    a, b = (sabi.BlockList(x, shape) if draw.flag(f"{name}.knows_shape") else x for name, x in (("a", a), ("b", b)))
+    known = [shape] if isinstance(a, sabi.BlockList) else []
+    of_both = [shape] if known or isinstance(b, sabi.BlockList) else []
     columns_of = {"union": mask_a | mask_b, "intersection": mask_a & mask_b, "difference": mask_a & ~mask_b}
     for name, expected in columns_of.items():
-        same(name, getattr(sabi, name)(a, b, given, dtype=dtype), oracle.rising(expected, dtype))
-    same("complement", sabi.complement(a, columns, dtype=dtype), oracle.rising(~mask_a, dtype))
-    same("transpose", sabi.transpose(a, columns, dtype=dtype), oracle.rising(mask_a.swapaxes(-1, -2), dtype))
-    factors = draw.integer("factor_q", 1, 5), draw.integer("factor_kv", 1, 5)
-    same("coarsen", sabi.coarsen(a, factors, columns, dtype=dtype), oracle.rising(oracle.blocks_of(mask_a, factors), dtype))
+        same(name, getattr(sabi, name)(a, b, given, dtype=dtype), oracle.rising(expected, dtype), of_both)
+    same("complement", sabi.complement(a, columns, dtype=dtype), oracle.rising(~mask_a, dtype), known)
+    turned = sabi.transpose(a, columns, dtype=dtype)
+    same("transpose", turned, oracle.rising(mask_a.swapaxes(-1, -2), dtype), [x[::-1] for x in known])
+    larger = [(x[0] * factors[0], x[1] * factors[1]) for x in known]
+    same("coarsen", sabi.coarsen(a, factors, columns, dtype=dtype), oracle.rising(oracle.blocks_of(mask_a, factors), dtype), larger)
     fine_rows = rows * factors[0] - draw.integer("short_rows", 0, factors[0] - 1)
     fine_columns = columns * factors[1] - draw.integer("short_columns", 0, factors[1] - 1)
     fine = oracle.tokens_of(mask_a, fine_rows, fine_columns, factors)
-    same("refine", sabi.refine(a, factors, fine_rows, fine_columns, dtype=dtype), oracle.rising(fine, dtype))
+    smaller = [(x[0] // factors[0], x[1] // factors[1]) for x in known]
+    same("refine", sabi.refine(a, factors, fine_rows, fine_columns, dtype=dtype), oracle.rising(fine, dtype), smaller)
 
 
 @problem("sabi.statistics", weight=0.2)

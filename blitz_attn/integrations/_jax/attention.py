@@ -221,7 +221,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     return_residual: bool = False,
     sabi: Any = None,
-    block_shape: tuple[int, int] = (128, 128),
+    block_shape: tuple[int, int] | None = None,
     num_threads: int | None = None,
 ) -> Any:
     """`jax.nn.dot_product_attention` by this library, with lists of blocks on request.
@@ -249,8 +249,8 @@ def dot_product_attention(
         Also return the log-sum-exp.
     sabi : array of int, optional
         Block list ``(B or 1; N, K or 1; ceil(T / block_shape[0]); W)``: see `blitz_attn.block_sparse_attention`.
-    block_shape : (int, int)
-        Number of tokens per block of queries and per block of keys.
+    block_shape : (int, int), optional
+        Number of tokens per block of queries and per block of keys. Default: that of the list, where it knows one, else (128, 128).
     num_threads : int, optional
         Threads of this call and of its gradient.
 

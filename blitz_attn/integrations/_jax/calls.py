@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..._operations import OPERATIONS, OWN, arguments_of, unexpected
+from ..._sabi.block_list import with_block_shape
 
 try:
     import jax
@@ -33,6 +34,7 @@ def read(function: Callable[..., Any], without: Sequence[str], given: Mapping[st
     for name in given:
         if name not in taken:
             raise unexpected(function.__name__, name)
+    given = with_block_shape(given)
     required = [name for name, x in taken.items() if x.role in ("floats", "cache")]
     arrays = arrays_of(required, **{name: given.get(name) for name, x in taken.items() if x.is_array})
     return arrays, frozen({name: given.get(name, x.default) for name, x in taken.items() if not x.is_array})

@@ -8,6 +8,7 @@ from typing import Any
 from ..._arrays import choice
 from ..._names import KV_LAYOUTS, LAYOUTS
 from ..._operations import OWN, Argument, arguments_of, unexpected
+from ..._sabi.block_list import BlockList, with_block_shape
 from ..._select.choosers import CHOOSERS, fields_of, rules_of
 from ..._select.prefill import select_and_attend_prefill
 from ...block_sparse import block_sparse_attention
@@ -67,7 +68,10 @@ _READERS: dict[str, Reader] = {
 
 def taken(function: Callable[..., Any]) -> dict[str, Argument]:
     """The arguments of the library's function that an operator has."""
-    return {name: x for name, x in arguments_of(function).items() if x.role not in OWN and name not in (*NOT_TAKEN, "return_lse")}
+    found = {name: x for name, x in arguments_of(function).items() if x.role not in OWN and name not in (*NOT_TAKEN, "return_lse")}
+    if "sabi" in found:  # a tensor, which knows no block shape
+        found["block_shape"] = found["block_shape"]._replace(default=(128, 128))
+    return found
 
 
 # An operator that chooses blocks has the block of attention, where it is not told another one, and not that of the library's function.
@@ -97,6 +101,10 @@ def takes(function: Callable[..., Any], arguments: Mapping[str, Argument] | None
 def read(function: str, rules: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a call of a public function, as the operator takes them."""
     readers, told = _READERS_OF[function], dict(_TOLD[function])
+    if not torch.compiler.is_compiling():
+        rules = with_block_shape(rules)
+    elif isinstance(rules.get("sabi"), BlockList):
+        raise TypeError("sabi: expected a tensor, with a block_shape beside it, in a graph of torch.compile, got a BlockList")
     for name, x in rules.items():
         if name not in readers:
             raise unexpected(function, name)

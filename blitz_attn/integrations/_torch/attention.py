@@ -161,7 +161,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     sabi: Any = None,
-    block_shape: tuple[int, int] = (128, 128),
+    block_shape: tuple[int, int] | None = None,
     window: tuple[int, int] | None = None,
     q_lens: Any = None,
     kv_lens: Any = None,
@@ -192,8 +192,8 @@ def scaled_dot_product_attention(
         Allows fewer heads in `key` and `value` than in `query`, and more than one.
     sabi : torch.Tensor or array of int, optional
         Block list ``(B or 1; H, Hkv or 1; ceil(Sq / block_shape[0]); W)``: see `blitz_attn.block_sparse_attention`.
-    block_shape : (int, int)
-        Number of tokens per block of queries and per block of keys.
+    block_shape : (int, int), optional
+        Number of tokens per block of queries and per block of keys. Default: that of the list, where it knows one, else (128, 128).
     window : (int, int), optional
         Number of tokens that are seen before and after the diagonal ``i + kv_len - q_len``, or ``i`` with `is_causal`; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..._arrays import falls, integers
+from ..._sabi.check import check
 from ..._sabi.convert import from_block_mask, from_num_idx, listed_in_runs, to_block_mask, to_num_idx
-from ..._sabi.lists import check, checked_shape, grid_of, tokens_of
+from ..._sabi.lists import checked_shape, grid_of, tokens_of
 from .tensors import flag_of, pair_of
 
 try:

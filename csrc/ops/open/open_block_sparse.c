@@ -210,8 +210,28 @@ static ba_status check_packed_rows(const ba_block_sparse_args *args, ba_problem 
     return BA_OK;
 }
 
+/* A list of two or three axes with the missing ones in front, of length 1, as NumPy broadcasts. */
+static ba_tensor with_four_axes(const ba_tensor *list) {
+    ba_tensor four = *list;
+    for (; four.ndim == 2 || four.ndim == 3; four.ndim++) {
+        for (int axis = four.ndim; axis > 0; axis--) {
+            four.dims[axis] = four.dims[axis - 1];
+            four.strides[axis] = four.strides[axis - 1];
+        }
+        four.dims[0] = 1;
+        four.strides[0] = 0;
+    }
+    return four;
+}
+
+/* What a caller whose list does not fit may have overlooked. */
+static const char *advice_on_list(const ba_block_sparse_args *args, const ba_problem *p, const ba_tensor *list) {
+    const bool heads_are_rows = args->layout == BA_BNSD && list->ndim == 4 && list->dims[2] == ba_ceil_div(p->heads, p->block_q);
+    return heads_are_rows ? " (it fits q of shape (B, S, H, D), which layout \"BSND\" takes)" : "";
+}
+
 static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
-    const ba_tensor *t = &args->blocks;
+    const ba_tensor list = with_four_axes(&args->blocks), *t = &list;
     if (args->block_q < 1 || args->block_kv < 1)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("block_shape") ": expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q,
                        args->block_kv);
@@ -229,9 +249,9 @@ static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
     if (t->ndim != 4 || (t->dims[0] != 1 && t->dims[0] != p->batch) || !list_heads_fit(p, t->dims[1]) || t->dims[2] != p->block_rows)
         return ba_fail(BA_ERROR_VALUE,
                        BA_ARG("sabi") ": expected shape (%" PRId64 "%s, %s, %" PRId64 ", W), with %" PRId64 " rows = ceil(%" PRId64
-                                      " queries / " BA_ARG("block_shape") "[0] = %" PRId64 "), got %s",
+                                      " queries / " BA_ARG("block_shape") "[0] = %" PRId64 "), got %s%s",
                        p->batch, p->batch > 1 ? " or 1" : "", list_heads_text(p).chars, p->block_rows, p->block_rows, p->q_len, p->block_q,
-                       ba_shape_text(t).chars);
+                       ba_shape_text(&args->blocks).chars, advice_on_list(args, p, t));
     BA_TRY(ba_check_extent("sabi", t));
     p->blocks = *t;
     ba_drop_unused_strides(&p->blocks);
