@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import integer, number
+from ._sabi.block_list import block_shape_for
 from ._sabi.lists import at_least_one, checked_shape, two_integers
 from ._sentences import number_shown, shown
 from .sabi import to_block_mask
@@ -291,7 +292,7 @@ def plot_mask(
     columns : int, optional
         Number of key blocks. Default: the least that holds every entry.
     block_shape : (int, int), optional
-        Label the axes in tokens of this shape. Default: in blocks.
+        Label the axes in tokens of this shape. Default: that of the list, where it knows one; else the axes count blocks.
     max_heads : int
         Most panels drawn, at least 1.
     title : str, optional
@@ -320,6 +321,7 @@ def plot_mask(
     >>> figure.savefig("mask.png")  # doctest: +SKIP
     """
     mask, most = to_block_mask(sabi, columns), at_least_one(max_heads, "max_heads")
+    block_shape = block_shape_for(sabi, block_shape)
     tall, wide = (1, 1) if block_shape is None else checked_shape(block_shape)
     dpi = _place(title, ax, dpi)
     heads = list(np.ndindex(*mask.shape[:-2]))[: 1 if ax is not None else most]

@@ -95,7 +95,8 @@ class BlockList(np.ndarray):
         return np.asarray(made) if isinstance(made, BlockList) and made._block_shape is None else made
 
     def __reduce__(self) -> Any:
-        make, arguments, state, *_ = super().__reduce__()
+        reduced: Any = super().__reduce__()
+        make, arguments, state = reduced
         return make, arguments, (*state, self._block_shape)
 
     def __setstate__(self, state: Any) -> None:
