@@ -48,6 +48,10 @@ BA_API const char *ba_last_error(void);
 BA_API int64_t ba_dtype_size(ba_dtype dtype); /* bytes per element; 0 for a number that is no dtype */
 BA_API const char *ba_dtype_name(ba_dtype dtype);
 
+/* The tensor of an array that lies in memory row by row, of up to BA_MAX_DIMS axes: ba_contiguous(q, BA_FLOAT32, 4, (int64_t[]){B, H, S, D}). With
+ * another number of axes it is a tensor that every function refuses. */
+BA_API ba_tensor ba_contiguous(const void *data, ba_dtype dtype, int ndim, const int64_t *dims);
+
 typedef enum ba_layout {
     BA_BNSD, /* (B, H, S, D) */
     BA_BSND, /* (B, S, H, D) */

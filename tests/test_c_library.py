@@ -180,11 +180,6 @@ PRELUDE = """
 #include <stdlib.h>
 #include <string.h>
 
-static inline ba_tensor tensor(void *data, ba_dtype dtype, int ndim, int64_t a, int64_t b, int64_t c, int64_t d) {
-    ba_tensor t = {.data = data, .dtype = dtype, .ndim = ndim, .dims = {a, b, c, d}};
-    for (int64_t i = ndim - 1, step = 1; i >= 0; step *= t.dims[i--]) t.strides[i] = step;
-    return t;
-}
 static inline void report(ba_status status) { printf("%d %s\\n", status, status == BA_OK ? "" : ba_last_error()); }
 """
 
@@ -220,17 +215,17 @@ int main(void) {
         v[i] = (int8_t)(i * 91 % 255 - 127);
     }
     ba_paged_args a = ba_paged_args_init();
-    a.q = tensor(q, BA_BFLOAT16, 3, QUERIES, HEADS, DIM, 0);
-    a.k_cache = tensor(k, BA_INT8, 4, 1, TOKENS, 1, DIM);
-    a.v_cache = tensor(v, BA_INT8, 4, 1, TOKENS, 1, DIM);
-    a.k_scale = a.v_scale = tensor(&scale, BA_FLOAT32, 0, 0, 0, 0, 0);
-    a.block_tables = tensor(table, BA_INT32, 2, 1, 1, 0, 0);
+    a.q = ba_contiguous(q, BA_BFLOAT16, 3, (int64_t[]){QUERIES, HEADS, DIM});
+    a.k_cache = ba_contiguous(k, BA_INT8, 4, (int64_t[]){1, TOKENS, 1, DIM});
+    a.v_cache = ba_contiguous(v, BA_INT8, 4, (int64_t[]){1, TOKENS, 1, DIM});
+    a.k_scale = a.v_scale = ba_contiguous(&scale, BA_FLOAT32, 0, NULL);
+    a.block_tables = ba_contiguous(table, BA_INT32, 2, (int64_t[]){1, 1});
     a.seq_lens = &length;
     a.cu_q = queries;
     a.batch = a.num_threads = a.unrounded = 1;
     for (int level = 0; level < BA_ISA_COUNT; level++) {
         ba_isa_set_cap((ba_isa)level);
-        a.out = tensor(wanted[level], BA_FLOAT32, 3, QUERIES, HEADS, DIM, 0);
+        a.out = ba_contiguous(wanted[level], BA_FLOAT32, 3, (int64_t[]){QUERIES, HEADS, DIM});
         if (ba_paged_attention(&a) != BA_OK) return 1;
     }
     a.out.data = out;
@@ -268,9 +263,9 @@ static float x[TOKENS * DIM], out[2][TOKENS * DIM];
 int main(void) {
     for (int i = 0; i < TOKENS * DIM; i++) x[i] = (float)(i * 37 % 128 - 64) / 64;
     ba_block_sparse_args a = ba_block_sparse_args_init();
-    a.q = a.k = a.v = tensor(x, BA_FLOAT32, 4, 1, 1, TOKENS, DIM);
+    a.q = a.k = a.v = ba_contiguous(x, BA_FLOAT32, 4, (int64_t[]){1, 1, TOKENS, DIM});
     for (int i = 0; i < 2; i++) {
-        a.out = tensor(out[i], BA_FLOAT32, 4, 1, 1, TOKENS, DIM);
+        a.out = ba_contiguous(out[i], BA_FLOAT32, 4, (int64_t[]){1, 1, TOKENS, DIM});
         a.num_threads = i ? 3 : 1;
         report(ba_block_sparse_attention(&a));
     }
@@ -304,6 +299,31 @@ int main(void) {
     assert output_of(installed, tmp_path, text) == [sizes, *["unknown 0 unknown unknown 0"] * 4, "-1"]
 
 
+def test_contiguous_tensors(installed, tmp_path):
+    """Strides of rows; sizes that nobody has checked overflow without harm; more axes than there may be are refused by name."""
+    text = """
+int main(void) {
+    const int64_t dims[5] = {2, 3, 4, 5, 6}, large[4] = {INT64_MAX, INT64_MAX, INT64_MAX, -1};
+    for (int n = 0; n < 5; n++) {
+        const ba_tensor t = ba_contiguous(dims, BA_INT16, n, dims);
+        printf("%d %d %d:", t.data == (void *)dims, t.dtype == BA_INT16, t.ndim);
+        for (int i = 0; i < n; i++) printf(" %d/%d", (int)t.dims[i], (int)t.strides[i]);
+        puts("");
+    }
+    ba_block_sparse_args a = ba_block_sparse_args_init();
+    a.q = a.k = a.v = a.out = ba_contiguous(dims, BA_FLOAT32, 5, dims);
+    report(ba_block_sparse_attention(&a));
+    a.q = a.k = a.v = a.out = ba_contiguous(dims, BA_FLOAT32, 4, large);
+    printf("%d\\n", ba_block_sparse_attention(&a) != BA_OK);
+    return 0;
+}
+"""
+    assert output_of(installed, tmp_path, text) == [
+        "1 1 0:", "1 1 1: 2/1", "1 1 2: 2/3 3/1", "1 1 3: 2/12 3/4 4/1", "1 1 4: 2/60 3/20 4/5 5/1",
+        "2 q: expected shape (B, H, Sq, D) for layout BNSD, got 5 axes", "1",
+    ]  # fmt: skip
+
+
 def test_a_program_that_has_all_keys_keeps_its_values(installed, tmp_path):
     """Each thread frees its scratch memory when it ends, by a key of pthreads. Where none is left, no key of the program stands in for it."""
     text = """
@@ -314,7 +334,7 @@ static void *attend(void *unused) {
     float x[4] = {1, 2, 3, 4}, out[4];
     for (int i = 0; i < count; i++) pthread_setspecific(keys[i], &keys[i]);
     ba_block_sparse_args a = ba_block_sparse_args_init();
-    a.q = a.k = a.v = a.out = tensor(x, BA_FLOAT32, 4, 1, 1, 1, 4);
+    a.q = a.k = a.v = a.out = ba_contiguous(x, BA_FLOAT32, 4, (int64_t[]){1, 1, 1, 4});
     a.out.data = out;
     a.num_threads = 1;
     for (int call = 0; call < 2; call++) changed += ba_block_sparse_attention(&a) != BA_OK || out[3] != 4;

@@ -57,6 +57,16 @@ int64_t ba_dtype_size(ba_dtype dtype) {
     }
 }
 
+ba_tensor ba_contiguous(const void *data, ba_dtype dtype, int ndim, const int64_t *dims) {
+    ba_tensor t = {.data = (void *)(uintptr_t)data, .dtype = dtype, .ndim = ndim};
+    uint64_t stride = 1; /* unsigned: the sizes have not been checked yet, and may overflow */
+    for (int i = ndim - 1; i >= 0 && ndim <= BA_MAX_DIMS; stride *= (uint64_t)dims[i--]) {
+        t.dims[i] = dims[i];
+        t.strides[i] = (int64_t)stride;
+    }
+    return t;
+}
+
 const char *ba_dtype_name(ba_dtype dtype) {
     static const char *const names[BA_DTYPE_COUNT] = {"float32", "float16", "bfloat16", "float64",     "uint16", "int16",
                                                       "int32",   "int64",   "int8",     "float8_e4m3", "bool"};

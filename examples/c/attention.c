@@ -12,14 +12,6 @@
 
 enum { HEADS = 4, KV_HEADS = 2, D = 64 };
 
-/* An array of up to four axes that lies in memory row by row. */
-static ba_tensor tensor(void *data, ba_dtype dtype, int ndim, int64_t a, int64_t b, int64_t c, int64_t d) {
-    ba_tensor t = {.data = data, .dtype = dtype, .ndim = ndim, .dims = {a, b, c, d}};
-    int64_t stride = 1;
-    for (int i = ndim - 1; i >= 0; stride *= t.dims[i--]) t.strides[i] = stride;
-    return t;
-}
-
 static void fill(float *numbers, size_t bytes, double step) {
     for (size_t i = 0; i < bytes / sizeof(float); i++) numbers[i] = (float)sin(step * (double)i);
 }
@@ -55,11 +47,11 @@ static double block_sparse(void) {
         for (int i = 0; i < WIDTH; i++) lists[row][i] = i > row ? -1 : i == 0 ? 0 : row < WIDTH ? i : row - WIDTH + 1 + i;
 
     ba_block_sparse_args a = ba_block_sparse_args_init(); /* the scale is 1 / sqrt(D) */
-    a.q = tensor(q, BA_FLOAT32, 4, 1, HEADS, TOKENS, D);
-    a.k = tensor(k, BA_FLOAT32, 4, 1, KV_HEADS, TOKENS, D);
-    a.v = tensor(v, BA_FLOAT32, 4, 1, KV_HEADS, TOKENS, D);
-    a.out = tensor(out, BA_FLOAT32, 4, 1, HEADS, TOKENS, D);
-    a.blocks = tensor(lists, BA_INT32, 4, 1, 1, ROWS, WIDTH);
+    a.q = ba_contiguous(q, BA_FLOAT32, 4, (int64_t[]){1, HEADS, TOKENS, D});
+    a.k = ba_contiguous(k, BA_FLOAT32, 4, (int64_t[]){1, KV_HEADS, TOKENS, D});
+    a.v = ba_contiguous(v, BA_FLOAT32, 4, (int64_t[]){1, KV_HEADS, TOKENS, D});
+    a.out = ba_contiguous(out, BA_FLOAT32, 4, (int64_t[]){1, HEADS, TOKENS, D});
+    a.blocks = ba_contiguous(lists, BA_INT32, 2, (int64_t[]){ROWS, WIDTH});
     a.block_q = a.block_kv = BLOCK;
     a.causal = 1;
     if (ba_block_sparse_attention(&a) != BA_OK) {
@@ -100,15 +92,15 @@ static double decode(void) {
     fill(&new_v[0][0][0], sizeof new_v, 0.19);
 
     ba_paged_args a = ba_paged_args_init();
-    a.q = tensor(new_q, BA_FLOAT32, 3, REQUESTS, HEADS, D, 0);
-    a.k_cache = tensor(k_cache, BA_FLOAT32, 4, PAGES, PAGE_SIZE, KV_HEADS, D);
-    a.v_cache = tensor(v_cache, BA_FLOAT32, 4, PAGES, PAGE_SIZE, KV_HEADS, D);
-    a.block_tables = tensor(tables, BA_INT32, 2, REQUESTS, MOST_PAGES, 0, 0);
+    a.q = ba_contiguous(new_q, BA_FLOAT32, 3, (int64_t[]){REQUESTS, HEADS, D});
+    a.k_cache = ba_contiguous(k_cache, BA_FLOAT32, 4, (int64_t[]){PAGES, PAGE_SIZE, KV_HEADS, D});
+    a.v_cache = ba_contiguous(v_cache, BA_FLOAT32, 4, (int64_t[]){PAGES, PAGE_SIZE, KV_HEADS, D});
+    a.block_tables = ba_contiguous(tables, BA_INT32, 2, (int64_t[]){REQUESTS, MOST_PAGES});
     a.seq_lens = seq_lens;
     a.batch = REQUESTS;
-    a.out = tensor(new_out, BA_FLOAT32, 3, REQUESTS, HEADS, D, 0);
-    const ba_tensor keys_to_add = tensor(new_k, BA_FLOAT32, 3, REQUESTS, KV_HEADS, D, 0);
-    const ba_tensor values_to_add = tensor(new_v, BA_FLOAT32, 3, REQUESTS, KV_HEADS, D, 0);
+    a.out = ba_contiguous(new_out, BA_FLOAT32, 3, (int64_t[]){REQUESTS, HEADS, D});
+    const ba_tensor keys_to_add = ba_contiguous(new_k, BA_FLOAT32, 3, (int64_t[]){REQUESTS, KV_HEADS, D});
+    const ba_tensor values_to_add = ba_contiguous(new_v, BA_FLOAT32, 3, (int64_t[]){REQUESTS, KV_HEADS, D});
     if (ba_append_kv(&keys_to_add, &values_to_add, NULL, &a) != BA_OK || ba_paged_attention(&a) != BA_OK) {
         puts(ba_last_error());
         return INFINITY;

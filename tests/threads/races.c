@@ -26,17 +26,8 @@ typedef struct room {
     int32_t places[B * KV_HEADS * PLACES];
 } room;
 
-static ba_tensor tensor(const void *data, ba_dtype dtype, int ndim, const int64_t *dims) {
-    ba_tensor t = {.data = (void *)(uintptr_t)data, .dtype = dtype, .ndim = ndim};
-    int64_t step = 1;
-    for (int i = ndim - 1; i >= 0; step *= dims[i--]) {
-        t.dims[i] = dims[i];
-        t.strides[i] = step;
-    }
-    return t;
-}
-#define REALS(data, ...) tensor(data, BA_FLOAT32, (int)(sizeof((int64_t[]){__VA_ARGS__}) / 8), (int64_t[]){__VA_ARGS__})
-#define INTS(data, ...) tensor(data, BA_INT32, (int)(sizeof((int64_t[]){__VA_ARGS__}) / 8), (int64_t[]){__VA_ARGS__})
+#define REALS(data, ...) ba_contiguous(data, BA_FLOAT32, (int)(sizeof((int64_t[]){__VA_ARGS__}) / 8), (int64_t[]){__VA_ARGS__})
+#define INTS(data, ...) ba_contiguous(data, BA_INT32, (int)(sizeof((int64_t[]){__VA_ARGS__}) / 8), (int64_t[]){__VA_ARGS__})
 
 static ba_block_sparse_args forward_args(float *out, float *lse, int listed, int threads) {
     ba_block_sparse_args a = ba_block_sparse_args_init();
