@@ -84,9 +84,8 @@ def load(checkout: Path) -> ModuleType:
     return library
 
 
-def beside(args: argparse.Namespace, report: Report) -> None:
+def beside(other: ModuleType, args: argparse.Namespace, report: Report) -> None:
     """The table of `--beside`."""
-    other = load(args.beside)
     report.columns = BESIDE_COLUMNS
     report.head(f"{blitz_attn.__version__} of this checkout beside {other.__version__} of {args.beside}")
     operations = [one for one in every_operation() if one.level is None and not one.name.startswith("decode")]
@@ -128,7 +127,9 @@ def parser() -> argparse.ArgumentParser:
 @command(parser, COLUMNS)
 def main(args: argparse.Namespace, report: Report) -> None:
     if args.beside:
-        beside(args, report)
+        other = load(args.beside)
+        with other.isa(args.isa):
+            beside(other, args, report)
         return
     here = machine()
     path = args.file or RESULTS / tag(here) / "speed.json"
