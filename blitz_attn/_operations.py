@@ -9,12 +9,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from . import _core
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 REQUIRED = inspect.Parameter.empty  # the default of an argument that has none
 
@@ -69,13 +68,11 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, Argument]:
     return found
 
 
-def like(
-    function: Callable[_Parameters, _Result], without: tuple[str, ...]
-) -> Callable[[Callable[..., _Result]], Callable[_Parameters, _Result]]:
+def like(function: Callable[..., Any], without: tuple[str, ...]) -> Callable[[_Function], _Function]:
     """For a function that passes its keywords on to `function`: gives it the signature of `function`, less the arguments in `without`.
     Arguments that its docstring lacks are added there."""
 
-    def decorate(decorated: Callable[..., _Result]) -> Any:
+    def decorate(decorated: _Function) -> _Function:
         signature = inspect.signature(function)
         shown = [parameter for name, parameter in signature.parameters.items() if name not in without]
         decorated.__doc__ = naming_all(decorated.__doc__, [parameter.name for parameter in shown], function.__name__)

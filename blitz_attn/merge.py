@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from . import _arrays, _core
 from ._sentences import rename
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+    from ._types import Array, DType, Kind
 
 __all__ = ["merge_states", "merge_states_n", "merge_states_tree"]
 
@@ -15,6 +20,16 @@ _MOST_PARTS = 1 << 16
 _PAIR_NAMES = {"outs[0]": "out_a", "outs[1]": "out_b", "lses[0]": "lse_a", "lses[1]": "lse_b"}
 
 
+@overload
+def merge_states(
+    out_a: Kind, lse_a: Array, out_b: Array, lse_b: Array, *, out: Array | None = None, lse_out: Array | None = None,
+    dtype: DType | None = None,
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def merge_states(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, out: Array | None = None, lse_out: Array | None = None,
+    dtype: DType | None = None,
+) -> tuple[ndarray, ndarray]: ...  # fmt: skip
 def merge_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, out: Any = None, lse_out: Any = None, dtype: Any = None
 ) -> tuple[Any, Any]:
@@ -79,7 +94,25 @@ def merge_states(
         raise
 
 
-def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None, lse_out: Any = None, dtype: Any = None) -> tuple[Any, Any]:
+@overload
+def merge_states_n(
+    outs: Kind, lses: Array | Iterable[Array], *, out: Array | None = None, lse_out: Array | None = None, dtype: DType | None = None
+) -> tuple[Kind, Kind]: ...
+@overload
+def merge_states_n(
+    outs: Array, lses: Array | Iterable[Array], *, out: Array | None = None, lse_out: Array | None = None, dtype: DType | None = None
+) -> tuple[ndarray, ndarray]: ...
+@overload
+def merge_states_n(
+    outs: Iterable[Kind], lses: Array | Iterable[Array], *, out: Array | None = None, lse_out: Array | None = None,
+    dtype: DType | None = None,
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def merge_states_n(
+    outs: Iterable[Array], lses: Array | Iterable[Array], *, out: Array | None = None, lse_out: Array | None = None,
+    dtype: DType | None = None,
+) -> tuple[ndarray, ndarray]: ...  # fmt: skip
+def merge_states_n(outs: Any, lses: Any, *, out: Any = None, lse_out: Any = None, dtype: Any = None) -> tuple[Any, Any]:
     """Attention over the union of any number of disjoint sets of keys, from the result over each.
 
     Parameters
@@ -137,7 +170,15 @@ def merge_states_n(outs: Iterable[Any], lses: Iterable[Any], *, out: Any = None,
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
 
 
-def merge_states_tree(outs: Iterable[Any], lses: Iterable[Any]) -> tuple[Any, Any]:
+@overload
+def merge_states_tree(outs: Kind, lses: Array | Iterable[Array]) -> tuple[Kind, Kind]: ...
+@overload
+def merge_states_tree(outs: Array, lses: Array | Iterable[Array]) -> tuple[ndarray, ndarray]: ...
+@overload
+def merge_states_tree(outs: Iterable[Kind], lses: Array | Iterable[Array]) -> tuple[Kind, Kind]: ...
+@overload
+def merge_states_tree(outs: Iterable[Array], lses: Array | Iterable[Array]) -> tuple[ndarray, ndarray]: ...
+def merge_states_tree(outs: Any, lses: Any) -> tuple[Any, Any]:
     """`merge_states_n` in a fixed order: pairs of neighbours are merged, then pairs of the results, and so on.
 
     A part's place decides with what it is merged, so the result is bit-identical whoever has merged which part of the tree: the state of

@@ -13,7 +13,7 @@ Arrays are ``(B, N, H, D)``, or packed ``(T, H, D)`` with ``cu_seqlens``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 import numpy as np
 
@@ -37,6 +37,10 @@ from ._nsa.selection import score_and_select_blocks
 from ._nsa.sequences import pieces
 from ._nsa.store import Store
 
+if TYPE_CHECKING:
+    from ._options import CacheRules, NSAOptions
+    from ._types import Array, DType, Integers, IntOrIntegers, Kind
+
 __all__ = [
     "NSAContext",
     "NSAGradients",
@@ -58,6 +62,8 @@ __all__ = [
 ]
 
 
+AnyKind = TypeVar("AnyKind")  # the kind of the arrays that a call was given
+
 # What NsaCache takes beside its own arguments.
 RULES = (
     "num_selected_blocks", "window_size", "gate_proj_weight", "causal", "scale", "q_tile_size", "num_cmp_selected_blocks",
@@ -73,20 +79,20 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class NSAGradients(NamedTuple):
+class NSAGradients(NamedTuple, Generic[AnyKind]):
     """Gradients of the arrays that `nsa` was given, each of its array's shape and dtype; None for one that it was not given."""
 
-    dq: Any
-    dk: Any
-    dv: Any
-    dw_k_compress: Any
-    dw_v_compress: Any
-    dgate_proj_weight: Any
-    dgates: Any
+    dq: AnyKind
+    dk: AnyKind
+    dv: AnyKind
+    dw_k_compress: AnyKind | None
+    dw_v_compress: AnyKind | None
+    dgate_proj_weight: AnyKind | None
+    dgates: AnyKind | None
 
 
 @dataclass(frozen=True, eq=False)
-class NSAContext:
+class NSAContext(Generic[AnyKind]):
     """What `nsa` keeps for `nsa_backward`. It refers to the floating-point arrays of the call, which must not change in between.
 
     Attributes
@@ -117,7 +123,7 @@ class NSAContext:
 # ---- Forward ------------------------------------------------------------------------------------------------------
 
 
-def _context(call: Call, kept: Results, like: tuple[Any, ...]) -> NSAContext:
+def _context(call: Call, kept: Results, like: tuple[Any, ...]) -> NSAContext[Any]:
     """The context of a call over the arrays that the call fills."""
     real, tokens = real_of(call.common.kind), call.q.shape[:-1]
     gates = kept.gates if call.gates.array is None else call.gates.array
@@ -129,6 +135,18 @@ def _context(call: Call, kept: Results, like: tuple[Any, ...]) -> NSAContext:
     return NSAContext(lists, gates, lse, (*tokens, call.v.shape[-1]), call, kept.outs, kept.groups, like)
 
 
+@overload
+def nsa(q: Kind, k: Array, v: Array, *, return_context: Literal[False] = False, **options: Unpack[NSAOptions]) -> Kind: ...
+@overload
+def nsa(q: Kind, k: Array, v: Array, *, return_context: Literal[True], **options: Unpack[NSAOptions]) -> tuple[Kind, NSAContext[Kind]]: ...
+@overload
+def nsa(q: Array, k: Array, v: Array, *, return_context: Literal[False] = False, **options: Unpack[NSAOptions]) -> np.ndarray: ...
+@overload
+def nsa(
+    q: Array, k: Array, v: Array, *, return_context: Literal[True], **options: Unpack[NSAOptions]
+) -> tuple[np.ndarray, NSAContext[np.ndarray]]: ...
+@overload
+def nsa(q: Array, k: Array, v: Array, *, return_context: bool, **options: Unpack[NSAOptions]) -> Any: ...
 def nsa(
     q: Any,
     k: Any,
@@ -418,8 +436,9 @@ class NsaCache:
     """
 
     def __init__(
-        self, *, compress_block_size: int = 64, compress_stride: int | None = None, w_k_compress: Any = None, w_v_compress: Any = None,
-        mode: str = "paper", dtype: Any = None, num_threads: int | None = None, **options: Any,
+        self, *, compress_block_size: int = 64, compress_stride: int | None = None, w_k_compress: Array | None = None,
+        w_v_compress: Array | None = None, mode: str = "paper", dtype: DType | None = None, num_threads: int | None = None,
+        **options: Unpack[CacheRules],
     ) -> None:  # fmt: skip
         for name in options:
             if name not in RULES:
@@ -448,7 +467,7 @@ class NsaCache:
         """``(B,)``: tokens of each sequence. Empty before the first `append`."""
         return self._store.lens.copy()
 
-    def append(self, k: Any, v: Any, lens: Any = None) -> None:
+    def append(self, k: Array, v: Array, lens: Integers | None = None) -> None:
         """Appends new tokens to each sequence. The arrays are copied.
 
         Parameters
@@ -477,7 +496,7 @@ class NsaCache:
         """
         self._store.append(k, v, lens)
 
-    def crop(self, lens: Any) -> None:
+    def crop(self, lens: IntOrIntegers) -> None:
         """Takes back the last tokens of sequences, such as draft tokens that a model has rejected.
 
         What follows is as if they had never been appended, bit for bit. No memory is freed.
@@ -509,7 +528,7 @@ class NsaCache:
         """
         self._store.crop(lens)
 
-    def reorder(self, indices: Any) -> None:
+    def reorder(self, indices: Integers) -> None:
         """Puts other sequences in the places of sequences, as beam search does.
 
         Parameters
@@ -536,6 +555,10 @@ class NsaCache:
         """
         self._store.reorder(indices)
 
+    @overload
+    def attend(self, q: Kind, *, lens: Integers | None = None, gates: Array | None = None, out: Array | None = None) -> Kind: ...
+    @overload
+    def attend(self, q: Array, *, lens: Integers | None = None, gates: Array | None = None, out: Array | None = None) -> np.ndarray: ...
     def attend(self, q: Any, *, lens: Any = None, gates: Any = None, out: Any = None) -> Any:
         """The results of queries that are the last tokens of each sequence.
 
@@ -603,7 +626,7 @@ class NsaCache:
 # ---- Backward -----------------------------------------------------------------------------------------------------
 
 
-def nsa_backward(dout: Any, ctx: NSAContext, *, num_threads: int | None = None) -> NSAGradients:
+def nsa_backward(dout: Array, ctx: NSAContext[AnyKind], *, num_threads: int | None = None) -> NSAGradients[AnyKind]:
     """Gradients of what `nsa` was given. The selection counts as constant.
 
     Parameters

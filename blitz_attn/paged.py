@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
@@ -17,6 +17,9 @@ from ._paged.plan import PagedPlan
 from ._paged.tables import tables_for_core
 from ._sentences import shown
 
+if TYPE_CHECKING:
+    from ._types import Array, ArrayLike, DType, Integers, Scale, Tables
+
 __all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]
 
 _QUANTISED = ("int8", "float8_e4m3")
@@ -25,7 +28,7 @@ _QUANTISED = ("int8", "float8_e4m3")
 # ---- Quantisation -------------------------------------------------------------------------------------------------
 
 
-def quantize_kv(x: Any, kv_dtype: Any, *, dtype: Any = None) -> tuple[ndarray, ndarray]:
+def quantize_kv(x: Array, kv_dtype: DType, *, dtype: DType | None = None) -> tuple[ndarray, ndarray]:
     """Keys or values in 8 bits, with one scale per token and head.
 
     Parameters
@@ -89,7 +92,7 @@ def quantize_kv(x: Any, kv_dtype: Any, *, dtype: Any = None) -> tuple[ndarray, n
     return values, scale
 
 
-def dequantize_kv(values: Any, scale: Any) -> ndarray:
+def dequantize_kv(values: Array, scale: ArrayLike) -> ndarray:
     """The numbers that quantised keys or values stand for: ``values * scale``.
 
     Parameters
@@ -148,24 +151,24 @@ def _products(values: ndarray, kind: str, factors: ndarray) -> ndarray:
 
 
 def append_paged_kv(
-    k: Any,
-    v: Any,
-    k_cache: Any,
-    v_cache: Any,
+    k: Array,
+    v: Array | None,
+    k_cache: Array,
+    v_cache: Array | None,
     *,
-    slot_mapping: Any = None,
-    block_tables: Any = None,
-    seq_lens: Any = None,
-    q_lens: Any = None,
+    slot_mapping: Integers | None = None,
+    block_tables: Tables | None = None,
+    seq_lens: Integers | None = None,
+    q_lens: Integers | None = None,
     kv_layout: KVLayout = "NHD",
-    k_scale: Any = None,
-    v_scale: Any = None,
-    maxblocks: Any = None,
-    minblocks: Any = None,
-    meanblocks: Any = None,
-    metadata_block_tables: Any = None,
-    dtype: Any = None,
-    kv_dtype: Any = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    maxblocks: Array | None = None,
+    minblocks: Array | None = None,
+    meanblocks: Array | None = None,
+    metadata_block_tables: Array | None = None,
+    dtype: DType | None = None,
+    kv_dtype: DType | None = None,
     num_threads: int | None = None,
 ) -> None:
     """Write the keys and values of new tokens into a paged cache, and update its summaries.
@@ -236,9 +239,9 @@ def append_paged_kv(
         requests = (*tables_for_core(block_tables, seq_lens), q_lens, None, None)
     else:
         of_requests = {"seq_lens": seq_lens, "q_lens": q_lens, "metadata_block_tables": metadata_block_tables}
-        for name, given in {**of_requests, "maxblocks": maxblocks, "minblocks": minblocks, "meanblocks": meanblocks}.items():
-            if given is not None:
-                raise ValueError(f"{name}: expected None with slot_mapping, got {type(given).__name__}")
+        for name, x in {**of_requests, "maxblocks": maxblocks, "minblocks": minblocks, "meanblocks": meanblocks}.items():
+            if x is not None:
+                raise ValueError(f"{name}: expected None with slot_mapping, got {type(x).__name__}")
     summaries = Summaries(maxblocks, minblocks, meanblocks, metadata_block_tables)
     if isinstance(block_tables, tuple) and metadata_block_tables is not None:
         raise ValueError("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from ._sabi.block_list import block_shape_for
 from ._sabi.lists import at_least_one, checked_shape, two_integers
 from ._sentences import number_shown, shown
 from .sabi import to_block_mask
+
+if TYPE_CHECKING:
+    from ._types import ArrayLike
 
 __all__ = ["COLUMNS", "parse_table", "plot_mask", "plot_speedup", "speedups"]
 
@@ -274,7 +277,7 @@ def _problem_name(key: tuple) -> str:
 
 
 def plot_mask(
-    sabi: Any,
+    sabi: ArrayLike,
     columns: int | None = None,
     *,
     block_shape: tuple[int, int] | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from . import _arrays, _core
 from ._floats import refuse_overlaps
@@ -11,6 +11,12 @@ from ._paged.call import attend_requests, open_requests, scales_for_core
 from ._paged.selection import Opened, integer_empty, select_pages, select_to_attend, with_lists
 from ._paged.tables import cache_sizes, tables_for_core
 from ._sentences import rename
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+    from ._options import PagedChoiceOptions, SelectOptions
+    from ._types import Array, DType, Integers, IntOrIntegers, JaxArray, Kind, Scale, Source, Tables, Tensor
 
 __all__ = [
     "quest_block_select_paged",
@@ -26,18 +32,18 @@ __all__ = [
 
 
 def quest_prefill_metadata(
-    k_cache: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    metadata_block_tables: Any,
-    maxblocks: Any,
-    minblocks: Any,
+    k_cache: Array,
+    block_tables: Array,
+    seq_lens: Integers,
+    metadata_block_tables: Array,
+    maxblocks: Array,
+    minblocks: Array,
     *,
-    start_lens: Any = None,
+    start_lens: Integers | None = None,
     kv_layout: KVLayout = "NHD",
-    k_scale: Any = None,
-    dtype: Any = None,
-    meanblocks: Any = None,
+    k_scale: Scale | None = None,
+    dtype: DType | None = None,
+    meanblocks: Array | None = None,
     num_threads: int | None = None,
 ) -> None:
     """Summarise the blocks of a paged cache: the largest and the smallest key of each block, channel by channel.
@@ -145,6 +151,18 @@ def _quest(
     return selected
 
 
+@overload
+def quest_block_select_paged(
+    query: Tensor, maxblocks: Array, minblocks: Array, metadata_block_tables: Array, seq_lens: Integers, k: int, *,
+    per_query_head: bool = False, ascending: bool = False, block_size: int | None = None, dtype: DType | None = None,
+    num_threads: int | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def quest_block_select_paged(
+    query: Array, maxblocks: Array, minblocks: Array, metadata_block_tables: Array, seq_lens: Integers, k: int, *,
+    per_query_head: bool = False, ascending: bool = False, block_size: int | None = None, dtype: DType | None = None,
+    num_threads: int | None = None,
+) -> ndarray: ...  # fmt: skip
 def quest_block_select_paged(
     query: Any,
     maxblocks: Any,
@@ -246,14 +264,14 @@ def _selects_per_query_head(query: Any, maxblocks: Any, selected_indices: Any) -
 
 
 def quest_block_select_paged_in_out(
-    query: Any,
-    maxblocks: Any,
-    minblocks: Any,
-    metadata_block_tables: Any,
-    seq_lens: Any,
-    selected_indices: Any,
+    query: Array,
+    maxblocks: Array,
+    minblocks: Array,
+    metadata_block_tables: Array,
+    seq_lens: Integers,
+    selected_indices: Array,
     *,
-    dtype: Any = None,
+    dtype: DType | None = None,
 ) -> None:
     """`quest_block_select_paged` that writes into an array of the caller.
 
@@ -291,15 +309,15 @@ def quest_block_select_paged_in_out(
 
 
 def quest_block_select_paged_in_out_w(
-    query: Any,
-    maxblocks: Any,
-    minblocks: Any,
-    metadata_block_tables: Any,
-    seq_lens: Any,
-    tokens_since_metadata_update: Any,
-    selected_indices: Any,
+    query: Array,
+    maxblocks: Array,
+    minblocks: Array,
+    metadata_block_tables: Array,
+    seq_lens: Integers,
+    tokens_since_metadata_update: IntOrIntegers,
+    selected_indices: Array,
     *,
-    dtype: Any = None,
+    dtype: DType | None = None,
 ) -> None:
     """`quest_block_select_paged_in_out` that always selects the first block and the newest blocks.
 
@@ -364,6 +382,31 @@ def quest_block_select_paged_in_out_w(
 # ---- All selectors ------------------------------------------------------------------------------------------------
 
 
+@overload
+def select_blocks(
+    q: Tensor, source: Source, tables: Array, seq_lens: Integers, k: IntOrIntegers | None = None, *,
+    return_scores: Literal[False] = False, **options: Unpack[SelectOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def select_blocks(
+    q: Tensor, source: Source, tables: Array, seq_lens: Integers, k: IntOrIntegers | None = None, *,
+    return_scores: Literal[True], **options: Unpack[SelectOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def select_blocks(
+    q: Array, source: Source, tables: Array, seq_lens: Integers, k: IntOrIntegers | None = None, *,
+    return_scores: Literal[False] = False, **options: Unpack[SelectOptions],
+) -> tuple[ndarray, ndarray]: ...  # fmt: skip
+@overload
+def select_blocks(
+    q: Array, source: Source, tables: Array, seq_lens: Integers, k: IntOrIntegers | None = None, *, return_scores: Literal[True],
+    **options: Unpack[SelectOptions],
+) -> tuple[ndarray, ndarray, ndarray]: ...  # fmt: skip
+@overload
+def select_blocks(
+    q: Array, source: Source, tables: Array, seq_lens: Integers, k: IntOrIntegers | None = None, *, return_scores: bool,
+    **options: Unpack[SelectOptions],
+) -> tuple[Any, ...]: ...  # fmt: skip
 def select_blocks(
     q: Any,
     source: Any,
@@ -506,6 +549,54 @@ def select_blocks(
     return select_pages(**locals())
 
 
+@overload
+def select_and_attend(
+    q: Kind, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, source: Source = None,
+    metadata_block_tables: Array | None = None, *, return_lse: Literal[False] = False, return_selected: Literal[False] = False,
+    **options: Unpack[PagedChoiceOptions],
+) -> Kind: ...  # fmt: skip
+@overload
+def select_and_attend(
+    q: Kind, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, source: Source = None,
+    metadata_block_tables: Array | None = None, *, return_lse: Literal[True], return_selected: Literal[False] = False,
+    **options: Unpack[PagedChoiceOptions],
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def select_and_attend(
+    q: Tensor, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, source: Source = None,
+    metadata_block_tables: Array | None = None, *, return_selected: Literal[True], return_lse: bool = False,
+    **options: Unpack[PagedChoiceOptions],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+@overload
+def select_and_attend(
+    q: JaxArray, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, source: Source = None,
+    metadata_block_tables: Array | None = None, *, return_selected: Literal[True], return_lse: bool = False,
+    **options: Unpack[PagedChoiceOptions],
+) -> tuple[Any, ...]: ...  # fmt: skip
+@overload
+def select_and_attend(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, source: Source = None,
+    metadata_block_tables: Array | None = None, *, return_lse: Literal[False] = False, return_selected: Literal[False] = False,
+    **options: Unpack[PagedChoiceOptions],
+) -> ndarray: ...  # fmt: skip
+@overload
+def select_and_attend(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, source: Source = None,
+    metadata_block_tables: Array | None = None, *, return_lse: Literal[True], return_selected: Literal[False] = False,
+    **options: Unpack[PagedChoiceOptions],
+) -> tuple[ndarray, ndarray]: ...  # fmt: skip
+@overload
+def select_and_attend(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, source: Source = None,
+    metadata_block_tables: Array | None = None, *, return_selected: Literal[True], return_lse: bool = False,
+    **options: Unpack[PagedChoiceOptions],
+) -> tuple[ndarray, ...]: ...  # fmt: skip
+@overload
+def select_and_attend(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, source: Source = None,
+    metadata_block_tables: Array | None = None, *, return_lse: bool = False, return_selected: bool = False,
+    **options: Unpack[PagedChoiceOptions],
+) -> Any: ...  # fmt: skip
 def select_and_attend(
     q: Any,
     k_cache: Any,

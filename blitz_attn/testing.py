@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from ._arrays import dtype_name, integer, number
 from ._testing.paged import QUANTIZED, Paged, make_paged
 from .reference import round_to, to_float64
 from .sabi import FrameWidths
+
+if TYPE_CHECKING:
+    from ._sabi.block_list import BlockList
+    from ._types import ArrayLike, DType
 
 __all__ = [
     "BLOCK_SHAPES",
@@ -125,7 +129,7 @@ def small_frame(block_shape: tuple[int, int], tokens: int = 256) -> FrameWidths:
     return FrameWidths(left, 1, top, 1)
 
 
-def random_sabi(spec: MaskSpec, *, seed: int = 1234, dtype: Any = None) -> np.ndarray:
+def random_sabi(spec: MaskSpec, *, seed: int = 1234, dtype: DType | None = None) -> BlockList:
     """The random block list of a `MaskSpec`: `sabi.random_with_frame` with its fields.
 
     Parameters
@@ -301,7 +305,7 @@ def is_block_sparse_pattern_feasible(
     return not (require_nonempty_per_row and loose_rows and plan.kept_blocks == plan.forced_blocks)
 
 
-def token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: tuple[int, int] | None = None) -> np.ndarray:
+def token_mask(sabi: ArrayLike, s_q: int, s_kv: int | None = None, block_shape: tuple[int, int] | None = None) -> np.ndarray:
     """Boolean (..., s_q, s_kv) mask of a block list, True where a query attends to a key: `sabi.to_token_mask`.
 
     Parameters

@@ -20,7 +20,7 @@ MODULES = {".".join(("blitz_attn", *parts)).removesuffix(".__init__"): path for 
 
 # Files and folders of the package, from the ground up: what all stand on, a folder for each subject, the public modules, frameworks and ranks.
 FLOORS = (
-    {"_core", "_arrays", "_float_mode", "_floats", "_formats", "_names", "_operations", "_sentences", "_unbuilt"},
+    {"_core", "_arrays", "_float_mode", "_floats", "_formats", "_names", "_operations", "_options", "_sentences", "_types", "_unbuilt"},
     {"_block_sparse", "_nsa", "_paged", "_reference", "_sabi", "_select", "_testing"},
     {"", "block_sparse", "config", "merge", "nsa", "paged", "plot", "quest", "reference", "sabi", "select", "testing"},
     {"__main__", "compat", "distributed", "integrations"},

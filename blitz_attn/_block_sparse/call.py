@@ -3,7 +3,7 @@ attends to."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from numpy import empty, ndarray
 
@@ -13,9 +13,97 @@ from .._floats import refuse_overlaps
 from .._names import Layout
 from .._sabi.block_list import block_shape_for
 
+if TYPE_CHECKING:
+    from typing import TypedDict
+
+    from .._types import Array, ArrayLike, DType, Integers, IntOrIntegers, Kind
+
+    # Options that functions take by name, for overloads here and elsewhere.
+
+    class Places(TypedDict, total=False):
+        """Which keys a query may see, and in which order the axes stand."""
+
+        scale: float | None
+        layout: Layout
+        causal: bool
+        window: tuple[int, int] | None
+        q_lens: Integers | None
+        kv_lens: Integers | None
+        cu_seqlens_q: Integers | None
+        cu_seqlens_kv: Integers | None
+        num_heads: int | None
+        num_kv_heads: int | None
+        kv_ranges: Array | None
+        num_threads: int | None
+
+    class Biases(TypedDict, total=False):
+        """What changes scores."""
+
+        attn_mask: Array | None
+        alibi_slopes: ArrayLike | None
+        softcap: float | None
+
+    class Slice(TypedDict, total=False):
+        """Where queries stand that are a part of a longer call's."""
+
+        q_begin: IntOrIntegers | None
+        q_total: IntOrIntegers | None
+
+    class Outputs(TypedDict, total=False):
+        """Where and how results are written."""
+
+        out_dtype: DType | None
+        out: Array | tuple[Array | None, Array | None] | None
+        dtype: DType | None
+
+    class AttentionRules(Places, Biases, total=False):
+        """All rules of attention over sequences but for the list."""
+
+        sinks: ArrayLike | None
+
+    class SparseRules(AttentionRules, total=False):
+        """`blitz_attn.integrations.torch.block_sparse_attention`."""
+
+        block_shape: tuple[int, int] | None
+
+    class SparseSliceRules(SparseRules, Slice, total=False):
+        """`blitz_attn.integrations.jax.block_sparse_attention`."""
+
+    class SparseOptions(SparseSliceRules, Outputs, total=False):
+        """`blitz_attn.block_sparse_attention`."""
+
+    class SparseGradientOptions(Places, Biases, Slice, total=False):
+        """`blitz_attn.block_sparse_attention_backward`."""
+
+        block_shape: tuple[int, int] | None
+        dlse: Array | None
+        grads: tuple[Array | None, ...] | None  # three
+        accumulate: bool
+        dtype: DType | None
+
 __all__ = ["block_sparse_attention", "block_sparse_attention_backward"]
 
 
+@overload
+def block_sparse_attention(
+    q: Kind, k: Array, v: Array, sabi: Array | None = None, *, return_lse: Literal[False] = False, **options: Unpack[SparseOptions]
+) -> Kind: ...
+@overload
+def block_sparse_attention(
+    q: Kind, k: Array, v: Array, sabi: Array | None = None, *, return_lse: Literal[True], **options: Unpack[SparseOptions]
+) -> tuple[Kind, Kind]: ...
+@overload
+def block_sparse_attention(
+    q: Array, k: Array, v: Array, sabi: Array | None = None, *, return_lse: Literal[False] = False, **options: Unpack[SparseOptions]
+) -> ndarray: ...
+@overload
+def block_sparse_attention(
+    q: Array, k: Array, v: Array, sabi: Array | None = None, *, return_lse: Literal[True], **options: Unpack[SparseOptions]
+) -> tuple[ndarray, ndarray]: ...
+@overload
+def block_sparse_attention(
+    q: Array, k: Array, v: Array, sabi: Array | None = None, *, return_lse: bool, **options: Unpack[SparseOptions]
+) -> Any: ...
 def block_sparse_attention(
     q: Any,
     k: Any,
@@ -238,6 +326,31 @@ def block_sparse_attention(
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
 
 
+@overload
+def block_sparse_attention_backward(
+    dout: Array, q: Kind, k: Array, v: Array, out: Array, lse: Array, sabi: Array | None = None, *, bias_grads: Literal[False] = False,
+    **options: Unpack[SparseGradientOptions],
+) -> tuple[Kind, Kind, Kind]: ...  # fmt: skip
+@overload
+def block_sparse_attention_backward(
+    dout: Array, q: Kind, k: Array, v: Array, out: Array, lse: Array, sabi: Array | None = None, *, bias_grads: Literal[True],
+    **options: Unpack[SparseGradientOptions],
+) -> tuple[Kind, Kind, Kind, Kind | None, Kind | None]: ...  # fmt: skip
+@overload
+def block_sparse_attention_backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, sabi: Array | None = None, *, bias_grads: Literal[False] = False,
+    **options: Unpack[SparseGradientOptions],
+) -> tuple[ndarray, ndarray, ndarray]: ...  # fmt: skip
+@overload
+def block_sparse_attention_backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, sabi: Array | None = None, *, bias_grads: Literal[True],
+    **options: Unpack[SparseGradientOptions],
+) -> tuple[ndarray, ndarray, ndarray, ndarray | None, ndarray | None]: ...  # fmt: skip
+@overload
+def block_sparse_attention_backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, sabi: Array | None = None, *, bias_grads: bool,
+    **options: Unpack[SparseGradientOptions],
+) -> tuple[Any, ...]: ...  # fmt: skip
 def block_sparse_attention_backward(
     dout: Any,
     q: Any,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 
@@ -15,6 +15,10 @@ from .compression import check_compressed
 from .rules import Rules, mode_of, number, scale_of, threads_of
 from .selection import last_tokens, lists_of
 from .sequences import Sequences, packed_cuts, refuse_cuts_of_queries, sums_of
+
+if TYPE_CHECKING:
+    from .._options import BranchOptions
+    from .._types import Array, ArrayLike, Integers, Kind
 
 __all__ = [
     "compressed_attention",
@@ -131,6 +135,31 @@ def _backward(given: Checked, dout: Any, out: Any, lse: Any, dtype: Any, like: t
     return grads[0].value, grads[1].value, grads[2].value
 
 
+@overload
+def compressed_attention(
+    q: Kind, k_cmp: Array, v_cmp: Array, compress_block_size: int, *, return_lse: Literal[False] = False, stride: int | None = None,
+    mode: str = "paper", tokens: int | None = None, cu_seqlens_q: Integers | None = None, **options: Unpack[BranchOptions],
+) -> Kind: ...  # fmt: skip
+@overload
+def compressed_attention(
+    q: Kind, k_cmp: Array, v_cmp: Array, compress_block_size: int, *, return_lse: Literal[True], stride: int | None = None,
+    mode: str = "paper", tokens: int | None = None, cu_seqlens_q: Integers | None = None, **options: Unpack[BranchOptions],
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def compressed_attention(
+    q: Array, k_cmp: Array, v_cmp: Array, compress_block_size: int, *, return_lse: Literal[False] = False, stride: int | None = None,
+    mode: str = "paper", tokens: int | None = None, cu_seqlens_q: Integers | None = None, **options: Unpack[BranchOptions],
+) -> np.ndarray: ...  # fmt: skip
+@overload
+def compressed_attention(
+    q: Array, k_cmp: Array, v_cmp: Array, compress_block_size: int, *, return_lse: Literal[True], stride: int | None = None,
+    mode: str = "paper", tokens: int | None = None, cu_seqlens_q: Integers | None = None, **options: Unpack[BranchOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...  # fmt: skip
+@overload
+def compressed_attention(
+    q: Array, k_cmp: Array, v_cmp: Array, compress_block_size: int, *, return_lse: bool, stride: int | None = None, mode: str = "paper",
+    tokens: int | None = None, cu_seqlens_q: Integers | None = None, **options: Unpack[BranchOptions],
+) -> Any: ...  # fmt: skip
 def compressed_attention(
     q: Any, k_cmp: Any, v_cmp: Any, compress_block_size: int, *, stride: int | None = None, causal: bool = True, scale: float | None = None,
     cu_seqlens: Any = None, mode: str = "paper", tokens: int | None = None, cu_seqlens_q: Any = None, return_lse: bool = False,
@@ -193,6 +222,16 @@ def compressed_attention(
     return _forward(checked, q, return_lse)
 
 
+@overload
+def compressed_attention_backward(
+    dout: Array, q: Kind, k_cmp: Array, v_cmp: Array, out: Array, lse: Array, compress_block_size: int, *, stride: int | None = None,
+    mode: str = "paper", **options: Unpack[BranchOptions],
+) -> tuple[Kind, Kind, Kind]: ...  # fmt: skip
+@overload
+def compressed_attention_backward(
+    dout: Array, q: Array, k_cmp: Array, v_cmp: Array, out: Array, lse: Array, compress_block_size: int, *, stride: int | None = None,
+    mode: str = "paper", **options: Unpack[BranchOptions],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...  # fmt: skip
 def compressed_attention_backward(
     dout: Any, q: Any, k_cmp: Any, v_cmp: Any, out: Any, lse: Any, compress_block_size: int, *, stride: int | None = None,
     causal: bool = True, scale: float | None = None, cu_seqlens: Any = None, mode: str = "paper", dtype: Any = None,
@@ -233,6 +272,31 @@ def compressed_attention_backward(
     return _backward(checked, dout, out, lse, dtype, (q, k_cmp, v_cmp))
 
 
+@overload
+def selected_attention(
+    q: Kind, k: Array, v: Array, block_indices: ArrayLike, block_size: int, *, return_lse: Literal[False] = False, q_tile_size: int = 1,
+    cu_seqlens_q: Integers | None = None, **options: Unpack[BranchOptions],
+) -> Kind: ...  # fmt: skip
+@overload
+def selected_attention(
+    q: Kind, k: Array, v: Array, block_indices: ArrayLike, block_size: int, *, return_lse: Literal[True], q_tile_size: int = 1,
+    cu_seqlens_q: Integers | None = None, **options: Unpack[BranchOptions],
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def selected_attention(
+    q: Array, k: Array, v: Array, block_indices: ArrayLike, block_size: int, *, return_lse: Literal[False] = False, q_tile_size: int = 1,
+    cu_seqlens_q: Integers | None = None, **options: Unpack[BranchOptions],
+) -> np.ndarray: ...  # fmt: skip
+@overload
+def selected_attention(
+    q: Array, k: Array, v: Array, block_indices: ArrayLike, block_size: int, *, return_lse: Literal[True], q_tile_size: int = 1,
+    cu_seqlens_q: Integers | None = None, **options: Unpack[BranchOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...  # fmt: skip
+@overload
+def selected_attention(
+    q: Array, k: Array, v: Array, block_indices: ArrayLike, block_size: int, *, return_lse: bool, q_tile_size: int = 1,
+    cu_seqlens_q: Integers | None = None, **options: Unpack[BranchOptions],
+) -> Any: ...  # fmt: skip
 def selected_attention(
     q: Any, k: Any, v: Any, block_indices: Any, block_size: int, *, q_tile_size: int = 1, causal: bool = True, scale: float | None = None,
     cu_seqlens: Any = None, cu_seqlens_q: Any = None, return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
@@ -283,6 +347,16 @@ def selected_attention(
     return _forward(checked, q, return_lse)
 
 
+@overload
+def selected_attention_backward(
+    dout: Array, q: Kind, k: Array, v: Array, out: Array, lse: Array, block_indices: ArrayLike, block_size: int, *, q_tile_size: int = 1,
+    **options: Unpack[BranchOptions],
+) -> tuple[Kind, Kind, Kind]: ...  # fmt: skip
+@overload
+def selected_attention_backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, block_indices: ArrayLike, block_size: int, *, q_tile_size: int = 1,
+    **options: Unpack[BranchOptions],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...  # fmt: skip
 def selected_attention_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, block_indices: Any, block_size: int, *, q_tile_size: int = 1,
     causal: bool = True, scale: float | None = None, cu_seqlens: Any = None, dtype: Any = None, num_threads: int | None = None,
@@ -323,6 +397,31 @@ def selected_attention_backward(
     return _backward(checked, dout, out, lse, dtype, (q, k, v))
 
 
+@overload
+def window_attention(
+    q: Kind, k: Array, v: Array, window_size: int, *, return_lse: Literal[False] = False, cu_seqlens_q: Integers | None = None,
+    **options: Unpack[BranchOptions],
+) -> Kind: ...  # fmt: skip
+@overload
+def window_attention(
+    q: Kind, k: Array, v: Array, window_size: int, *, return_lse: Literal[True], cu_seqlens_q: Integers | None = None,
+    **options: Unpack[BranchOptions],
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def window_attention(
+    q: Array, k: Array, v: Array, window_size: int, *, return_lse: Literal[False] = False, cu_seqlens_q: Integers | None = None,
+    **options: Unpack[BranchOptions],
+) -> np.ndarray: ...  # fmt: skip
+@overload
+def window_attention(
+    q: Array, k: Array, v: Array, window_size: int, *, return_lse: Literal[True], cu_seqlens_q: Integers | None = None,
+    **options: Unpack[BranchOptions],
+) -> tuple[np.ndarray, np.ndarray]: ...  # fmt: skip
+@overload
+def window_attention(
+    q: Array, k: Array, v: Array, window_size: int, *, return_lse: bool, cu_seqlens_q: Integers | None = None,
+    **options: Unpack[BranchOptions],
+) -> Any: ...  # fmt: skip
 def window_attention(
     q: Any, k: Any, v: Any, window_size: int, *, causal: bool = True, scale: float | None = None, cu_seqlens: Any = None,
     cu_seqlens_q: Any = None, return_lse: bool = False, dtype: Any = None, num_threads: int | None = None,
@@ -366,6 +465,14 @@ def window_attention(
     return _forward(checked, q, return_lse)
 
 
+@overload
+def window_attention_backward(
+    dout: Array, q: Kind, k: Array, v: Array, out: Array, lse: Array, window_size: int, **options: Unpack[BranchOptions]
+) -> tuple[Kind, Kind, Kind]: ...
+@overload
+def window_attention_backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, window_size: int, **options: Unpack[BranchOptions]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
 def window_attention_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, window_size: int, *, causal: bool = True, scale: float | None = None,
     cu_seqlens: Any = None, dtype: Any = None, num_threads: int | None = None,

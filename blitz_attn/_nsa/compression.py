@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from .._sentences import refusal, rename
 from .arrays import Reals, check_rank, dtype_of, expect_shape, leading, reals, round_into, rounded, same_kind, sums_for
 from .rules import number, threads_of
 from .sequences import Sequences, block_count, cuts, sums_of
+
+if TYPE_CHECKING:
+    from .._types import Array, DType, Integers, Kind
 
 __all__ = ["compress_kv", "compress_kv_backward"]
 
@@ -69,6 +72,16 @@ def check_weight(w: Any, name: str, shape: tuple[int, ...], dtype: Any, kind: st
     return Reals(array, own)
 
 
+@overload
+def compress_kv(
+    k: Kind, v: Array, block_size: int, w_k: Array | None = None, w_v: Array | None = None, *, stride: int | None = None,
+    cu_seqlens: Integers | None = None, dtype: DType | None = None, num_threads: int | None = None,
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def compress_kv(
+    k: Array, v: Array, block_size: int, w_k: Array | None = None, w_v: Array | None = None, *, stride: int | None = None,
+    cu_seqlens: Integers | None = None, dtype: DType | None = None, num_threads: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...  # fmt: skip
 def compress_kv(
     k: Any, v: Any, block_size: int, w_k: Any = None, w_v: Any = None, *, stride: int | None = None, cu_seqlens: Any = None,
     dtype: Any = None, num_threads: int | None = None,
@@ -194,6 +207,16 @@ def compress_gradients(
     return dweight
 
 
+@overload
+def compress_kv_backward(
+    dk_cmp: Array, dv_cmp: Array, k: Kind, v: Array, block_size: int, w_k: Array | None = None, w_v: Array | None = None, *,
+    stride: int | None = None, cu_seqlens: Integers | None = None, dtype: DType | None = None, num_threads: int | None = None,
+) -> tuple[Kind, Kind, Kind | None, Kind | None]: ...  # fmt: skip
+@overload
+def compress_kv_backward(
+    dk_cmp: Array, dv_cmp: Array, k: Array, v: Array, block_size: int, w_k: Array | None = None, w_v: Array | None = None, *,
+    stride: int | None = None, cu_seqlens: Integers | None = None, dtype: DType | None = None, num_threads: int | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]: ...  # fmt: skip
 def compress_kv_backward(
     dk_cmp: Any, dv_cmp: Any, k: Any, v: Any, block_size: int, w_k: Any = None, w_v: Any = None, *, stride: int | None = None,
     cu_seqlens: Any = None, dtype: Any = None, num_threads: int | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from .._formats import converted
 from .._sentences import refusal
 from .arrays import Reals, dtype_of, expect_shape, leading, reals, rounded, same_kind
 from .rules import threads_of
+
+if TYPE_CHECKING:
+    from .._types import Array, DType, Kind
 
 __all__ = ["compute_gates", "gate_and_combine", "gating_backward"]
 
@@ -38,6 +41,14 @@ def check_gate_weight(w: Any, dtype: Any) -> None:
         raise ValueError(f"gate_proj_weight: expected shape (H, 3, D), got {array.shape}")
 
 
+@overload
+def compute_gates(
+    q: Kind, gate_proj_weight: Array | None = None, *, dtype: DType | None = None, num_threads: int | None = None
+) -> Kind: ...
+@overload
+def compute_gates(
+    q: Array, gate_proj_weight: Array | None = None, *, dtype: DType | None = None, num_threads: int | None = None
+) -> np.ndarray: ...
 def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, num_threads: int | None = None) -> Any:
     """Three gates per query head: the sigmoid of ``q`` times the head's weights, never normalised.
 
@@ -103,6 +114,14 @@ def _branches(o_cmp: Any, o_slc: Any, o_win: Any, dtype: Any) -> tuple[list[np.n
     return [first, *others], kind
 
 
+@overload
+def gate_and_combine(
+    o_cmp: Kind, o_slc: Array, o_win: Array, gates: Array, *, dtype: DType | None = None, num_threads: int | None = None
+) -> Kind: ...
+@overload
+def gate_and_combine(
+    o_cmp: Array, o_slc: Array, o_win: Array, gates: Array, *, dtype: DType | None = None, num_threads: int | None = None
+) -> np.ndarray: ...
 def gate_and_combine(o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, *, dtype: Any = None, num_threads: int | None = None) -> Any:
     """The sum of the three branches, each times its gate.
 
@@ -144,6 +163,16 @@ def gate_and_combine(o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, *, dtype: A
     return result.value
 
 
+@overload
+def gating_backward(
+    q: Kind, dout: Array, o_cmp: Array, o_slc: Array, o_win: Array, gates: Array, gate_proj_weight: Array | None = None, *,
+    dtype: DType | None = None, num_threads: int | None = None,
+) -> tuple[Kind, Kind, Kind, Kind | None, Kind | None]: ...  # fmt: skip
+@overload
+def gating_backward(
+    q: Array, dout: Array, o_cmp: Array, o_slc: Array, o_win: Array, gates: Array, gate_proj_weight: Array | None = None, *,
+    dtype: DType | None = None, num_threads: int | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]: ...  # fmt: skip
 def gating_backward(
     q: Any, dout: Any, o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, gate_proj_weight: Any = None, *, dtype: Any = None,
     num_threads: int | None = None,

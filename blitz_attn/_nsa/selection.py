@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from .attend import Common, attend, compressed_branch
 from .compression import check_compressed
 from .rules import CMP_GROUP, Rules, number, rules_of, scale_of, threads_of
 from .sequences import Sequences, check_queries, packed_cuts, refuse_cuts_of_queries, sums_of
+
+if TYPE_CHECKING:
+    from .._types import Array, DType, Integers
 
 __all__ = ["score_and_select_blocks"]
 
@@ -53,11 +56,11 @@ def lse_of(q: np.ndarray, k_cmp: np.ndarray, common: Common, rules: Rules, seque
 
 
 def score_and_select_blocks(
-    q: Any, k_cmp: Any, num_selected_blocks: int, compress_block_size: int, *, causal: bool = True, q_tile_size: int = 256,
-    scale: float | None = None, cu_seqlens: Any = None, mode: str = "paper", compress_stride: int | None = None,
-    select_block_size: int | None = None, init_blocks: int = 1, local_blocks: int = 2, lse: Any = None, tokens: int | None = None,
-    cu_seqlens_q: Any = None, dtype: Any = None, num_threads: int | None = None,
-) -> Any:  # fmt: skip
+    q: Array, k_cmp: Array, num_selected_blocks: int, compress_block_size: int, *, causal: bool = True, q_tile_size: int = 256,
+    scale: float | None = None, cu_seqlens: Integers | None = None, mode: str = "paper", compress_stride: int | None = None,
+    select_block_size: int | None = None, init_blocks: int = 1, local_blocks: int = 2, lse: Array | None = None, tokens: int | None = None,
+    cu_seqlens_q: Integers | None = None, dtype: DType | None = None, num_threads: int | None = None,
+) -> np.ndarray:  # fmt: skip
     """The blocks that the selected branch attends to.
 
     Parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 from numpy import empty, float32, floating, integer, ndarray, zeros
 
@@ -12,6 +12,53 @@ from .._floats import FLOATS
 from .._names import KVLayout
 from .._sentences import rename
 from .tables import tables_for_core
+
+if TYPE_CHECKING:
+    from typing import TypedDict
+
+    from .._block_sparse.call import Outputs
+    from .._types import Array, ArrayLike, DType, Integers, Kind, Scale, Tables
+
+    # Options that functions take by name, for overloads here and elsewhere.
+
+    class PagedInputs(TypedDict, total=False):
+        """The arrays of one call over pages."""
+
+        sinks: ArrayLike | None
+        k_scale: Scale | None
+        v_scale: Scale | None
+        kv_ranges: Array | None
+        attn_mask: Array | None
+        alibi_slopes: ArrayLike | None
+
+    class PagedRules(PagedInputs, total=False):
+        """`paged_attention` of `blitz_attn.integrations.torch` and of `blitz_attn.integrations.jax`."""
+
+        scale: float | None
+        kv_layout: KVLayout
+        q_lens: Integers | None
+        window: int | None
+        softcap: float | None
+        num_threads: int | None
+
+    class PagedSelectRules(PagedRules, total=False):
+        """`paged_select_attention` of `blitz_attn.integrations.torch` and of `blitz_attn.integrations.jax`."""
+
+        counts: Array | None
+
+    class PagedOutputs(Outputs, total=False):
+        """The options of results, and of caches whose dtype is another than that of queries."""
+
+        kv_split: int | None
+        kv_dtype: DType | None
+
+    class PagedOptions(PagedRules, PagedOutputs, total=False):
+        """`blitz_attn.paged_attention`."""
+
+        q_begin: Integers | None
+
+    class PagedSelectOptions(PagedOptions, PagedSelectRules, total=False):
+        """`blitz_attn.paged_select_attention`."""
 
 __all__ = ["paged_attention", "paged_select_attention"]
 
@@ -117,6 +164,31 @@ def check_rules(rules: Rules) -> None:
 # ---- Public functions ---------------------------------------------------------------------------------------------
 
 
+@overload
+def paged_attention(
+    q: Kind, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: Literal[False] = False,
+    **options: Unpack[PagedOptions],
+) -> Kind: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Kind, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: Literal[False] = False,
+    **options: Unpack[PagedOptions],
+) -> ndarray: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[ndarray, ndarray]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: bool,
+    **options: Unpack[PagedOptions],
+) -> Any: ...  # fmt: skip
 def paged_attention(
     q: Any,
     k_cache: Any,
@@ -291,6 +363,31 @@ def paged_attention(
     )  # fmt: skip
 
 
+@overload
+def paged_select_attention(
+    q: Kind, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
+    return_lse: Literal[False] = False, **options: Unpack[PagedSelectOptions],
+) -> Kind: ...  # fmt: skip
+@overload
+def paged_select_attention(
+    q: Kind, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, selected: Array, *, return_lse: Literal[True],
+    **options: Unpack[PagedSelectOptions],
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def paged_select_attention(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
+    return_lse: Literal[False] = False, **options: Unpack[PagedSelectOptions],
+) -> ndarray: ...  # fmt: skip
+@overload
+def paged_select_attention(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
+    return_lse: Literal[True], **options: Unpack[PagedSelectOptions],
+) -> tuple[ndarray, ndarray]: ...  # fmt: skip
+@overload
+def paged_select_attention(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Tables, seq_lens: Integers | None, selected: Array, *, return_lse: bool,
+    **options: Unpack[PagedSelectOptions],
+) -> Any: ...  # fmt: skip
 def paged_select_attention(
     q: Any,
     k_cache: Any,

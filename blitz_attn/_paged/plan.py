@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from .. import _arrays
 from .._names import KVLayout, Method
@@ -10,6 +10,12 @@ from .append import Summaries, append_tokens
 from .call import Rules, attend_requests, check_rules, open_requests
 from .selection import Opened, select_to_attend, with_lists
 from .tables import tables_for_core
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+    from .._options import PlanChoiceOptions, PlanOptions, PlanSelectOptions
+    from .._types import Array, DType, Integers, JaxArray, Kind, Scale, Source, Tables, Tensor
 
 __all__ = ["PagedPlan"]
 
@@ -81,21 +87,21 @@ class PagedPlan:
 
     def __init__(
         self,
-        block_tables: Any,
-        seq_lens: Any = None,
+        block_tables: Tables,
+        seq_lens: Integers | None = None,
         *,
         page_size: int,
-        q_lens: Any = None,
-        q_begin: Any = None,
+        q_lens: Integers | None = None,
+        q_begin: Integers | None = None,
         num_pages: int | None = None,
         kv_split: int | None = None,
         scale: float | None = None,
         kv_layout: KVLayout = "NHD",
         window: int | None = None,
         softcap: float | None = None,
-        out_dtype: Any = None,
-        dtype: Any = None,
-        kv_dtype: Any = None,
+        out_dtype: DType | None = None,
+        dtype: DType | None = None,
+        kv_dtype: DType | None = None,
         num_threads: int | None = None,
     ) -> None:
         self.batch: int
@@ -112,8 +118,9 @@ class PagedPlan:
         return f"PagedPlan(batch={self.batch}, num_queries={self.num_queries}, page_size={self._opened.page_size})"
 
     def append(
-        self, k: Any, v: Any, k_cache: Any, v_cache: Any, *, k_scale: Any = None, v_scale: Any = None, maxblocks: Any = None,
-        minblocks: Any = None, meanblocks: Any = None, metadata_block_tables: Any = None, dtype: Any = None,
+        self, k: Array, v: Array | None, k_cache: Array, v_cache: Array | None, *, k_scale: Scale | None = None,
+        v_scale: Scale | None = None, maxblocks: Array | None = None, minblocks: Array | None = None, meanblocks: Array | None = None,
+        metadata_block_tables: Array | None = None, dtype: DType | None = None,
     ) -> None:  # fmt: skip
         """`append_paged_kv` with the tables, the lengths and the options of the plan: the new tokens are those of the queries.
 
@@ -152,6 +159,24 @@ class PagedPlan:
             rules.num_threads,
         )  # fmt: skip
 
+    @overload
+    def attention(
+        self, q: Kind, k_cache: Array, v_cache: Array, *, return_lse: Literal[False] = False, **options: Unpack[PlanOptions]
+    ) -> Kind: ...
+    @overload
+    def attention(
+        self, q: Kind, k_cache: Array, v_cache: Array, *, return_lse: Literal[True], **options: Unpack[PlanOptions]
+    ) -> tuple[Kind, Kind]: ...
+    @overload
+    def attention(
+        self, q: Array, k_cache: Array, v_cache: Array, *, return_lse: Literal[False] = False, **options: Unpack[PlanOptions]
+    ) -> ndarray: ...
+    @overload
+    def attention(
+        self, q: Array, k_cache: Array, v_cache: Array, *, return_lse: Literal[True], **options: Unpack[PlanOptions]
+    ) -> tuple[ndarray, ndarray]: ...
+    @overload
+    def attention(self, q: Array, k_cache: Array, v_cache: Array, *, return_lse: bool, **options: Unpack[PlanOptions]) -> Any: ...
     def attention(
         self, q: Any, k_cache: Any, v_cache: Any, *, sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None,
         attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = False, out: Any = None,
@@ -193,6 +218,28 @@ class PagedPlan:
             return_lse, out,
         )  # fmt: skip
 
+    @overload
+    def select_attention(
+        self, q: Kind, k_cache: Array, v_cache: Array, selected: Array, *, return_lse: Literal[False] = False,
+        **options: Unpack[PlanSelectOptions],
+    ) -> Kind: ...  # fmt: skip
+    @overload
+    def select_attention(
+        self, q: Kind, k_cache: Array, v_cache: Array, selected: Array, *, return_lse: Literal[True], **options: Unpack[PlanSelectOptions]
+    ) -> tuple[Kind, Kind]: ...
+    @overload
+    def select_attention(
+        self, q: Array, k_cache: Array, v_cache: Array, selected: Array, *, return_lse: Literal[False] = False,
+        **options: Unpack[PlanSelectOptions],
+    ) -> ndarray: ...  # fmt: skip
+    @overload
+    def select_attention(
+        self, q: Array, k_cache: Array, v_cache: Array, selected: Array, *, return_lse: Literal[True], **options: Unpack[PlanSelectOptions]
+    ) -> tuple[ndarray, ndarray]: ...
+    @overload
+    def select_attention(
+        self, q: Array, k_cache: Array, v_cache: Array, selected: Array, *, return_lse: bool, **options: Unpack[PlanSelectOptions]
+    ) -> Any: ...
     def select_attention(
         self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, sinks: Any = None, k_scale: Any = None,
         v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = False,
@@ -244,6 +291,46 @@ class PagedPlan:
             alibi_slopes, return_lse, out,
         )  # fmt: skip
 
+    @overload
+    def select_and_attend(
+        self, q: Kind, k_cache: Array, v_cache: Array, source: Source = None, metadata_block_tables: Array | None = None, *,
+        return_lse: Literal[False] = False, return_selected: Literal[False] = False, **options: Unpack[PlanChoiceOptions],
+    ) -> Kind: ...  # fmt: skip
+    @overload
+    def select_and_attend(
+        self, q: Kind, k_cache: Array, v_cache: Array, source: Source = None, metadata_block_tables: Array | None = None, *,
+        return_lse: Literal[True], return_selected: Literal[False] = False, **options: Unpack[PlanChoiceOptions],
+    ) -> tuple[Kind, Kind]: ...  # fmt: skip
+    @overload
+    def select_and_attend(
+        self, q: Tensor, k_cache: Array, v_cache: Array, source: Source = None, metadata_block_tables: Array | None = None, *,
+        return_selected: Literal[True], return_lse: bool = False, **options: Unpack[PlanChoiceOptions],
+    ) -> tuple[Tensor, ...]: ...  # fmt: skip
+    @overload
+    def select_and_attend(
+        self, q: JaxArray, k_cache: Array, v_cache: Array, source: Source = None, metadata_block_tables: Array | None = None, *,
+        return_selected: Literal[True], return_lse: bool = False, **options: Unpack[PlanChoiceOptions],
+    ) -> tuple[Any, ...]: ...  # fmt: skip
+    @overload
+    def select_and_attend(
+        self, q: Array, k_cache: Array, v_cache: Array, source: Source = None, metadata_block_tables: Array | None = None, *,
+        return_lse: Literal[False] = False, return_selected: Literal[False] = False, **options: Unpack[PlanChoiceOptions],
+    ) -> ndarray: ...  # fmt: skip
+    @overload
+    def select_and_attend(
+        self, q: Array, k_cache: Array, v_cache: Array, source: Source = None, metadata_block_tables: Array | None = None, *,
+        return_lse: Literal[True], return_selected: Literal[False] = False, **options: Unpack[PlanChoiceOptions],
+    ) -> tuple[ndarray, ndarray]: ...  # fmt: skip
+    @overload
+    def select_and_attend(
+        self, q: Array, k_cache: Array, v_cache: Array, source: Source = None, metadata_block_tables: Array | None = None, *,
+        return_selected: Literal[True], return_lse: bool = False, **options: Unpack[PlanChoiceOptions],
+    ) -> tuple[ndarray, ...]: ...  # fmt: skip
+    @overload
+    def select_and_attend(
+        self, q: Array, k_cache: Array, v_cache: Array, source: Source = None, metadata_block_tables: Array | None = None, *,
+        return_lse: bool = False, return_selected: bool = False, **options: Unpack[PlanChoiceOptions],
+    ) -> Any: ...  # fmt: skip
     def select_and_attend(
         self, q: Any, k_cache: Any, v_cache: Any, source: Any = None, metadata_block_tables: Any = None, *, k: Any = None,
         budget: Any = None, method: Method = "quest", sink: int = 1, recent: Any = 1, per_query_head: bool = False,

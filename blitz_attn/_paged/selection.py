@@ -31,7 +31,7 @@ def integer_empty(like: Any) -> Any:
     return empty if type(like) is np.ndarray else _arrays.family_of(like).empty
 
 
-def budgets(k: int | None, budget: Any, dense_below: int | None, seq_lens: Any, size: int) -> tuple[Any, list[int] | None]:
+def budgets(k: Any, budget: Any, dense_below: int | None, seq_lens: Any, size: int) -> tuple[Any, list[int] | None]:
     """(width of the result, number of blocks of each request). None in place of the second: all requests get as many as the width."""
     if (k is None) == (budget is None):
         raise ValueError(f"budget: expected exactly one of budget and k, got {'neither' if k is None else 'both'}")

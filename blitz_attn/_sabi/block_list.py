@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -107,6 +107,10 @@ class BlockList(np.ndarray):
 BlockList.__module__ = "blitz_attn.sabi"  # where users and pickles find it
 
 
+@overload
+def listed(sabi: np.ndarray, block_shape: BlockShape) -> BlockList: ...
+@overload
+def listed(sabi: np.ndarray, block_shape: BlockShape | None) -> np.ndarray: ...
 def listed(sabi: np.ndarray, block_shape: BlockShape | None) -> np.ndarray:
     """The array as a list of this block shape; the array itself where there is none."""
     if block_shape is None:

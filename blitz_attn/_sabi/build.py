@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .._arrays import flag, integer, integers, pieces
 from .._sentences import shown
-from .block_list import BlockShape, listed
+from .block_list import BlockList, BlockShape, listed
 from .convert import from_block_mask
 from .lists import (
     MOST_BLOCKS,
@@ -26,6 +26,9 @@ from .lists import (
     tokens_of,
     two_integers,
 )
+
+if TYPE_CHECKING:
+    from .._types import ArrayLike, DType, Integers
 
 __all__ = [
     "causal",
@@ -61,7 +64,7 @@ def _span_mask(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> n
 
 def _list_of_spans(
     row: np.ndarray, first: np.ndarray, end: np.ndarray, grid: tuple[int, int], block_shape: BlockShape, dtype: Any, width: Any
-) -> np.ndarray:
+) -> BlockList:
     """The list of one head whose row ``row[i]`` has the columns from ``first[i]`` to ``end[i] - 1``. Rows rise with i; of the spans of a
     row that have any columns, each begins no earlier than the one before and may overlap it. The grid is never held as a mask: it may
     have far more blocks than the list."""
@@ -87,7 +90,7 @@ def _list_of_spans(
     return listed(padded(filled(of_rows, columns_listed, width)[None, None], columns, dtype), block_shape)
 
 
-def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None) -> np.ndarray:
+def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128), *, dtype: DType | None = None) -> BlockList:
     """Every block.
 
     Parameters
@@ -120,8 +123,8 @@ def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 
 
 
 def causal(
-    s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None, width: int | None = None
-) -> np.ndarray:
+    s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128), *, dtype: DType | None = None, width: int | None = None
+) -> BlockList:
     """Blocks at or before the diagonal, aligned to the bottom right: query i sees keys up to i + s_kv - s_q.
 
     Parameters
@@ -156,9 +159,9 @@ def sliding_window(
     block_shape: Sequence[int] = (128, 128),
     *,
     window: tuple[int, int],
-    dtype: Any = None,
+    dtype: DType | None = None,
     width: int | None = None,
-) -> np.ndarray:
+) -> BlockList:
     """Blocks within a window of tokens around the bottom-right diagonal.
 
     Parameters
@@ -207,9 +210,9 @@ def sink_local(
     sink: int,
     local: int,
     causal: bool = True,
-    dtype: Any = None,
+    dtype: DType | None = None,
     width: int | None = None,
-) -> np.ndarray:
+) -> BlockList:
     """The first tokens and those near the diagonal, the pattern of streaming attention.
 
     Parameters
@@ -260,9 +263,9 @@ def document(
     block_shape: Sequence[int] = (128, 128),
     *,
     causal: bool = False,
-    dtype: Any = None,
+    dtype: DType | None = None,
     width: int | None = None,
-) -> np.ndarray:
+) -> BlockList:
     """Packed documents, each of which sees only itself.
 
     A block that holds tokens of two documents is listed for both, since a list cannot cut inside a block. `document_ranges` cuts exactly,
@@ -317,7 +320,7 @@ def document(
     return _list_of_spans(row, *_span(kv_start[at], kv_start[at] + high, s_kv, block_kv), grid, (block_q, block_kv), dtype, width)
 
 
-def document_ranges(lengths: Any) -> np.ndarray:
+def document_ranges(lengths: Integers) -> np.ndarray:
     """`kv_ranges` of packed documents, each of which sees only itself.
 
     `causal`, `window` and a list of blocks may stand beside them in the attention call; all rules hold. Without a list, the call reads
@@ -373,9 +376,9 @@ def dilated(
     stride: int,
     reach: int | None = None,
     causal: bool = False,
-    dtype: Any = None,
+    dtype: DType | None = None,
     width: int | None = None,
-) -> np.ndarray:
+) -> BlockList:
     """The diagonal block of each row and every `stride`-th block from it.
 
     Parameters
@@ -428,12 +431,12 @@ def vertical_slash(
     s_kv: int | None = None,
     block_shape: Sequence[int] = (128, 128),
     *,
-    vertical: Any,
-    slash: Any,
+    vertical: ArrayLike,
+    slash: ArrayLike,
     causal: bool = True,
-    dtype: Any = None,
+    dtype: DType | None = None,
     width: int | None = None,
-) -> np.ndarray:
+) -> BlockList:
     """Blocks that hold chosen key tokens, or tokens of chosen diagonals.
 
     Parameters

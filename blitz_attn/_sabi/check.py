@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,11 +11,14 @@ from .._arrays import integer, pieces
 from .block_list import block_shape_for, listed, shape_of
 from .lists import PAD_UINT16, checked_shape, sides_of, signed, with_four_axes
 
+if TYPE_CHECKING:
+    from .._types import ArrayLike
+
 __all__ = ["check"]
 
 
 def check(
-    sabi: Any,
+    sabi: ArrayLike,
     s_q: int,
     s_kv: int | None = None,
     block_shape: Sequence[int] | None = None,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from .._arrays import integer, pieces
-from .block_list import BlockShape, common_shape, listed, of_shape, shape_of
+from .block_list import BlockList, BlockShape, common_shape, listed, of_shape, shape_of
 from .convert import any_pool, from_block_mask, mask_of, spread
 from .lists import MOST_BLOCKS, blocks_of, columns_of, count_of, signed, two_integers
+
+if TYPE_CHECKING:
+    from .._types import ArrayLike, DType
 
 __all__ = [
     "coarsen",
@@ -42,7 +45,13 @@ def _combined(rule: np.ufunc, columns: Any, a: Any, b: Any, dtype: Any) -> np.nd
     return listed(from_block_mask(made, dtype=dtype), shape_known)
 
 
-def union(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
+@overload
+def union(a: BlockList, b: ArrayLike, columns: int | None = None, *, dtype: DType | None = None) -> BlockList: ...
+@overload
+def union(a: ArrayLike, b: BlockList, columns: int | None = None, *, dtype: DType | None = None) -> BlockList: ...
+@overload
+def union(a: ArrayLike, b: ArrayLike, columns: int | None = None, *, dtype: DType | None = None) -> np.ndarray: ...
+def union(a: ArrayLike, b: ArrayLike, columns: int | None = None, *, dtype: DType | None = None) -> np.ndarray:
     """Blocks listed in `a` or `b`.
 
     Parameters
@@ -74,7 +83,13 @@ def union(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> n
     return _combined(np.logical_or, columns, a, b, dtype)
 
 
-def intersection(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
+@overload
+def intersection(a: BlockList, b: ArrayLike, columns: int | None = None, *, dtype: DType | None = None) -> BlockList: ...
+@overload
+def intersection(a: ArrayLike, b: BlockList, columns: int | None = None, *, dtype: DType | None = None) -> BlockList: ...
+@overload
+def intersection(a: ArrayLike, b: ArrayLike, columns: int | None = None, *, dtype: DType | None = None) -> np.ndarray: ...
+def intersection(a: ArrayLike, b: ArrayLike, columns: int | None = None, *, dtype: DType | None = None) -> np.ndarray:
     """Blocks listed in both `a` and `b`.
 
     Parameters
@@ -102,7 +117,13 @@ def intersection(a: Any, b: Any, columns: int | None = None, *, dtype: Any = Non
     return _combined(np.logical_and, columns, a, b, dtype)
 
 
-def difference(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None) -> np.ndarray:
+@overload
+def difference(a: BlockList, b: ArrayLike, columns: int | None = None, *, dtype: DType | None = None) -> BlockList: ...
+@overload
+def difference(a: ArrayLike, b: BlockList, columns: int | None = None, *, dtype: DType | None = None) -> BlockList: ...
+@overload
+def difference(a: ArrayLike, b: ArrayLike, columns: int | None = None, *, dtype: DType | None = None) -> np.ndarray: ...
+def difference(a: ArrayLike, b: ArrayLike, columns: int | None = None, *, dtype: DType | None = None) -> np.ndarray:
     """Blocks listed in `a` and not in `b`.
 
     Parameters
@@ -130,7 +151,11 @@ def difference(a: Any, b: Any, columns: int | None = None, *, dtype: Any = None)
     return _combined(np.greater, columns, a, b, dtype)
 
 
-def complement(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
+@overload
+def complement(a: BlockList, columns: int, *, dtype: DType | None = None) -> BlockList: ...
+@overload
+def complement(a: ArrayLike, columns: int, *, dtype: DType | None = None) -> np.ndarray: ...
+def complement(a: ArrayLike, columns: int, *, dtype: DType | None = None) -> np.ndarray:
     """Blocks of the grid that `a` does not list.
 
     Parameters
@@ -165,7 +190,11 @@ def complement(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
     return listed(from_block_mask(mask, dtype=dtype), shape_of(a))
 
 
-def transpose(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
+@overload
+def transpose(a: BlockList, columns: int, *, dtype: DType | None = None) -> BlockList: ...
+@overload
+def transpose(a: ArrayLike, columns: int, *, dtype: DType | None = None) -> np.ndarray: ...
+def transpose(a: ArrayLike, columns: int, *, dtype: DType | None = None) -> np.ndarray:
     """For each block of keys, the blocks of queries that list it.
 
     Parameters
@@ -201,7 +230,11 @@ def transpose(a: Any, columns: int, *, dtype: Any = None) -> np.ndarray:
     return listed(from_block_mask(mask, dtype=dtype), of_shape(shape_of(a), lambda queries, keys: (keys, queries)))
 
 
-def coarsen(a: Any, factors: Sequence[int], columns: int, *, dtype: Any = None) -> np.ndarray:
+@overload
+def coarsen(a: BlockList, factors: Sequence[int], columns: int, *, dtype: DType | None = None) -> BlockList: ...
+@overload
+def coarsen(a: ArrayLike, factors: Sequence[int], columns: int, *, dtype: DType | None = None) -> np.ndarray: ...
+def coarsen(a: ArrayLike, factors: Sequence[int], columns: int, *, dtype: DType | None = None) -> np.ndarray:
     """Least list over larger blocks that covers `a`.
 
     Parameters
@@ -238,7 +271,11 @@ def coarsen(a: Any, factors: Sequence[int], columns: int, *, dtype: Any = None) 
     return listed(made, of_shape(shape_of(a), lambda queries, keys: (queries * tall, keys * wide)))
 
 
-def refine(a: Any, factors: Sequence[int], rows: int, columns: int, *, dtype: Any = None) -> np.ndarray:
+@overload
+def refine(a: BlockList, factors: Sequence[int], rows: int, columns: int, *, dtype: DType | None = None) -> BlockList: ...
+@overload
+def refine(a: ArrayLike, factors: Sequence[int], rows: int, columns: int, *, dtype: DType | None = None) -> np.ndarray: ...
+def refine(a: ArrayLike, factors: Sequence[int], rows: int, columns: int, *, dtype: DType | None = None) -> np.ndarray:
     """A list over smaller blocks that keeps the same tokens.
 
     Parameters

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from .._arrays import array as array_of
 from .._arrays import falls, integers, pieces
 from .._sentences import shown
-from .block_list import block_shape_for, listed
+from .block_list import BlockList, block_shape_for, listed
 from .lists import (
     MOST_BLOCKS,
     checked_shape,
@@ -26,6 +26,9 @@ from .lists import (
     tokens_of,
     width_of,
 )
+
+if TYPE_CHECKING:
+    from .._types import ArrayLike, DType
 
 __all__ = [
     "from_block_mask",
@@ -83,7 +86,7 @@ def spread(mask: np.ndarray, factors: tuple[int, int], rows: int, columns: int) 
     return made
 
 
-def to_block_mask(sabi: Any, columns: int | None = None) -> np.ndarray:
+def to_block_mask(sabi: ArrayLike, columns: int | None = None) -> np.ndarray:
     """Boolean mask over blocks, True = kept.
 
     Parameters
@@ -115,8 +118,14 @@ def to_block_mask(sabi: Any, columns: int | None = None) -> np.ndarray:
     return mask_of(signed(sabi), columns, "sabi")
 
 
+@overload
+def from_block_mask(mask: ArrayLike, *, block_shape: Sequence[int], dtype: DType | None = None, width: int | None = None) -> BlockList: ...
+@overload
 def from_block_mask(
-    mask: Any, *, dtype: Any = None, width: int | None = None, block_shape: Sequence[int] | None = None
+    mask: ArrayLike, *, dtype: DType | None = None, width: int | None = None, block_shape: Sequence[int] | None = None
+) -> np.ndarray: ...
+def from_block_mask(
+    mask: ArrayLike, *, dtype: DType | None = None, width: int | None = None, block_shape: Sequence[int] | None = None
 ) -> np.ndarray:
     """Block list of a boolean mask over blocks.
 
@@ -165,7 +174,7 @@ def from_block_mask(
     return listed(rows, shape)
 
 
-def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] | None = None) -> np.ndarray:
+def to_token_mask(sabi: ArrayLike, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] | None = None) -> np.ndarray:
     """Boolean mask over tokens, True where a query attends to a key. For small problems: it has s_q * s_kv elements per head.
 
     Parameters
@@ -208,7 +217,9 @@ def to_token_mask(sabi: Any, s_q: int, s_kv: int | None = None, block_shape: Seq
     return spread(mask, (block_q, block_kv), s_q, s_kv)
 
 
-def from_token_mask(mask: Any, block_shape: Sequence[int] = (128, 128), *, dtype: Any = None, width: int | None = None) -> np.ndarray:
+def from_token_mask(
+    mask: ArrayLike, block_shape: Sequence[int] = (128, 128), *, dtype: DType | None = None, width: int | None = None
+) -> BlockList:
     """Least block list that covers a boolean mask over tokens.
 
     Parameters
@@ -281,7 +292,7 @@ def listed_in_runs(listed: np.ndarray, runs: np.ndarray, shape: tuple[int, int],
     return counts
 
 
-def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = None) -> np.ndarray:
+def kv_ranges_from_token_mask(mask: ArrayLike, block_shape: Sequence[int] | None = None) -> np.ndarray:
     """The `kv_ranges` of `block_sparse_attention` that say exactly what a boolean mask over tokens does.
 
     Parameters
@@ -333,7 +344,7 @@ def kv_ranges_from_token_mask(mask: Any, block_shape: Sequence[int] | None = Non
     return ranges
 
 
-def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:
+def to_csr(sabi: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Compressed rows: `indices[indptr[r]:indptr[r + 1]]` are the columns of row r.
 
     Parameters
@@ -376,13 +387,23 @@ def to_csr(sabi: Any) -> tuple[np.ndarray, np.ndarray]:
     return indptr, indices
 
 
+@overload
 def from_csr(
-    indptr: Any,
-    indices: Any,
+    indptr: ArrayLike, indices: ArrayLike, lead: Sequence[int] = (1, 1), *, block_shape: Sequence[int], columns: int | None = None,
+    dtype: DType | None = None, width: int | None = None,
+) -> BlockList: ...  # fmt: skip
+@overload
+def from_csr(
+    indptr: ArrayLike, indices: ArrayLike, lead: Sequence[int] = (1, 1), *, columns: int | None = None, dtype: DType | None = None,
+    width: int | None = None, block_shape: Sequence[int] | None = None,
+) -> np.ndarray: ...  # fmt: skip
+def from_csr(
+    indptr: ArrayLike,
+    indices: ArrayLike,
     lead: Sequence[int] = (1, 1),
     *,
     columns: int | None = None,
-    dtype: Any = None,
+    dtype: DType | None = None,
     width: int | None = None,
     block_shape: Sequence[int] | None = None,
 ) -> np.ndarray:
@@ -438,7 +459,7 @@ def from_csr(
     return listed(made, None if block_shape is None else checked_shape(block_shape))
 
 
-def to_num_idx(sabi: Any, columns: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def to_num_idx(sabi: ArrayLike, columns: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Counts and indices, the form of FlexAttention's `kv_num_blocks` and `kv_indices`.
 
     Parameters
@@ -475,8 +496,16 @@ def to_num_idx(sabi: Any, columns: int | None = None) -> tuple[np.ndarray, np.nd
     return num, idx
 
 
+@overload
 def from_num_idx(
-    num: Any, idx: Any, *, columns: int | None = None, dtype: Any = None, block_shape: Sequence[int] | None = None
+    num: ArrayLike, idx: ArrayLike, *, block_shape: Sequence[int], columns: int | None = None, dtype: DType | None = None
+) -> BlockList: ...
+@overload
+def from_num_idx(
+    num: ArrayLike, idx: ArrayLike, *, columns: int | None = None, dtype: DType | None = None, block_shape: Sequence[int] | None = None
+) -> np.ndarray: ...
+def from_num_idx(
+    num: ArrayLike, idx: ArrayLike, *, columns: int | None = None, dtype: DType | None = None, block_shape: Sequence[int] | None = None
 ) -> np.ndarray:
     """Block list of counts and indices; entries from a row's count on are ignored.
 

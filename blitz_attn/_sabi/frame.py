@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .._arrays import flag, integer, number, pieces
 from .._float_mode import in_usual_mode
 from .._sentences import number_shown
-from .block_list import listed
+from .block_list import BlockList, listed
 from .lists import MOST_BLOCKS, MOST_SIDE, checked_shape, count_of, grid_of, padded, some_integers
+
+if TYPE_CHECKING:
+    from .._types import DType
 
 __all__ = [
     "FrameWidths",
@@ -126,9 +129,9 @@ def random_with_frame(
     heads: int = 1,
     seed: int = 1234,
     sort: bool = True,
-    dtype: Any = None,
+    dtype: DType | None = None,
     width: int | None = None,
-) -> np.ndarray:
+) -> BlockList:
     """Random blocks inside a fixed frame, equally many in each row: upstream's rule, with upstream's results.
 
     Head h of batch entry b draws from ``random.Random(seed + b + h)``. See `frame_plan` for the counts. Sparsity 0

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .._arrays import array as array_of
 from .._arrays import choice
+from .block_list import BlockList
 from .convert import from_block_mask, listed_in_runs, runs_and_counts
 from .lists import MOST_BLOCKS, MOST_SIDE, checked_shape, count_of, grid_of, result_dtype, tokens_of
+
+if TYPE_CHECKING:
+    from .._types import DType
 
 __all__ = ["FunctionMask", "from_function"]
 
@@ -25,7 +29,7 @@ class FunctionMask(NamedTuple):
     ``block_sparse_attention(q, k, v, **mask._asdict())`` passes them on.
     """
 
-    sabi: np.ndarray
+    sabi: BlockList
     kv_ranges: np.ndarray | None
     attn_mask: np.ndarray | None
     block_shape: tuple[int, int]
@@ -106,7 +110,7 @@ def from_function(
     batch: int = 1,
     heads: int = 1,
     token_rule: str = "kv_ranges",
-    dtype: Any = None,
+    dtype: DType | None = None,
     width: int | None = None,
 ) -> FunctionMask:
     """Block list and token rule of a mask that is a function of batch, head, query and key, as FlexAttention's `mask_mod` is.

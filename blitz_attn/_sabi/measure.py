@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -10,6 +10,9 @@ from .._arrays import flag
 from .._float_mode import in_usual_mode
 from .convert import to_block_mask
 from .lists import at_least_one, columns_of, counts_of, signed
+
+if TYPE_CHECKING:
+    from .._types import ArrayLike
 
 __all__ = [
     "balance",
@@ -20,7 +23,7 @@ __all__ = [
 ]
 
 
-def counts(sabi: Any) -> np.ndarray:
+def counts(sabi: ArrayLike) -> np.ndarray:
     """Blocks kept in each row.
 
     Parameters
@@ -68,7 +71,13 @@ def _evenness(work: np.ndarray) -> float:
     return float(work.mean() / work.max()) if work.max(initial=0) else 1.0
 
 
-def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
+@overload
+def density(sabi: ArrayLike, columns: int, *, per_head: Literal[False] = False) -> float: ...
+@overload
+def density(sabi: ArrayLike, columns: int, *, per_head: Literal[True]) -> np.ndarray: ...
+@overload
+def density(sabi: ArrayLike, columns: int, *, per_head: bool) -> Any: ...
+def density(sabi: ArrayLike, columns: int, *, per_head: bool = False) -> Any:
     """Share of all pairs of blocks that is kept.
 
     Every row counts as if it could see all columns. A causal list of all visible blocks therefore has a density of about one half, and a
@@ -104,7 +113,13 @@ def density(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
     return _kept_share(sabi, columns, per_head)
 
 
-def sparsity(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
+@overload
+def sparsity(sabi: ArrayLike, columns: int, *, per_head: Literal[False] = False) -> float: ...
+@overload
+def sparsity(sabi: ArrayLike, columns: int, *, per_head: Literal[True]) -> np.ndarray: ...
+@overload
+def sparsity(sabi: ArrayLike, columns: int, *, per_head: bool) -> Any: ...
+def sparsity(sabi: ArrayLike, columns: int, *, per_head: bool = False) -> Any:
     """Share of the blocks that is dropped: 1 - `density`.
 
     Parameters
@@ -132,7 +147,7 @@ def sparsity(sabi: Any, columns: int, *, per_head: bool = False) -> Any:
     return _dropped_share(sabi, columns, per_head)
 
 
-def balance(sabi: Any, *, per_head: bool = False) -> Any:
+def balance(sabi: ArrayLike, *, per_head: bool = False) -> float:
     """How even the work is: mean over maximum of the number of blocks per row, or per head (1 = all equal).
 
     Parameters
@@ -163,7 +178,7 @@ def balance(sabi: Any, *, per_head: bool = False) -> Any:
     return _evenness(work.sum(axis=-1) if flag(per_head, "per_head") else work)
 
 
-def picture(sabi: Any, columns: int | None = None, *, max_rows: int = 32, max_columns: int = 32) -> str:
+def picture(sabi: ArrayLike, columns: int | None = None, *, max_rows: int = 32, max_columns: int = 32) -> str:
     """Text picture of a block list: two characters per cell, one header line per head.
 
     A cell is full where every block in it is kept, shaded where some are and blank where none is; grids larger than the

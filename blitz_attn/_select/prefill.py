@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
 from .. import _arrays, _core
 from .._block_sparse.call import block_sparse_attention
 from .._names import Layout
-from .._sabi.block_list import listed
+from .._sabi.block_list import BlockList, listed
 from .._sabi.lists import checked_shape, sides_of, tokens_of
 from .._sentences import rename
 from .choosers import budget_of, rules_of
 from .options import Options
+
+if TYPE_CHECKING:
+    from .._options import ChoiceOptions, ChosenOptions, ListOptions, ScoreOptions
+    from .._types import Array, Kind
 
 __all__ = ["list_from_scores", "scores", "select_and_attend_prefill", "select_blocks_prefill"]
 
@@ -29,6 +33,18 @@ def _floats(x: Any, name: str) -> np.ndarray:
     return _arrays.float32_numbers(x, name)
 
 
+@overload
+def select_blocks_prefill(q: Kind, k: Array, *, return_scores: Literal[False] = False, **options: Unpack[ChoiceOptions]) -> Kind: ...
+@overload
+def select_blocks_prefill(q: Kind, k: Array, *, return_scores: Literal[True], **options: Unpack[ChoiceOptions]) -> tuple[Kind, Kind]: ...
+@overload
+def select_blocks_prefill(q: Array, k: Array, *, return_scores: Literal[False] = False, **options: Unpack[ChoiceOptions]) -> BlockList: ...
+@overload
+def select_blocks_prefill(
+    q: Array, k: Array, *, return_scores: Literal[True], **options: Unpack[ChoiceOptions]
+) -> tuple[BlockList, np.ndarray]: ...
+@overload
+def select_blocks_prefill(q: Array, k: Array, *, return_scores: bool, **options: Unpack[ChoiceOptions]) -> Any: ...
 def select_blocks_prefill(
     q: Any,
     k: Any,
@@ -230,6 +246,10 @@ def select_blocks_prefill(
     return sabi if made is None else (sabi, _arrays.as_kind_of(made, q))
 
 
+@overload
+def scores(q: Kind, k: Array, **options: Unpack[ScoreOptions]) -> Kind: ...
+@overload
+def scores(q: Array, k: Array, **options: Unpack[ScoreOptions]) -> np.ndarray: ...
 def scores(
     q: Any,
     k: Any,
@@ -293,6 +313,10 @@ def scores(
     return select_blocks_prefill(q, k, chooser=chooser, threshold=1, per_kv_head=per_kv_head, return_scores=True, **vars(options))[1]
 
 
+@overload
+def list_from_scores(scores: Kind, s_q: int, s_kv: int | None = None, **options: Unpack[ListOptions]) -> Kind: ...
+@overload
+def list_from_scores(scores: Array, s_q: int, s_kv: int | None = None, **options: Unpack[ListOptions]) -> BlockList: ...
 def list_from_scores(
     scores: Any,
     s_q: int,
@@ -382,6 +406,36 @@ def list_from_scores(
     return _arrays.as_kind_of(made, scores)
 
 
+@overload
+def select_and_attend_prefill(
+    q: Kind, k: Array, v: Array, *, return_lse: Literal[False] = False, return_sabi: Literal[False] = False,
+    **options: Unpack[ChosenOptions],
+) -> Kind: ...  # fmt: skip
+@overload
+def select_and_attend_prefill(
+    q: Kind, k: Array, v: Array, *, return_lse: Literal[True], return_sabi: Literal[False] = False, **options: Unpack[ChosenOptions]
+) -> tuple[Kind, Kind]: ...
+@overload
+def select_and_attend_prefill(
+    q: Kind, k: Array, v: Array, *, return_sabi: Literal[True], return_lse: bool = False, **options: Unpack[ChosenOptions]
+) -> tuple[Kind, ...]: ...
+@overload
+def select_and_attend_prefill(
+    q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, return_sabi: Literal[False] = False,
+    **options: Unpack[ChosenOptions],
+) -> np.ndarray: ...  # fmt: skip
+@overload
+def select_and_attend_prefill(
+    q: Array, k: Array, v: Array, *, return_lse: Literal[True], return_sabi: Literal[False] = False, **options: Unpack[ChosenOptions]
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def select_and_attend_prefill(
+    q: Array, k: Array, v: Array, *, return_sabi: Literal[True], return_lse: bool = False, **options: Unpack[ChosenOptions]
+) -> tuple[np.ndarray, ...]: ...
+@overload
+def select_and_attend_prefill(
+    q: Array, k: Array, v: Array, *, return_lse: bool = False, return_sabi: bool = False, **options: Unpack[ChosenOptions]
+) -> Any: ...
 def select_and_attend_prefill(
     q: Any,
     k: Any,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from .._names import LAYOUTS, Layout
 from .._sabi.block_list import block_shape_for
 from .._sabi.lists import with_four_axes
 from .options import JudgingOptions, Options
+
+if TYPE_CHECKING:
+    from .._types import Array, ArrayLike, DType, Integers, IntOrIntegers
 
 __all__ = ["output_error", "recall"]
 
@@ -141,9 +144,9 @@ def error_of(result_of_list: tuple[Any, Any], out_of_all: Any, every: int, optio
 
 
 def recall(
-    q: Any,
-    k: Any,
-    sabi: Any,
+    q: Array,
+    k: Array,
+    sabi: Array,
     *,
     block_shape: tuple[int, int] | None = None,
     every: int = 1,
@@ -151,18 +154,18 @@ def recall(
     layout: Layout = "BNSD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
-    q_lens: Any = None,
-    kv_lens: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
+    q_lens: Integers | None = None,
+    kv_lens: Integers | None = None,
+    cu_seqlens_q: Integers | None = None,
+    cu_seqlens_kv: Integers | None = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
-    q_begin: Any = None,
-    kv_ranges: Any = None,
-    attn_mask: Any = None,
-    alibi_slopes: Any = None,
+    q_begin: IntOrIntegers | None = None,
+    kv_ranges: Array | None = None,
+    attn_mask: Array | None = None,
+    alibi_slopes: ArrayLike | None = None,
     softcap: float | None = None,
-    dtype: Any = None,
+    dtype: DType | None = None,
     num_threads: int | None = None,
 ) -> np.ndarray:
     """Share of the softmax mass that a block list keeps, for each block of queries.
@@ -226,10 +229,10 @@ def recall(
 
 
 def output_error(
-    q: Any,
-    k: Any,
-    v: Any,
-    sabi: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    sabi: Array,
     *,
     block_shape: tuple[int, int] | None = None,
     every: int = 1,
@@ -237,19 +240,19 @@ def output_error(
     layout: Layout = "BNSD",
     causal: bool = False,
     window: tuple[int, int] | None = None,
-    q_lens: Any = None,
-    kv_lens: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
+    q_lens: Integers | None = None,
+    kv_lens: Integers | None = None,
+    cu_seqlens_q: Integers | None = None,
+    cu_seqlens_kv: Integers | None = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
-    q_begin: Any = None,
-    kv_ranges: Any = None,
-    attn_mask: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
+    q_begin: IntOrIntegers | None = None,
+    kv_ranges: Array | None = None,
+    attn_mask: Array | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     softcap: float | None = None,
-    dtype: Any = None,
+    dtype: DType | None = None,
     num_threads: int | None = None,
 ) -> np.ndarray:
     """Relative error of the output that a block list gives, for each head.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
 from numpy import ndarray
@@ -23,11 +23,19 @@ from ._exchange import Piece, Stages
 from ._problem import Problem
 from ._routes import Routes
 
+if TYPE_CHECKING:
+    from .._options import DistributedNSAOptions
+    from .._types import Array, Kind
+
 __all__ = ["nsa"]
 
 ROWS = 128  # queries that are dealt out together, or a multiple of a tile of at least so many
 
 
+@overload
+def nsa(q: Kind, k: Array, v: Array, **options: Unpack[DistributedNSAOptions]) -> Kind: ...
+@overload
+def nsa(q: Array, k: Array, v: Array, **options: Unpack[DistributedNSAOptions]) -> ndarray: ...
 def nsa(
     q: Any,
     k: Any,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 from numpy import ndarray
@@ -16,6 +16,10 @@ from ._comm import Agreement, has_threads, import_mpi
 from ._exchange import COMM_TYPES, Piece, Stages, Sums
 from ._rows import RowCall
 from .plan import ContextParallelPlan
+
+if TYPE_CHECKING:
+    from .._options import ContextOptions
+    from .._types import Array, ArrayLike, Kind
 
 __all__ = ["context_parallel_attention", "context_parallel_attention_backward", "dispatch", "undispatch"]
 
@@ -121,6 +125,31 @@ def by_head(array: ndarray, layout: str, heads: int) -> ndarray:
     return array if layout == "BNSD" else (array[None] if layout == "TND" else array).swapaxes(1, 2)
 
 
+@overload
+def context_parallel_attention(
+    q: Kind, k: Array, v: Array, plan: ContextParallelPlan, *, return_lse: Literal[True] = True, sinks: ArrayLike | None = None,
+    **options: Unpack[ContextOptions],
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Kind, k: Array, v: Array, plan: ContextParallelPlan, *, return_lse: Literal[False], sinks: ArrayLike | None = None,
+    **options: Unpack[ContextOptions],
+) -> Kind: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Array, k: Array, v: Array, plan: ContextParallelPlan, *, return_lse: Literal[True] = True, sinks: ArrayLike | None = None,
+    **options: Unpack[ContextOptions],
+) -> tuple[ndarray, ndarray]: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Array, k: Array, v: Array, plan: ContextParallelPlan, *, return_lse: Literal[False], sinks: ArrayLike | None = None,
+    **options: Unpack[ContextOptions],
+) -> ndarray: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Array, k: Array, v: Array, plan: ContextParallelPlan, *, return_lse: bool, sinks: ArrayLike | None = None,
+    **options: Unpack[ContextOptions],
+) -> Any: ...  # fmt: skip
 def context_parallel_attention(
     q: Any,
     k: Any,
@@ -236,6 +265,16 @@ def context_parallel_attention(
     return (out, _arrays.finished(lse, None, family)) if with_lse else out
 
 
+@overload
+def context_parallel_attention_backward(
+    dout: Array, q: Kind, k: Array, v: Array, out: Array, lse: Array, plan: ContextParallelPlan, *, dlse: Array | None = None,
+    **options: Unpack[ContextOptions],
+) -> tuple[Kind, Kind, Kind]: ...  # fmt: skip
+@overload
+def context_parallel_attention_backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, plan: ContextParallelPlan, *, dlse: Array | None = None,
+    **options: Unpack[ContextOptions],
+) -> tuple[ndarray, ndarray, ndarray]: ...  # fmt: skip
 def context_parallel_attention_backward(
     dout: Any,
     q: Any,
@@ -327,7 +366,8 @@ def context_parallel_attention_backward(
     def compute(piece: Piece, windows: list[ndarray]) -> None:
         rows = call.rows(piece)
         one, grad, result, *per_query = (rows.given(x) for x in piece.inputs)
-        one_lse, one_dlse = (*(x[..., 0] for x in per_query), None)[:2]
+        states: tuple[Any, ...] = (*(x[..., 0] for x in per_query), None)
+        one_lse, one_dlse = states[:2]
         one_k, one_v = (rows.given(x, keys=True) for x in windows)
         into = (rows.given(piece.outputs[0]), *(rows.given(x, keys=True) for x in sums.parts))
         block_sparse_attention_backward(
@@ -346,6 +386,10 @@ def _finished(grads: list[Any], family: _arrays.Family) -> tuple[Any, Any, Any]:
     return dq, dk, dv
 
 
+@overload
+def dispatch(x: Kind, plan: ContextParallelPlan, *, keys: bool = False, axis: int | None = None) -> Kind: ...
+@overload
+def dispatch(x: Array, plan: ContextParallelPlan, *, keys: bool = False, axis: int | None = None) -> ndarray: ...
 def dispatch(x: Any, plan: ContextParallelPlan, *, keys: bool = False, axis: int | None = None) -> Any:
     """This rank's shard of an array of the whole sequence.
 
@@ -384,6 +428,10 @@ def dispatch(x: Any, plan: ContextParallelPlan, *, keys: bool = False, axis: int
     return _as_given(whole, x)
 
 
+@overload
+def undispatch(x: Kind, plan: ContextParallelPlan, *, keys: bool = False, axis: int | None = None) -> Kind: ...
+@overload
+def undispatch(x: Array, plan: ContextParallelPlan, *, keys: bool = False, axis: int | None = None) -> ndarray: ...
 def undispatch(x: Any, plan: ContextParallelPlan, *, keys: bool = False, axis: int | None = None) -> Any:
     """The array of the whole sequence, on every rank, from the shards of all ranks. Collective.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 from numpy import ndarray
@@ -17,6 +17,10 @@ from ._comm import Agreement, communicator
 from ._lazy import computed_once
 from ._lists import Listed, listed_blocks, lists_by_unit
 from ._states import Merges, ranges, rounded, sinks_of, with_sinks
+
+if TYPE_CHECKING:
+    from .._options import DecodeCallOptions, DecodeOptions
+    from .._types import Array, DType, Integers, Kind
 
 __all__ = ["DecodePlan", "decode_context_parallel_attention"]
 
@@ -225,20 +229,20 @@ class DecodePlan:
 
     def __init__(
         self,
-        block_tables: Any,
-        seq_lens: Any,
+        block_tables: Array,
+        seq_lens: Integers,
         *,
         page_size: Any,
         comm: Any = None,
         interleave: int | None = None,
         kv_split: int = KV_SPLIT,
-        q_lens: Any = None,
+        q_lens: Integers | None = None,
         scale: float | None = None,
         kv_layout: KVLayout = "NHD",
         window: int | None = None,
         softcap: float | None = None,
-        dtype: Any = None,
-        kv_dtype: Any = None,
+        dtype: DType | None = None,
+        kv_dtype: DType | None = None,
         num_threads: int | None = None,
     ) -> None:
         self.comm = comm = communicator(comm)
@@ -324,6 +328,24 @@ class DecodePlan:
 
     # ---- A layer ----
 
+    @overload
+    def attention(
+        self, q: Kind, k_cache: Array, v_cache: Array, *, return_lse: Literal[False] = False, **options: Unpack[DecodeCallOptions]
+    ) -> Kind: ...
+    @overload
+    def attention(
+        self, q: Kind, k_cache: Array, v_cache: Array, *, return_lse: Literal[True], **options: Unpack[DecodeCallOptions]
+    ) -> tuple[Kind, Kind]: ...
+    @overload
+    def attention(
+        self, q: Array, k_cache: Array, v_cache: Array, *, return_lse: Literal[False] = False, **options: Unpack[DecodeCallOptions]
+    ) -> ndarray: ...
+    @overload
+    def attention(
+        self, q: Array, k_cache: Array, v_cache: Array, *, return_lse: Literal[True], **options: Unpack[DecodeCallOptions]
+    ) -> tuple[ndarray, ndarray]: ...
+    @overload
+    def attention(self, q: Array, k_cache: Array, v_cache: Array, *, return_lse: bool, **options: Unpack[DecodeCallOptions]) -> Any: ...
     def attention(
         self, q: Any, k_cache: Any, v_cache: Any, *, selected: Any = None, counts: Any = None, sinks: Any = None, k_scale: Any = None,
         v_scale: Any = None, return_lse: bool = False, out: Any = None,
@@ -444,6 +466,30 @@ class DecodePlan:
         return written(results, rounded(out, kind), lse)
 
 
+@overload
+def decode_context_parallel_attention(
+    q: Kind, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Integers, *, return_lse: Literal[False] = False,
+    **options: Unpack[DecodeOptions],
+) -> Kind: ...  # fmt: skip
+@overload
+def decode_context_parallel_attention(
+    q: Kind, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Integers, *, return_lse: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[Kind, Kind]: ...  # fmt: skip
+@overload
+def decode_context_parallel_attention(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Integers, *, return_lse: Literal[False] = False,
+    **options: Unpack[DecodeOptions],
+) -> ndarray: ...  # fmt: skip
+@overload
+def decode_context_parallel_attention(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Integers, *, return_lse: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[ndarray, ndarray]: ...  # fmt: skip
+@overload
+def decode_context_parallel_attention(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Integers, *, return_lse: bool, **options: Unpack[DecodeOptions]
+) -> Any: ...
 def decode_context_parallel_attention(
     q: Any,
     k_cache: Any,

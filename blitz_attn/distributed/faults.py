@@ -114,7 +114,7 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
         comm = _shrink(comm, mpi)
 
 
-def redistribute(x: Any, before: Sequence[Ranges], after: Sequence[Ranges], *, axis: int = 2, comm: Any = None) -> ndarray:
+def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], *, axis: int = 2, comm: Any = None) -> ndarray:
     """Bring tokens from the ranks that hold them, or copies of them, to those that a new plan gives them to. All ranks call this together.
 
     Parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -16,6 +16,9 @@ from ._lazy import computed_once
 from ._problem import Problem
 from ._routes import Routes, best_of, made
 from ._rows import RowCall
+
+if TYPE_CHECKING:
+    from .._types import ArrayLike, DType, Integers
 
 __all__ = ["ContextParallelPlan", "Prediction"]
 
@@ -129,7 +132,7 @@ class ContextParallelPlan:
 
     def __init__(
         self,
-        sabi: Any = None,
+        sabi: ArrayLike | None = None,
         s_q: int | None = None,
         s_kv: int | None = None,
         *,
@@ -142,15 +145,15 @@ class ContextParallelPlan:
         num_kv_heads: int | None = None,
         head_dim: int = 128,
         head_dim_v: int | None = None,
-        dtype: Any = "float32",
+        dtype: DType = "float32",
         block_shape: tuple[int, int] | None = None,
         layout: Layout = "BNSD",
         causal: bool = False,
         window: tuple[int, int] | None = None,
-        q_lens: Any = None,
-        kv_lens: Any = None,
-        cu_seqlens_q: Any = None,
-        cu_seqlens_kv: Any = None,
+        q_lens: Integers | None = None,
+        kv_lens: Integers | None = None,
+        cu_seqlens_q: Integers | None = None,
+        cu_seqlens_kv: Integers | None = None,
         link: float = 1.25e9,
         rate: float = 1e12,
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
@@ -15,6 +15,9 @@ from ..quest import select_blocks
 from ._comm import Agreement, communicator
 from .decode import DecodePlan
 
+if TYPE_CHECKING:
+    from .._types import Array, DType, Integers, IntOrIntegers
+
 __all__ = ["select_blocks_distributed"]
 
 _CALL = "select_blocks_distributed"
@@ -22,26 +25,26 @@ _NOBODY = np.iinfo(np.int32).max  # the number of a block that is none
 
 
 def select_blocks_distributed(
-    q: Any,
-    source: Any,
-    tables: Any,
-    seq_lens: Any,
-    k: Any = None,
+    q: Array,
+    source: Array | tuple[Array, ...],
+    tables: Array,
+    seq_lens: Integers,
+    k: IntOrIntegers | None = None,
     *,
     comm: Any = None,
     interleave: int | None = None,
     plan: DecodePlan | None = None,
-    budget: Any = None,
+    budget: IntOrIntegers | None = None,
     method: Method = "quest",
     sink: int = 1,
-    recent: Any = 1,
+    recent: IntOrIntegers = 1,
     per_query_head: bool = False,
     dense_below: int | None = None,
-    tokens_since_metadata_update: Any = -1,
+    tokens_since_metadata_update: IntOrIntegers = -1,
     ascending: bool = True,
     block_size: int | None = None,
     kv_layout: KVLayout = "NHD",
-    dtype: Any = None,
+    dtype: DType | None = None,
     num_threads: int | None = None,
 ) -> tuple[ndarray, ndarray]:
     """The blocks of each request that `blitz_attn.select_blocks` chooses, where each rank scores those that it holds.

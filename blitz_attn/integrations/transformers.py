@@ -9,11 +9,14 @@ torch and transformers are imported by `register` and by what needs them, not wi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .. import _arrays
 from .._sentences import shown
 from ._transformers.config import SparseConfig, configure
+
+if TYPE_CHECKING:
+    from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 __all__ = ["SparseConfig", "configure", "paged_cache", "register"]
 
@@ -73,7 +76,7 @@ def register() -> None:
         AttentionMaskInterface.register(name, make_mask)
 
 
-def paged_cache(model: Any, *, page_size: int = 64) -> Any:
+def paged_cache(model: PreTrainedModel | PretrainedConfig, *, page_size: int = 64) -> Cache:
     """A cache for a model's `generate` and forward calls that keeps keys and values in pages, which Quest can choose from.
 
     It grows without copying what it holds at every step. Every attention implementation can read it. Layers with a sliding window,

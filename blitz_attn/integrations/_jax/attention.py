@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -27,6 +27,13 @@ from .calls import (
     shapes_like,
     without_gradient,
 )
+
+if TYPE_CHECKING:
+    from jax import Array as JaxArray
+
+    from ..._block_sparse.call import SparseSliceRules
+    from ..._options import ChosenRules, JaxOwnOptions
+    from ..._types import Array
 
 __all__ = ["block_sparse_attention", "dot_product_attention", "select_and_attend_prefill"]
 
@@ -70,7 +77,7 @@ def _attend_shapes(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any
 # ---- On the buffers of a computation ----------------------------------------------------------------------------------
 
 
-def _attend(out: tuple[np.ndarray, ...], **given: Any) -> None:
+def _attend(out: tuple[np.ndarray, np.ndarray], **given: Any) -> None:
     numpy_calls.block_sparse_attention(**given, out=out, return_lse=True)
 
 
@@ -82,7 +89,7 @@ def _attend_backward(out: tuple[np.ndarray, ...], *, learned: tuple[str, ...], *
         to[...] = of_biases[name]
 
 
-def _choose_and_attend(out: tuple[np.ndarray, ...], **given: Any) -> None:
+def _choose_and_attend(out: tuple[np.ndarray, np.ndarray], **given: Any) -> None:
     numpy_choice.select_and_attend_prefill(**given, out=out, return_lse=True)
 
 
@@ -148,6 +155,19 @@ def _gradient_of_sinks(sinks: Any, dout: Any, out: Any, lse: Any, dlse: Any, lay
 # ---- Calls --------------------------------------------------------------------------------------------------------
 
 
+@overload
+def block_sparse_attention(
+    q: JaxArray, k: JaxArray, v: JaxArray, sabi: Array | None = None, *, return_lse: Literal[False] = False,
+    **options: Unpack[SparseSliceRules],
+) -> JaxArray: ...  # fmt: skip
+@overload
+def block_sparse_attention(
+    q: JaxArray, k: JaxArray, v: JaxArray, sabi: Array | None = None, *, return_lse: Literal[True], **options: Unpack[SparseSliceRules]
+) -> tuple[JaxArray, JaxArray]: ...
+@overload
+def block_sparse_attention(
+    q: JaxArray, k: JaxArray, v: JaxArray, sabi: Array | None = None, *, return_lse: bool, **options: Unpack[SparseSliceRules]
+) -> Any: ...
 @like(numpy_calls.block_sparse_attention, NOT_TAKEN)
 def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_lse: Any = False, **rules: Any) -> Any:
     """`blitz_attn.block_sparse_attention` on JAX arrays: under `jax.jit`, differentiable in q, k, v, attn_mask, alibi_slopes and sinks.
@@ -207,6 +227,21 @@ def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_l
     return (out, lse) if return_lse else out
 
 
+@overload
+def dot_product_attention(
+    query: JaxArray, key: JaxArray, value: JaxArray, bias: Array | None = None, mask: Array | None = None, *,
+    return_residual: Literal[False] = False, **options: Unpack[JaxOwnOptions],
+) -> JaxArray: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: JaxArray, key: JaxArray, value: JaxArray, bias: Array | None = None, mask: Array | None = None, *,
+    return_residual: Literal[True], **options: Unpack[JaxOwnOptions],
+) -> tuple[JaxArray, JaxArray]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: JaxArray, key: JaxArray, value: JaxArray, bias: Array | None = None, mask: Array | None = None, *, return_residual: bool,
+    **options: Unpack[JaxOwnOptions],
+) -> Any: ...  # fmt: skip
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -339,6 +374,16 @@ def _upper_left(q_shape: tuple[int, ...], keys: int, rules: dict[str, Any], is_c
     return upper_left
 
 
+@overload
+def select_and_attend_prefill(
+    q: JaxArray, k: JaxArray, v: JaxArray, *, return_lse: Literal[False] = False, **options: Unpack[ChosenRules]
+) -> JaxArray: ...
+@overload
+def select_and_attend_prefill(
+    q: JaxArray, k: JaxArray, v: JaxArray, *, return_lse: Literal[True], **options: Unpack[ChosenRules]
+) -> tuple[JaxArray, JaxArray]: ...
+@overload
+def select_and_attend_prefill(q: JaxArray, k: JaxArray, v: JaxArray, *, return_lse: bool, **options: Unpack[ChosenRules]) -> Any: ...
 @like(numpy_choice.select_and_attend_prefill, BEYOND_LISTS)
 def select_and_attend_prefill(q: Any, k: Any, v: Any, *, return_lse: Any = False, **rules: Any) -> Any:
     """`blitz_attn.select_and_attend_prefill` on JAX arrays, also under `jax.jit`.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from ... import nsa as numpy_calls
 from ..._operations import like, options_of
 from .calls import arrays_of, call, frozen, is_traced, jax, no_second, plain, shape_like, without_gradient
+
+if TYPE_CHECKING:
+    from jax import Array as JaxArray
+
+    from ..._options import NSARules
 
 __all__ = ["nsa"]
 
@@ -54,7 +59,7 @@ def _differentiable() -> Any:
 
 
 @like(numpy_calls.nsa, _NOT_TAKEN)
-def nsa(q: Any, k: Any, v: Any, **rules: Any) -> Any:
+def nsa(q: JaxArray, k: JaxArray, v: JaxArray, **rules: Unpack[NSARules]) -> JaxArray:
     """`blitz_attn.nsa.nsa` on JAX arrays: under `jax.jit`, differentiable in q, k, v, weights and gates. The selection counts as constant.
 
     Parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -10,6 +10,12 @@ from ... import paged as numpy_calls
 from ..._arrays import flag
 from ..._operations import like, result_shapes
 from .calls import BEYOND_LISTS, arrays_of, call, is_traced, plain, read, shapes_like, without_gradient
+
+if TYPE_CHECKING:
+    from jax import Array as JaxArray
+
+    from ..._paged.call import PagedRules, PagedSelectRules
+    from ..._types import Array, Integers, Tables
 
 __all__ = ["paged_attention", "paged_select_attention"]
 
@@ -46,6 +52,21 @@ def _call(function: Any, block_tables: Any, return_lse: Any, given: dict[str, An
     return (out, lse) if return_lse else out
 
 
+@overload
+def paged_attention(
+    q: JaxArray, k_cache: JaxArray, v_cache: JaxArray, block_tables: Tables, seq_lens: Integers | None = None, *,
+    return_lse: Literal[False] = False, **options: Unpack[PagedRules],
+) -> JaxArray: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: JaxArray, k_cache: JaxArray, v_cache: JaxArray, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: Literal[True],
+    **options: Unpack[PagedRules],
+) -> tuple[JaxArray, JaxArray]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: JaxArray, k_cache: JaxArray, v_cache: JaxArray, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: bool,
+    **options: Unpack[PagedRules],
+) -> Any: ...  # fmt: skip
 @like(numpy_calls.paged_attention, BEYOND_LISTS)
 def paged_attention(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any = None, *, return_lse: Any = False, **rules: Any
@@ -93,6 +114,21 @@ def paged_attention(
     return _call(numpy_calls.paged_attention, block_tables, return_lse, given)
 
 
+@overload
+def paged_select_attention(
+    q: JaxArray, k_cache: JaxArray, v_cache: JaxArray, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
+    return_lse: Literal[False] = False, **options: Unpack[PagedSelectRules],
+) -> JaxArray: ...  # fmt: skip
+@overload
+def paged_select_attention(
+    q: JaxArray, k_cache: JaxArray, v_cache: JaxArray, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
+    return_lse: Literal[True], **options: Unpack[PagedSelectRules],
+) -> tuple[JaxArray, JaxArray]: ...  # fmt: skip
+@overload
+def paged_select_attention(
+    q: JaxArray, k_cache: JaxArray, v_cache: JaxArray, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
+    return_lse: bool, **options: Unpack[PagedSelectRules],
+) -> Any: ...  # fmt: skip
 @like(numpy_calls.paged_select_attention, BEYOND_LISTS)
 def paged_select_attention(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any, selected: Any, *, return_lse: Any = False, **rules: Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from ... import block_sparse as numpy_calls
 from ..._arrays import refuse_block_mask
@@ -12,6 +12,13 @@ from ..._sentences import rename
 from . import attention_operators, operators  # noqa: F401 - the first one defines operators
 from .arguments import NOT_TAKEN, read
 from .tensors import expect_tensors, flag_of, mask_of, number_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..._block_sparse.call import SparseRules
+    from ..._options import ChosenRules, TorchOwnOptions
+    from ..._types import Array
 
 try:
     import torch
@@ -23,6 +30,18 @@ __all__ = ["block_sparse_attention", "scaled_dot_product_attention", "select_and
 _NAMES = {"q": "query", "k": "key", "v": "value"}
 
 
+@overload
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, sabi: Array | None = None, *, return_lse: Literal[False] = False, **options: Unpack[SparseRules]
+) -> Tensor: ...
+@overload
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, sabi: Array | None = None, *, return_lse: Literal[True], **options: Unpack[SparseRules]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, sabi: Array | None = None, *, return_lse: bool, **options: Unpack[SparseRules]
+) -> Any: ...
 @like(numpy_calls.block_sparse_attention, NOT_TAKEN)
 def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_lse: Any = False, **rules: Any) -> Any:
     """`blitz_attn.block_sparse_attention` on torch tensors, differentiable in q, k, v, attn_mask, alibi_slopes and sinks.
@@ -150,6 +169,21 @@ def _upper_left(query: Any, key: Any, rules: dict[str, Any]) -> dict[str, Any]:
     return upper_left
 
 
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, *, return_lse: Literal[False] = False, **options: Unpack[TorchOwnOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, *, return_lse: Literal[True], **options: Unpack[TorchOwnOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, *, return_lse: bool, **options: Unpack[TorchOwnOptions],
+) -> Any: ...  # fmt: skip
 def scaled_dot_product_attention(
     query: Any,
     key: Any,
@@ -296,6 +330,16 @@ def _mask_of_pairs(mask: Any, query: Any, key: Any) -> Any:
     return _four_axes(mask) if mask.dim() > 4 else mask
 
 
+@overload
+def select_and_attend_prefill(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[ChosenRules]
+) -> Tensor: ...
+@overload
+def select_and_attend_prefill(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[ChosenRules]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def select_and_attend_prefill(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[ChosenRules]) -> Any: ...
 @like(numpy_choice.select_and_attend_prefill, NOT_TAKEN)
 def select_and_attend_prefill(q: Any, k: Any, v: Any, *, return_lse: Any = False, **rules: Any) -> Any:
     """`blitz_attn.select_and_attend_prefill` on torch tensors, as an operator that `torch.compile` takes into its graph.

@@ -10,7 +10,7 @@ of the partial blocks to find that out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,11 @@ from ..._sabi.check import check
 from ..._sabi.convert import from_block_mask, from_num_idx, listed_in_runs, to_block_mask, to_num_idx
 from ..._sabi.lists import checked_shape, grid_of, tokens_of
 from .tensors import flag_of, pair_of
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from ..._types import Array, ArrayLike, Integers
 
 try:
     import torch
@@ -191,19 +196,19 @@ def _grid_of_documents(ends: tuple[np.ndarray, np.ndarray], block_shape: tuple[i
 
 
 def to_flex_block_mask(
-    sabi: Any,
+    sabi: ArrayLike,
     s_q: int,
     s_kv: int | None = None,
     *,
     block_shape: tuple[int, int] = (128, 128),
     causal: bool = False,
     window: tuple[int, int] | None = None,
-    q_lens: Any = None,
-    kv_lens: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    kv_ranges: Any = None,
-) -> Any:
+    q_lens: Integers | None = None,
+    kv_lens: Integers | None = None,
+    cu_seqlens_q: Integers | None = None,
+    cu_seqlens_kv: Integers | None = None,
+    kv_ranges: Array | None = None,
+) -> BlockMask:
     """FlexAttention's BlockMask of the pairs of queries and keys that a call of `block_sparse_attention` computes.
 
     Parameters
@@ -391,7 +396,8 @@ def _pairs_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int
 
 
 def from_flex_block_mask(
-    block_mask: Any, *, q_lens: Any = None, kv_lens: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None
+    block_mask: BlockMask, *, q_lens: Integers | None = None, kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None,
+    cu_seqlens_kv: Integers | None = None
 ) -> dict[str, Any]:
     """The arguments of `block_sparse_attention` that stand for a BlockMask of FlexAttention.
 

@@ -8,7 +8,7 @@ called when a compiler first meets `nsa`.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -17,6 +17,11 @@ from ...nsa import nsa as _nsa
 from ...nsa import nsa_backward as _nsa_backward
 from .operators import no_second
 from .tensors import autocast_dtype, expect_tensors, lowered, rows, torch, transforms_active
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..._options import NSARules
 
 __all__ = ["nsa"]
 
@@ -83,7 +88,7 @@ _outside_of_graphs: list[Any] = []  # `_eager` for a compiler, once it is made
 
 
 @like(_nsa, _NOT_TAKEN)
-def nsa(q: Any, k: Any, v: Any, **rules: Any) -> Any:
+def nsa(q: Tensor, k: Tensor, v: Tensor, **rules: Unpack[NSARules]) -> Tensor:
     """`blitz_attn.nsa.nsa` on torch tensors, differentiable in all of them. The selection of blocks counts as constant.
 
     Parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from ... import paged as numpy_calls
 from ..._operations import OPERATIONS, like
@@ -10,6 +10,12 @@ from ..._paged.tables import tables_for_core
 from . import operators
 from .arguments import NOT_TAKEN, read, taken, takes
 from .tensors import expect_tensors, integers_of, lowered, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..._paged.call import PagedRules, PagedSelectRules
+    from ..._types import Array, Integers, Tables
 
 __all__ = ["paged_attention", "paged_select_attention"]
 
@@ -65,6 +71,21 @@ def _attend(function: str, q: Any, k_cache: Any, v_cache: Any, block_tables: Any
     return operators.call("paged_attention", *given, **told, return_lse=return_lse)
 
 
+@overload
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None = None, *,
+    return_lse: Literal[False] = False, **options: Unpack[PagedRules],
+) -> Tensor: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: Literal[True],
+    **options: Unpack[PagedRules],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: bool,
+    **options: Unpack[PagedRules],
+) -> Any: ...  # fmt: skip
 @like(numpy_calls.paged_attention, NOT_TAKEN)
 def paged_attention(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any = None, *, return_lse: Any = False, **rules: Any
@@ -108,6 +129,21 @@ def paged_attention(
     return _attend("paged_attention", q, k_cache, v_cache, block_tables, return_lse, {"seq_lens": seq_lens} | rules)
 
 
+@overload
+def paged_select_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
+    return_lse: Literal[False] = False, **options: Unpack[PagedSelectRules],
+) -> Tensor: ...  # fmt: skip
+@overload
+def paged_select_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
+    return_lse: Literal[True], **options: Unpack[PagedSelectRules],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def paged_select_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None, selected: Array, *, return_lse: bool,
+    **options: Unpack[PagedSelectRules],
+) -> Any: ...  # fmt: skip
 @like(numpy_calls.paged_select_attention, NOT_TAKEN)
 def paged_select_attention(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any, selected: Any, *, return_lse: Any = False, **rules: Any

@@ -1,0 +1,67 @@
+"""The types of arguments and results, as type checkers see them.
+
+A function whose result is of the kind of its first array has overloads: `Kind` in, `Kind` out; any other array in, NumPy out. What else its
+overloads take is a TypedDict of `_options`. A call never sees an overload, and the function itself keeps its signature and its defaults.
+No framework is imported: what its arrays can do tells them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, SupportsFloat, SupportsIndex, TypeVar
+
+from numpy.typing import ArrayLike as NumpyArrayLike
+
+# ---- Arrays -------------------------------------------------------------------------------------------------------
+
+
+class ExportsDLPack(Protocol):
+    """An array of NumPy, torch, JAX or another library."""
+
+    def __dlpack__(self) -> Any:
+        """Export its memory."""
+
+
+class ExportsBuffer(Protocol):
+    """A memoryview and the like. This is `collections.abc.Buffer` of Python 3.12."""
+
+    def __buffer__(self, flags: int, /) -> memoryview:
+        """Export its memory."""
+
+
+class TorchTensor(ExportsDLPack, Protocol):
+    """`torch.Tensor`."""
+
+    def requires_grad_(self) -> Any:
+        """No other library's arrays have this method."""
+
+
+class JaxArray(ExportsDLPack, Protocol):
+    """`jax.Array`."""
+
+    def block_until_ready(self) -> Any:
+        """No other library's arrays have this method."""
+
+
+class HasItemsize(Protocol):
+    """A dtype of NumPy, ml_dtypes or torch."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+
+
+# What docstrings call array, array_like, sequence of int, int or sequence of int, sequence of float, and str or dtype.
+Array = ExportsDLPack | ExportsBuffer
+ArrayLike = NumpyArrayLike | ExportsDLPack
+Integers = Array | Sequence[SupportsIndex]
+IntOrIntegers = SupportsIndex | Integers
+Numbers = Array | Sequence[SupportsFloat]
+DType = str | type | HasItemsize
+
+Tables = Array | tuple[Integers, Integers, Integers]
+Scale = float | Array
+Source = Array | tuple[Array, ...] | None
+
+Kind = TypeVar("Kind", bound=TorchTensor | JaxArray)  # in, and out again
+Tensor = TypeVar("Tensor", bound=TorchTensor)  # the same for functions that give users of JAX a NumPy array
