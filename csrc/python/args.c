@@ -290,10 +290,7 @@ static int read_array_list(module_state *state, PyObject *object, const char *na
     if (status == 0 && raw.ndim != ndim)
         status = arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected %d dimension%s, got %d", name, ndim, ndim == 1 ? "" : "s", raw.ndim);
     const int64_t rows = status == 0 && ndim == 2 ? raw.dims[0] : 1, columns = status == 0 ? raw.dims[ndim - 1] : 0;
-    int64_t count = 0;
-    if (status == 0 && __builtin_mul_overflow(rows, columns, &count))
-        status = arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected fewer than 2^63 entries", name);
-    if (status == 0) status = allocate_list(list, (Py_ssize_t)count);
+    if (status == 0) status = allocate_list(list, (Py_ssize_t)(rows * columns));
     for (Py_ssize_t i = 0; status == 0 && i < list->count; i++) {
         const char *row = ndim == 2 ? raw.data + i / columns * raw.strides[0] : raw.data;
         list->values[i] = read_element(&raw, row + i % columns * raw.strides[ndim - 1]);

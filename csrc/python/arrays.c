@@ -370,10 +370,3 @@ int arg_head_numbers(module_state *state, PyObject *object, const char *name, in
     *numbers = t->data;
     return 0;
 }
-
-int arg_mask(module_state *state, PyObject *object, const char *name, arg_array *array, ba_tensor *mask) {
-    if (object == Py_None) return 0;
-    if (arg_hold(state, object, name, ARG_MASK, BA_UINT16, array) < 0) return -1;
-    *mask = array->tensor;
-    return 0;
-}

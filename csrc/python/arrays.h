@@ -91,7 +91,4 @@ int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_
 /* Holds one float32 per head, [heads], or nothing where `object` is None: *numbers is then unchanged. */
 int arg_head_numbers(module_state *state, PyObject *object, const char *name, int64_t heads, arg_array *array, const float **numbers);
 
-/* Holds a mask of at most four axes, or nothing where `object` is None. */
-int arg_mask(module_state *state, PyObject *object, const char *name, arg_array *array, ba_tensor *mask);
-
 #endif

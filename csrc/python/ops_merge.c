@@ -25,10 +25,8 @@ static void release_merge(merge_call *call) {
 }
 
 static int read_parts(module_state *state, PyObject *outs, PyObject *lses, ba_dtype bits_as, merge_call *call) {
-    if (!PyTuple_Check(outs) || !PyTuple_Check(lses)) {
-        arg_fail(PyExc_TypeError, BA_ARG("outs") ", " BA_ARG("lses") ": expected tuples");
-        return -1;
-    }
+    if (!PyTuple_Check(outs)) return arg_fail_kind("outs", "a tuple", outs);
+    if (!PyTuple_Check(lses)) return arg_fail_kind("lses", "a tuple", lses);
     call->parts = PyTuple_Size(outs);
     if (PyTuple_Size(lses) != call->parts) {
         arg_fail(PyExc_ValueError, BA_ARG("lses") ": expected %zd arrays, one for each of " BA_ARG("outs") ", got %zd", call->parts,

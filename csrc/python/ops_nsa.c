@@ -17,10 +17,9 @@
 static int hold_each(py_call *call, int index, const char *const *names, Py_ssize_t most, int traits, ba_tensor *tensors) {
     PyObject *const tuple = call->values[index];
     if (tuple == Py_None) return 0;
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) > most) {
-        arg_fail(PyExc_TypeError, BA_ARG("%s") ": expected a tuple of at most %zd arrays", names[0], most);
-        return -1;
-    }
+    if (!PyTuple_Check(tuple)) return arg_fail_kind(names[0], "a tuple", tuple);
+    if (PyTuple_Size(tuple) > most)
+        return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected at most %zd arrays, got %zd", names[0], most, PyTuple_Size(tuple));
     for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++)
         if (call_hold(call, PyTuple_GetItem(tuple, i), names[i], ARG_FLOATS, traits | ARG_OPTIONAL, &tensors[i]) < 0) return -1;
     return 0;

@@ -65,14 +65,11 @@ static int read_requests(py_call *call, int first, int64_t page_size, ba_paged_a
     a->batch = seq_lens->count;
     if (indptr->values != NULL) {
         a->batch = indptr->count - 1;
-        if (a->batch < 0) {
-            arg_fail(PyExc_ValueError, BA_ARG("indptr") ": expected B + 1 entries, got 0");
-            return -1;
-        }
-        if (last_page_len->values == NULL || seq_lens->values != NULL) {
-            arg_fail(PyExc_TypeError, BA_ARG("indptr") ": expected " BA_ARG("last_page_len") " beside it, and no " BA_ARG("seq_lens"));
-            return -1;
-        }
+        if (a->batch < 0) return arg_fail(PyExc_ValueError, BA_ARG("indptr") ": expected B + 1 entries, got 0");
+        if (last_page_len->values == NULL || seq_lens->values != NULL)
+            return arg_fail(PyExc_TypeError,
+                            BA_ARG("indptr") ": expected " BA_ARG("last_page_len") " beside it and no " BA_ARG("seq_lens") ", got %s",
+                            last_page_len->values == NULL ? "none" : "both");
         arg_list *const lengths = call_add_list(call, first + REQUEST_seq_lens);
         if (arg_expect_count(last_page_len, "last_page_len", a->batch, "one per request") < 0 ||
             lengths_from_pages(indptr, last_page_len, a->batch, page_size, lengths) < 0)
@@ -139,7 +136,7 @@ PyObject *py_page_table_lengths(PyObject *module, PyObject *const *args, Py_ssiz
     SORT_ARGUMENTS(page_table_lengths, 1);
     const ba_page_tables *tables = page_tables_of(values[0]);
     if (tables == NULL) {
-        arg_fail(PyExc_TypeError, BA_ARG("tables") ": expected opened page tables, got something else");
+        arg_fail_kind("tables", "opened page tables", values[0]);
         return NULL;
     }
     PyObject *const lists[] = {PyList_New((Py_ssize_t)tables->batch), PyList_New((Py_ssize_t)tables->batch)};

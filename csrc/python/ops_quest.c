@@ -4,34 +4,27 @@
 #include <string.h>
 
 #include "ops/check.h"
-#include "ops/kv_cache/summarise_pages.h"
 #include "ops/select/select_pages.h"
 
 /* ---- Summaries of pages -------------------------------------------------------------------------------------------- */
 
 OPERATION(quest_metadata, ba_quest_metadata_args, QUEST_METADATA, METADATA_meanblocks, METADATA)
 
-static int read_metadata(py_call *call, ba_quest_metadata_args *a, const ba_page_tables *opened) {
+static int read_metadata(py_call *call, ba_quest_metadata_args *a) {
     if (call_read(call, true) < 0) return -1;
-    if (opened != NULL) {
-        a->end = opened->seq_lens;
-        a->batch = opened->batch;
-    } else {
-        if (call_hold(call, call->values[METADATA_block_tables], "block_tables", ARG_TABLES, 0, &a->block_tables) < 0) return -1;
-        a->batch = call_list(call, METADATA_seq_lens)->count;
-    }
+    if (call_hold(call, call->values[METADATA_block_tables], "block_tables", ARG_TABLES, 0, &a->block_tables) < 0) return -1;
+    a->batch = call_list(call, METADATA_seq_lens)->count;
     if (arg_expect_count(call_list(call, METADATA_start_lens), "start_lens", a->batch, "as many as " BA_ARG("seq_lens") " has") < 0) return -1;
     call->pages_by_token = a->kv_layout == BA_NHD;
-    return call_expect_disjoint(call) < 0 ? -1 : call_expect_summary_pages(a, opened);
+    return call_expect_disjoint(call) < 0 ? -1 : call_expect_summary_pages(a, NULL);
 }
 
 PyObject *py_quest_metadata(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     BEGIN_CALL(quest_metadata, ba_quest_metadata_args, {.batch = 0});
-    const ba_page_tables *const opened = page_tables_of(call.values[METADATA_block_tables]);
     ba_status status;
-    int failed = read_metadata(&call, &a, opened);
+    int failed = read_metadata(&call, &a);
     if (!failed) {
-        INTERRUPTIBLE(status, opened ? ba_quest_metadata_by_tables(&a, opened) : ba_quest_metadata(&a));
+        INTERRUPTIBLE(status, ba_quest_metadata(&a));
         failed = arg_check(status);
     }
     return call_end(&call, failed);

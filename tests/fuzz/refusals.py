@@ -189,6 +189,10 @@ def _core_pages(a: Arena, v: int) -> dict[str, Any]:
     return dict.fromkeys(x.name for x in OPERATIONS["select_blocks"]) | call | {"return_counts": False, "return_scores": False}
 
 
+def _opened(a: Arena) -> Any:
+    return _core.open_page_tables(a.integers([[0, 1], [2, 3]]), [20, 32], None, None, None, None, 16, None, None)[0]
+
+
 CORE = {
     "block_means": Good(_core.block_means, _means, ("out",)),
     "block_means_backward": Good(_core.block_means_backward, _means_backward, ("dx",)),
@@ -197,6 +201,8 @@ CORE = {
     "nsa_select": Good(_core.nsa_select, _nsa_select, ("block_indices",)),
     "block_sparse_attention": Good(_core.block_sparse_attention, _core_attention, ("out",)),
     "paged_attention": Good(_core.paged_attention, _core_paged, ("out",)),
+    "in_usual_mode": Good(_core.in_usual_mode, lambda a, v: {"function": float, "args": (), "kwargs": {}}),
+    "page_table_lengths": Good(_core.page_table_lengths, lambda a, v: {"tables": _opened(a)}),
     "merge_states": Good(
         _core.merge_states, lambda a, v: {"empty": np.empty, "outs": (a.floats(1, 12, 2, 4),), "lses": (a.floats(1, 12, 2),)}
     ),
@@ -278,6 +284,8 @@ SCALES = [  # wherever caches with scales are taken
     type_error("v_cache: expected dtype float32 like k_cache, got float16", v_cache=cast("float16")),
     value_error("v_cache: expected the first three axes of k_cache (4, 4, 2, 8), got (2, 4, 2, 8)", v_cache=lambda x: x[:2]),
 ]  # fmt: skip
+# Changes that name requests by (indptr, indices, last_page_len), in the place of a table with a row for each.
+PACKED_TABLES = {"block_tables": lambda x: (np.array([0, 2, 4]), x.reshape(-1), np.array([2, 4])), "seq_lens": None}
 PAGED_RULES = [  # of calls over pages and of plans
     value_error("softcap: expected a positive finite number, or 0 for none, got -1", softcap=-1.0),
     value_error("window: expected a token count of at least 0, or -1 for no bound, got -2", window=-2),
@@ -671,6 +679,8 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("counts: expected 0 to 2, got 3 at [0, 1]", counts=np.array([[1, 3], [1, 0]])),
         value_error("counts: expected 0 to 2, got -1 at [0, 1]", counts=np.array([[1, -1], [1, 0]])),
         value_error("counts: expected shape (2, 2) like the rows of selected, got (2, 4)", counts=np.ones((2, 4), int)),
+        value_error("counts: expected dimensions of fewer than 2^63 bytes, got 2147483648 on axis 1",
+                    counts=made(Dlpack, np.ones(1, np.int8), ndim=2, shape=(2**32, 2**31), strides=(0, 0))),
         value_error("selected: expected pages from 0 to 0, got -1 at [1, 0, 1]", counts=np.full((2, 2), 2)),
         value_error("k_cache: expected shape (pages, page_size, Hkv, D), got (4, 2, 8)", k_cache=lambda x: x[0]),
         value_error("v_cache: expected shape (pages, page_size, Hkv, D), got (4, 2, 8)", v_cache=lambda x: x[0]),
@@ -709,6 +719,10 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("q_lens: expected 2 entries, one per request, got 1", q_lens=[2]),
         value_error("q_lens: expected 0 to seq_lens[0] = 1, got 2 at [0]", q_lens=[2, 0], seq_lens=[1, 4]),
         value_error("q_lens: expected 0 to seq_lens[1] = 0, got 1 at [1]", seq_lens=[6, 0]),
+        value_error("q_lens: expected lengths that add up to k's 1 tokens, got none, which means 1 for each of 2 requests",
+                    k=lambda x: x[:1], v=lambda x: x[:1]),
+        value_error("block_tables: expected an array (B, W) with metadata_block_tables, got (indptr, indices, last_page_len)",
+                    8, metadata_block_tables=np.array([[1], [0]])),
         type_error("maxblocks: expected dtype float32 like k_cache, got float16", 1, maxblocks=cast("float16")),
         type_error("maxblocks: expected dtype float32 with k_cache of int8, got float16",
                     5, maxblocks=np.ones((2, 2, 2, 8), np.float16), metadata_block_tables=np.array([[1], [0]])),
@@ -891,6 +905,8 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("k: expected at least 1, got 0", 8, k=[2, 0]),
         value_error("k: expected a number, or 2 of them, one per request, got shape (3,)", 8, k=[2, 1, 1]),
         value_error("budget: expected at least 1 token, got 0", budget=0),
+        value_error("budget: expected at most 2147483647 blocks of 4 tokens, got 4611686018427387904 tokens", budget=2**62),
+        type_error("seq_lens: expected one length per request, got NoneType", seq_lens=None),
         value_error("sink: expected at least 0 pages, got -1", sink=-1),
         value_error("recent: expected at least 0 pages, got -1 at [1]", recent=[1, -1]),
         value_error("q: expected shape (2, H, D), got (4, 8)", q=lambda x: x[0]),
@@ -918,6 +934,10 @@ REFUSALS: dict[str, list[Refusal]] = {
     "quest.select_and_attend": [
         *PAGED_RULES,
         *BIASES,
+        value_error("q: expected shape (2, H, D), got (1, 4, 8)", 4, q=lambda x: x[:1], **PACKED_TABLES),
+        value_error("q_lens: expected lengths that add up to q's 2 tokens, got 3", 4, q_lens=[1, 2], **PACKED_TABLES),
+        value_error("k_cache: expected at least 1 token, got 0",
+                    4, k_cache=lambda x: x[:, :0], v_cache=lambda x: x[:, :0], **PACKED_TABLES),
         value_error("source: expected summaries and their tables for method 'quest', got None", source=None),
         value_error("source: expected None for method 'max', which reads k_cache ..., got ndarray", 4, source=Of(lambda a: a["k_cache"])),
         value_error("out_dtype: expected 'float32' like q, got 'float16'", out_dtype="float16"),
@@ -1089,6 +1109,8 @@ REFUSALS: dict[str, list[Refusal]] = {
     ],
     "nsa.compute_gates": [
         value_error("q: expected ..., got a stride of 1048577 elements", q=lambda x: as_strided(x, (1, 1, 1, 8), (4, 4, 4, 4 * 1048577))),
+        value_error("q: expected shape (B, N, H, D) or (T, H, D), got (2, 8)", q=lambda x: x[0, 0]),
+        value_error("q: expected axes of at most 2**48 entries in all, got shape (1, 1125899906842624, 2, 8)", q=huge(1, 2**50, 2, 8)),
     ],
     "nsa.gating_backward": [
         value_error("q: expected the tokens and heads of o_cmp (1, 3, 2, 8), got (1, 3, 1, 8)", q=lambda x: x[:, :, :1]),
@@ -1164,6 +1186,8 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("gates: expected 1 x 12 tokens ..., got 1 x 12 tokens, 2 heads and a last axis of 2", gates=lambda x: x[..., :2]),
         type_error("o_slc: expected dtype float32 like ..., got float16", branches=lambda x: (x[0], x[1].astype(np.float16), x[2])),
         value_error("o_win: expected ..., got 1 x 12 tokens, 1 heads and a last axis of 4", branches=lambda x: (*x[:2], x[2][:, :, :1])),
+        type_error("o_cmp: expected a tuple, got list", branches=list),
+        value_error("o_cmp: expected at most 3 arrays, got 6", branches=lambda x: x * 2),
         type_error("out: expected dtype float32 like the other arrays, got float64", out=cast("float64")),
     ],
     "core.gate_backward": [
@@ -1207,17 +1231,35 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("sabi: expected each block column once per row, got 1 again at [0, 1, 1]", 1, sabi=np.array([[[0, 1], [1, 1]]])),
         value_error("sabi: expected no block column, since sequence 0 has no keys, got 0 at [0, 0, 0]",
                     1, k=lambda x: x[:0], v=lambda x: x[:0], cu_seqlens_kv=[0, 0]),
+        value_error("alibi_slopes: expected a contiguous array, got a stride of 2 elements", alibi_slopes=np.ones(4, np.float32)[::2]),
+        value_error("sinks: expected none with routed lists, got some", sinks=np.ones(2, np.float32), routed=True),
+        value_error("attn_mask: expected none with routed lists or key_stride, got some",
+                    attn_mask=np.ones((64, 64), np.bool_), routed=True),
+        value_error("alibi_slopes: expected none with routed lists or key_stride, got some",
+                    alibi_slopes=np.ones(2, np.float32), q_begin=[0], key_stride=2),
         value_error("key_stride, key_last: expected at least 0, got -1 and 0", key_stride=-1),
         value_error("q_begin: expected the first query's token number where key_stride is given, got none", key_stride=2),
         value_error("window: expected no bound where key_stride is given, got (3, 4)", key_stride=2, q_begin=[0], window=(3, 4)),
     ],
+    "core.in_usual_mode": [
+        type_error("args: expected a tuple, got []", args=[]),
+        type_error("kwargs: expected a dict, got None", kwargs=None),
+    ],
+    "core.page_table_lengths": [
+        type_error("tables: expected opened page tables, got list", tables=[]),
+    ],
     "core.paged_attention": [
+        value_error("indptr: expected B + 1 entries, got 0", indptr=[]),
+        type_error("indptr: expected last_page_len beside it and no seq_lens, got none", indptr=[0, 2, 4]),
+        type_error("indptr: expected last_page_len beside it and no seq_lens, got both", indptr=[0, 2, 4], last_page_len=[4, 16]),
         value_error("selected: expected pages from 0 to 1, got -1 at [0, 0, 1]", counts=np.array([[2], [2]])),
         value_error("selected: expected pages from 0 to 1, or a pad, got 2 at [1, 0, 1]", selected=entry(2, 1, 0, 1)),
         type_error("rules: expected a tuple of the arguments behind it, got [None]", rules=[None]),
         type_error(f"rules: expected a tuple of the arguments behind it, got {(None,) * 40}", rules=(None,) * 40),
     ],
     "core.merge_states": [
+        type_error("outs: expected a tuple, got list", outs=list),
+        type_error("lses: expected a tuple, got list", lses=list),
         value_error("lses: expected 2 arrays, one for each of outs, got 1", outs=lambda x: x * 2),
         value_error("outs: expected at least 1 array, got 0", outs=(), lses=()),
     ],
@@ -1229,6 +1271,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("density: expected one number, or one for each of 2 lists, got (3,)", budgets=np.full(3, 0.5)),
     ],
     "core.select_blocks": [
+        value_error("method: expected 'quest', 'mean' or 'max', got 'best'", method="best"),
         value_error("budget: expected at least 0 pages, got -1 at [0]", budget=[-1]),
         type_error("recent: expected an integer, or one per request, with tokens_since_metadata_update, got NoneType",
                     recent=None, tokens_since_metadata_update=3),

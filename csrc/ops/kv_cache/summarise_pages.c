@@ -109,9 +109,6 @@ ba_status ba_open_summaries(const ba_quest_metadata_args *a, const ba_page_table
         if (a->begin[b] < 0)
             return ba_fail(BA_ERROR_VALUE, BA_ARG("start_lens") ": expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
     BA_TRY(ba_check_threads(a->num_threads));
-    if (opened && opened->page_size != c->k.rows)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64,
-                       opened->page_size, c->k.rows);
     if (opened) BA_TRY(ba_check_page_numbers(opened, c->k.count));
     else BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c->k.count, a->end, c->k.rows, 1));
     BA_TRY(ba_check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c->k.rows, rows));
@@ -144,21 +141,10 @@ ba_status ba_run_summaries(ba_summary_call *c) {
     return status;
 }
 
-static ba_status summarise(const ba_quest_metadata_args *args, const ba_page_tables *opened) {
+ba_status ba_quest_metadata(const ba_quest_metadata_args *args) {
     BA_IN_USUAL_MODE;
     ba_summary_call c;
-    BA_TRY(ba_open_summaries(args, opened, &c));
-    return ba_run_summaries(&c);
-}
-
-ba_status ba_quest_metadata(const ba_quest_metadata_args *args) {
     BA_TRY(ba_check_pointer("args", args));
-    return summarise(args, NULL);
-}
-
-ba_status ba_quest_metadata_by_tables(const ba_quest_metadata_args *args, const ba_page_tables *opened) {
-    ba_quest_metadata_args own = *args;
-    own.end = opened->seq_lens;
-    own.batch = opened->batch;
-    return summarise(&own, opened);
+    BA_TRY(ba_open_summaries(args, NULL, &c));
+    return ba_run_summaries(&c);
 }

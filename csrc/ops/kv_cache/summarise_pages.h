@@ -22,14 +22,11 @@ typedef struct ba_summary_call {
     int64_t runs; /* the largest number of runs of ba_work.quest.pages pages in a request, from the page of its token `begin` on */
 } ba_summary_call;
 
-/* Checks a call of ba_quest_metadata(). `opened`: NULL, or opened tables that replace block_tables, whose `end` and batch `args` has. `args` must
- * stay as they are until the call has run; running it again is allowed. */
+/* Checks a call of ba_quest_metadata(). `opened`: NULL, or opened tables that replace block_tables, whose `end` and batch `args` has, and whose page
+ * size is that of the cache. `args` must stay as they are until the call has run; running it again is allowed. */
 ba_status ba_open_summaries(const ba_quest_metadata_args *args, const ba_page_tables *opened, ba_summary_call *c);
 
 /* Writes the summaries of an opened call. Fails for want of memory, or where it is interrupted. */
 ba_status ba_run_summaries(ba_summary_call *c);
-
-/* As ba_quest_metadata(). Opened tables replace block_tables, `end` and batch of `args`. */
-ba_status ba_quest_metadata_by_tables(const ba_quest_metadata_args *args, const ba_page_tables *opened);
 
 #endif
