@@ -238,7 +238,7 @@ fuzz-c:
 	  "$$python" tests/fuzz/c/run.py build/fuzz/temp/fuzz --seconds $(SECONDS) --seed $(or $(SEED),1) --jobs $(JOBS) $(ARGS)
 
 # Which lines of C and Python the suite runs (docs/notes/coverage.rst). Levels up to avx2: higher ones are the same templates and take most of the time
-# to compile. Kernel checks and benchmarks run other builds and programs, whose lines would not count. Kernels count without atomic
+# to compile. Kernel checks and C programs are linked with the objects of this build, and count, too. Kernels count without atomic
 # sums, which would take most of the time: two threads may lose a count of a line, not the fact that it ran.
 coverage: export BLITZ_ATTN_CFLAGS = -O1 -UNDEBUG --coverage -fprofile-update=atomic
 coverage: export BLITZ_ATTN_KERNEL_CFLAGS = -O2 -fprofile-update=single
@@ -247,10 +247,10 @@ coverage: export CC = gcc
 coverage: export COVERAGE_FILE = $(CURDIR)/build/coverage/.coverage
 coverage:
 	@find build/coverage \( -name '*.gcda' -o -name '.coverage*' \) -delete 2>/dev/null || true
-	@$(call find_python,$(COVERAGE_TOOLS)) "$$python" setup.py -q build --build-base build/coverage --build-lib build/coverage/lib && \
+	@$(call find_python,$(COVERAGE_TOOLS)) "$$python" setup.py -q build --build-base build/coverage --build-lib build/coverage/lib --build-temp build/coverage/temp && \
 	  (cd build/coverage && PYTHONPATH="$(CURDIR)/build/coverage/lib" "$$python" -m coverage run --rcfile ../../pyproject.toml --source "$$PWD/lib/blitz_attn" \
-	    ../../tests/run.py -c ../../pyproject.toml --rootdir ../.. ../../tests --ignore=../../tests/test_kernels.py \
-	    --ignore-glob='../../tests/test_benchmark*' $(ARGS) && "$$python" -m coverage combine -q --rcfile ../../pyproject.toml && \
+	    ../../tests/run.py -c ../../pyproject.toml --rootdir ../.. ../../tests --ignore-glob='../../tests/test_benchmark*' \
+	    $(ARGS) && "$$python" -m coverage combine -q --rcfile ../../pyproject.toml && \
 	   "$$python" -m coverage report --rcfile ../../pyproject.toml --show-missing) && \
 	  "$$python" -m gcovr --root . --filter csrc/ --object-directory build/coverage --print-summary \
 	    --gcov-ignore-parse-errors=negative_hits.warn_once_per_file --gcov-suspicious-hits-threshold=0 build/coverage

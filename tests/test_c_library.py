@@ -9,14 +9,15 @@ import sys
 
 import pytest
 
-from test_kernels import BUILD, EXAMPLE, INSTRUMENTED, ROOT, compiler, run
+import blitz_attn
+from test_kernels import BUILD, EXAMPLE, ROOT, SANITIZED, compiler, run
 
 HEADER = ROOT / "csrc/blitz_attn.h"
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 
 pytestmark = [
     pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs a source checkout"),
-    pytest.mark.skipif(INSTRUMENTED, reason="links the objects of a release build"),
+    pytest.mark.skipif(SANITIZED, reason="links objects without sanitizers"),
     pytest.mark.skipif(sys.platform == "darwin", reason="make lib builds a shared library for systems with ELF files only"),
 ]
 
@@ -70,7 +71,8 @@ def test_the_shared_library_exports_the_header_and_nothing_else(installed):
     if not shutil.which("nm"):
         pytest.skip("no nm")
     exported = [line.split()[-1] for line in run("nm", "-D", "--defined-only", installed / "lib/libblitz_attn.so").splitlines()]
-    assert sorted(exported) == sorted(name for _, name, _ in declared())
+    gcov = ("__gcov_", "mangle_path")  # of make coverage
+    assert sorted(name for name in exported if not name.startswith(gcov)) == sorted(name for _, name, _ in declared())
 
 
 def test_no_two_sources_have_one_name():
@@ -324,6 +326,22 @@ int main(void) {
     ]  # fmt: skip
 
 
+def test_a_cap_above_the_level_of_the_cpu(installed, tmp_path):
+    text = """
+int main(void) {
+    ba_isa_set_cap(BA_ISA_COUNT - 2);
+    printf("%s\\n%s\\n%s\\n", ba_isa_name(ba_isa_detected()), ba_isa_name(BA_ISA_COUNT - 2), ba_isa_note());
+    return 0;
+}
+"""
+    detected, cap, note = output_of(installed, tmp_path, text)
+    levels = blitz_attn.isa_levels()
+    if levels.index(detected) < levels.index(cap):
+        assert note == f"{detected}: the highest in use on this CPU; the cap {cap} is above it"
+    else:
+        assert note.startswith(f"{cap}: ")
+
+
 def test_a_program_that_has_all_keys_keeps_its_values(installed, tmp_path):
     """Each thread frees its scratch memory when it ends, by a key of pthreads. Where none is left, no key of the program stands in for it."""
     text = """
@@ -352,3 +370,153 @@ int main(void) {
 }
 """
     assert output_of(installed, tmp_path, text) == ["1 0"]
+
+
+# Valid arguments of every function that the rows of WRONG call.
+VALID = """
+#define array(data, dtype, ...) ba_contiguous(data, dtype, sizeof(int64_t[]){__VA_ARGS__} / sizeof(int64_t), (int64_t[]){__VA_ARGS__})
+static float x[64], y[64], sinks[2];
+static int32_t pages[2] = {1, 0}, summary_page[1];
+static int64_t lengths[2] = {8, 8}, slots[1], kept[1025], far[3] = {0, INT64_MAX, -2}, wide[2] = {-2, INT64_MAX}, zero[2];
+static double density[1] = {0.5};
+static ba_tensor shapes[3], k, keep, lists, out, lse, rows, bytes, scale;
+static ba_block_sparse_args a;
+static ba_block_sparse_backward_args g;
+static ba_paged_args p, w;
+static ba_select_prefill_args s;
+static ba_select_args c;
+static ba_quest_metadata_args m;
+
+static void valid(void) {
+    a = ba_block_sparse_args_init();
+    a.q = a.k = a.v = a.out = array(x, BA_FLOAT32, 1, 2, 2, 4);
+    a.out.data = y;
+    g = ba_block_sparse_backward_args_init();
+    g.forward = a;
+    g.forward.out = g.dout = a.q;
+    g.forward.lse = array(x, BA_FLOAT32, 1, 2, 2);
+    g.dq = g.dk = g.dv = a.out;
+    g.dk.data = y + 16;
+    g.dv.data = y + 32;
+    p = ba_paged_args_init();
+    p.q = p.out = array(x, BA_FLOAT32, 1, 1, 4);
+    p.out.data = y;
+    p.k_cache = p.v_cache = array(x, BA_FLOAT32, 2, 4, 1, 4);
+    p.v_cache.data = x + 32;
+    p.block_tables = array(pages, BA_INT32, 1, 2);
+    p.seq_lens = lengths;
+    p.batch = 1;
+    w = p;
+    w.k_cache.data = y;
+    w.v_cache.data = y + 32;
+    k = array(x, BA_FLOAT32, 1, 1, 4);
+    s = ba_select_prefill_args_init();
+    s.call = a;
+    s.budgets = array(density, BA_FLOAT64, 1);
+    s.kept = array(y, BA_INT64, 1, 2, 1, 1);
+    s.counts = array(y + 8, BA_INT32, 1, 2, 1);
+    c = (ba_select_args){.method = BA_SELECT_MAX, .q = p.q, .a = p.k_cache, .tables = p.block_tables, .seq_lens = lengths, .batch = 1};
+    c.page_size = 4;
+    c.selected = array(y, BA_INT32, 1, 1, 1);
+    m = (ba_quest_metadata_args){.k_cache = p.k_cache, .block_tables = p.block_tables, .end = lengths, .batch = 1};
+    m.metadata_tables = array(summary_page, BA_INT32, 1, 1);
+    m.maxblocks = array(y, BA_FLOAT32, 1, 2, 1, 4);
+    keep = array(kept, BA_INT64, 1, 1, 1, 1);
+    lists = array(y, BA_INT32, 1, 1, 1, 1);
+    slots[0] = 0;
+    memset(kept, 0, sizeof kept);
+    kept[0] = 1;
+    out = a.out;
+    lse = array(y + 32, BA_FLOAT32, 1, 2, 2);
+    rows = array(x, BA_FLOAT32, 2, 4);
+    bytes = array(y, BA_INT8, 2, 4);
+    scale = array(y + 32, BA_FLOAT32, 2);
+}
+"""
+
+CALLS = {
+    "a": "ba_block_sparse_attention(&a)",
+    "a shapes": "ba_block_sparse_check(&a, &shapes[0], &shapes[1])",
+    "g": "ba_block_sparse_attention_backward(&g)",
+    "g shapes": "ba_block_sparse_backward_check(&g, &shapes[0], &shapes[1], &shapes[2])",
+    "p": "ba_paged_attention(&p)",
+    "p shapes": "ba_paged_check(&p, &shapes[0], &shapes[1])",
+    "w": "ba_append_kv(&k, &k, NULL, &w)",
+    "w slots": "ba_append_kv(&k, &k, slots, &w)",
+    "s": "ba_select_prefill(&s)",
+    "c": "ba_select_blocks(&c)",
+    "m": "ba_quest_metadata(&m)",
+    "lists": "ba_list_kept(&keep, &lists)",
+    "merge": "ba_merge_states(1, &a.q, &g.forward.lse, &out, &lse)",
+    "quantize": "ba_quantize_kv(&rows, &bytes, &scale, 1)",
+}
+WRONG = [  # call, changes, sentence: what Python's own checks come before
+    ("a", "a.q.ndim = -1", "q: expected shape (B, H, Sq, D) for layout BNSD, got -1 axes"),
+    ("a", "a.q.dtype = BA_INT8", "q: expected float32, float16, bfloat16 or float64, got int8"),
+    ("a", "a.q.strides[3] = 2", "q: expected a contiguous last axis, got stride 2 elements"),
+    ("a", "a.q.dims[2] = -1", "q: expected no negative axis, got shape (1, 2, -1, 4)"),
+    ("a", "a.q.data = NULL", "q: expected an array, got none"),
+    ("a", "a.layout = (ba_layout)9", "layout: expected BNSD, BSND, BSH or TND, got 9"),
+    ("a", "a.sinks = sinks; a.routed = 1", "sinks: expected none with routed lists, got some"),
+    ("a", "a.kv_ranges = array(x, BA_FLOAT32, 2, 2)", "kv_ranges: expected int32 or int64, got float32"),
+    ("a", "a.attn_mask = array(x, BA_INT8, 2, 2)",
+     "attn_mask: expected bool, float32, float16, bfloat16 or float64, got int8"),
+    ("a", "a.attn_mask = array(x, BA_BOOL, 2, 2); a.attn_mask.ndim = 7",
+     "attn_mask: expected shape (1, 2 or 1, 2 or 1, 2 or 1), got 7 axes"),
+    ("a", "a.blocks = array(x, BA_FLOAT32, 1, 1, 1, 1)", "sabi: expected uint16, int16, int32 or int64, got float32"),
+    ("a shapes", "a.window[0] = -2", "window: expected token counts of at least 0, or -1 for no bound, got (-2, -1)"),
+    ("g shapes", "g.dout.dtype = BA_BFLOAT16", "dout: expected dtype float32, got bfloat16"),
+    ("a", "a.layout = BA_TND; a.q = a.k = a.v = array(x, BA_FLOAT32, 1, 2, 4)",
+     "cu_seqlens_q: expected cumulative lengths (B + 1,) from 0 to 1 for layout TND, got none"),
+    ("a", "a.layout = BA_BSH; a.q = array(x, BA_FLOAT32, 1, 2, 4)",
+     "num_heads: expected the number of heads in the last axis for layout BSH, got 0"),
+    ("g", "g.forward.unrounded = 1", "unrounded: expected 0 where out is an input, got 1"),
+    ("g", "g.forward.lse.ndim = 0, g.forward.lse.data = NULL", "lse: expected shape (1, 2, 2), got none"),
+    ("g", "g.dalibi_slopes = y", "dalibi_slopes: expected none without alibi_slopes, got some"),
+    ("g", "g.dattn_mask = array(y, BA_FLOAT32, 2, 2)", "dattn_mask: expected none without attn_mask, got some"),
+    ("g", "g.dattn_mask = g.forward.attn_mask = array(y, BA_BOOL, 2, 2)",
+     "dattn_mask: expected none where attn_mask is of bool, got some"),
+    ("p", "p.k_cache.dtype = p.v_cache.dtype = BA_INT32",
+     "k_cache: expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got int32"),
+    ("p", "p.kv_layout = (ba_kv_layout)2", "kv_layout: expected NHD or HND, got 2"),
+    ("p", "p.block_tables.dtype = BA_FLOAT32", "block_tables: expected int32 or int64, got float32"),
+    ("p", "p.seq_lens = NULL", "seq_lens: expected one length per request, got none"),
+    ("p", "p.batch = -1", "seq_lens: expected one length for each of q's 1 requests, got -1"),
+    ("p shapes", "p.window = -2", "window: expected a token count of at least 0, or -1 for no bound, got -2"),
+    ("p", "p.cu_q = far + 1", "cu_q: expected 0 at [0], got 9223372036854775807"),
+    ("p", "p.selected_counts = lengths", "selected_counts: expected none without selected, got some"),
+    ("p", "p.selected = array(x, BA_FLOAT32, 1, 1, 1)", "selected: expected int16, int32 or int64, got float32"),
+    ("w", "w.cu_q = far", "q_lens: expected 0 to seq_lens[0] = 8, got 9223372036854775807 at [0]"),
+    ("w", "w.cu_q = wide", "cu_q: expected 0 at [0], got -2"),
+    ("w", "w.cu_q = far; w.batch = 2; w.block_tables.dims[0] = 2; w.block_tables.dims[1] = 1; w.seq_lens = zero; w.q_begin = zero",
+     "cu_q: expected numbers that rise by at most 2**63 - 1, got -2 after 9223372036854775807"),
+    ("w", "w.batch = -1", "batch: expected at least 0 requests, got -1"),
+    ("w", "w.q_begin = zero", "q_begin: expected none where tokens are written, which are the last of their requests, got some"),
+    ("w slots", "slots[0] = 8", "slot_mapping: expected slots from 0 to 7, or -1 for none, got 8 at [0]"),
+    ("s", "s.chooser = (ba_chooser)9", "chooser: expected pooled, antidiagonal, sampled_rows, vertical_slash or given, got 9"),
+    ("s", "s.term = (ba_chooser_term)9", "term: expected mean, bound or both, got 9"),
+    ("s", "s.budget = (ba_budget)9", "budget: expected density, top_p, threshold or top_k, got 9"),
+    ("s", "s.budgets.dtype = BA_FLOAT32", "density: expected float64, got float32"),
+    ("c", "c.method = (ba_select_method)9", "method: expected quest, mean or max, got 9"),
+    ("c", "c.cu_q = far; c.q.ndim = 2", "query: expected shape (T, H, D), got (1, 1)"),
+    ("c", "c.seq_lens = NULL", "seq_lens: expected one length per request, got none"),
+    ("m", "m.k_cache.dims[1] = 1025", "k_cache: expected pages of at most 1024 tokens, got (2, 1025, 1, 4)"),
+    ("m", "m.block_tables.dtype = BA_FLOAT32", "block_tables: expected int32 or int64, got float32"),
+    ("lists", "keep.dtype = BA_INT32", "kept: expected int64 (B, lists, rows, words), got (1, 1, 1, 1)"),
+    ("lists", "lists.dtype = BA_INT8", "sabi: expected uint16, int16, int32 or int64, got int8"),
+    ("lists", "lists.dims[2] = 2", "sabi: expected lists of (1, 1, 1, 1), got (1, 1, 2, 1)"),
+    ("lists", "kept[0] = 3", "sabi: expected at least 2 places per row, got 1"),
+    ("lists", "kept[1024] = 1; keep.dims[3] = 1025; lists.dims[3] = 2; lists.dtype = BA_UINT16",
+     "sabi: expected a dtype that holds column 65536, got uint16"),
+    ("merge", "out.dims[2] = 1", "out: expected shape (1, 2, 2, 4) like outs[0], got (1, 2, 1, 4)"),
+    ("merge", "lse.dtype = BA_FLOAT64", "lse: expected dtype float32 with outs[0] of 32 bits or fewer, got float64"),
+    ("quantize", "bytes.dtype = BA_FLOAT32", "values: expected int8 or float8_e4m3, got float32"),
+]  # fmt: skip
+
+
+def test_what_only_c_programs_can_pass_is_refused_by_its_sentence(installed, tmp_path):
+    """Each call without a mistake first, and then with one."""
+    rows = [(name, "", "") for name in CALLS] + WRONG
+    body = "".join(f"    valid();\n    {changes};\n    report({CALLS[name]});\n" for name, changes, _ in rows)
+    lines = output_of(installed, tmp_path, f"{VALID}\nint main(void) {{\n{body}    return 0;\n}}\n")
+    assert [line.partition(" ")[2] for line in lines] == [sentence for *_, sentence in rows]

@@ -23,17 +23,18 @@ import sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZED = "-fsanitize" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
-# The objects of the build in place, which are half of the work; apart from it where its flags are not those of a release.
-INSTRUMENTED = SANITIZED or "--coverage" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
-BUILD = "build/checkkernels" if INSTRUMENTED else "build/temp"
+COVERED = "--coverage" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
+# The objects of the build in place, which are half of the work, or those of make coverage, so that what C programs run counts, too; apart from
+# sanitizers.
+BUILD = "build/checkkernels" if SANITIZED else "build/coverage/temp" if COVERED else "build/temp"
 SILENCE = 600  # seconds without a line after which a program is taken for stuck
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs a source checkout")
 
 
 def plain_environment():
-    """Without what an instrumented run sets: it would be loaded into the compiler too."""
-    left_out = ("LD_PRELOAD", "BLITZ_ATTN_CFLAGS") if INSTRUMENTED else ()
+    """Without what a run under sanitizers sets: it would be loaded into the compiler too."""
+    left_out = ("LD_PRELOAD", "BLITZ_ATTN_CFLAGS") if SANITIZED else ()
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
@@ -71,7 +72,7 @@ def compiler(name):
     command = shlex.split(os.environ.get(name) or {"CC": sysconfig.get_config_var("CC") or "cc", "CXX": "g++"}[name])[:1]
     if not shutil.which(command[0]):
         pytest.skip(f"no compiler {command[0]}")
-    return command
+    return [*command, "--coverage"] if COVERED else command
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,7 @@ BUILDS = {
 
 
 @pytest.mark.long
-@pytest.mark.skipif(INSTRUMENTED, reason="a build without sanitizers and the like")
+@pytest.mark.skipif(SANITIZED or COVERED, reason="a build without sanitizers and the like")
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_kernel_of_other_cpus(build, show):
     if build == "contracted" and platform.machine() not in ("x86_64", "AMD64"):
