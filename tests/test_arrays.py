@@ -371,6 +371,14 @@ def test_numbers_of_numpy():
     assert same_bits(given[0], expected[0])
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_lengths_of_any_integers(dtype):
+    q, k, v, options = problem()
+    expected = attend(q, k, v, q_lens=[40, 7], kv_lens=[3, 56], **options)
+    given = attend(q, k, v, q_lens=np.array([40, 7], dtype), kv_lens=np.array([3, 56], dtype), **options)
+    assert same_bits(given[0], expected[0])
+
+
 def test_the_core_says_what_it_misses():
     with pytest.raises(TypeError, match="missing the argument 'q'"):
         _core.block_sparse_attention(np.empty)
@@ -382,3 +390,12 @@ def test_the_core_says_what_it_misses():
         _core.isa_note(1)
     with pytest.raises(TypeError, match="^masked: expected a type, got 3$"):
         _core.refuse_masked(3)
+
+
+def test_memory_that_an_exporter_lacks_is_no_mistake_of_the_caller():
+    class Full:
+        def __array__(self, *args, **options):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        blitz_attn.sabi.counts(Full())

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -68,6 +69,14 @@ def test_the_quota_of_the_control_group(text, quota, monkeypatch):
 
     monkeypatch.setattr(config, "open", stand_in, raising=False)
     assert blitz_attn.show_config("dict")["cpu"]["cgroup_quota"] == quota
+
+
+def test_packages_that_are_missing_have_no_version(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert set(blitz_attn.show_config("dict")["packages"].values()) == {None}
 
 
 def test_an_unknown_mode_is_refused():

@@ -43,7 +43,7 @@ RULES = {  # arguments that are arrays, and others
     "sinks": ({"sinks": SINKS, "attn_mask": BIAS}, {"causal": True}),
     "softcap": ({"sinks": SINKS}, {"softcap": 0.8}),
     "BSND": ({"sinks": SINKS}, {"layout": "BSND", "causal": True}),
-    "BSH": ({}, {"layout": "BSH", "num_heads": HEADS, "num_kv_heads": KV_HEADS, "causal": True}),
+    "BSH": ({"sinks": SINKS}, {"layout": "BSH", "num_heads": HEADS, "num_kv_heads": KV_HEADS, "causal": True}),
     "TND": ({"cu_seqlens_q": ENDS, "cu_seqlens_kv": ENDS}, {"layout": "TND", "causal": True}),
 }
 
@@ -106,8 +106,9 @@ def test_gradients(rule, compiled):
     assert same(found, right)
     exact = {"attn_mask": dmask, "alibi_slopes": dslopes}
     if "sinks" in learned:
-        products = (dout * out).sum(-1)
-        products = products.swapaxes(1, 2) if options.get("layout") == "BSND" else products
+        by_head = options.get("layout") not in ("BSND", "BSH")
+        products = dout * out if by_head else (dout * out).reshape(2, TOKENS, HEADS, V_DIM).swapaxes(1, 2)
+        products = products.sum(-1)
         exact["sinks"] = (np.exp(SINKS[:, None] - lse) * (dlse - products)).sum((0, 2))
     for name, x in of_learned.items():
         np.testing.assert_allclose(x, exact[name], rtol=1e-4, atol=1e-5, err_msg=name)
@@ -379,6 +380,11 @@ def test_options_that_are_traced(name, x):
         (ValueError, "kv_lens: expected integers of 32 bits, .*, got 4294967301",
          lambda: attend(Q, K, V, kv_lens=np.array([2**32 + 5, 48]))),
         (TypeError, "kv_lens: expected an array that JAX can hold, got list", lambda: attend(Q, K, V, kv_lens=[2**70, 48])),
+        (ValueError, "kv_lens: expected 2 entries, one per batch entry, got 0", lambda: attend(Q, K, V, kv_lens=[])),
+        (ValueError, r"block_shape: expected two sizes of at least 1, got \(16, 0\)",
+         lambda: attend(Q, K, V, LISTS, block_shape=np.array([16, 0]))),
+        (ValueError, r"v: expected 3 or 4 axes, got shape \(8,\)", lambda: jax.jit(functions.nsa)(Q, K, V[0, 0, 0])),
+        (TypeError, "selected: expected an array, got NoneType", lambda: functions.paged_select_attention(Q[0], K, V, TABLES, None, None)),
         (ValueError, r"k: expected 4 axes for layout BNSD, got shape \(4, 48, 16\)",
          lambda: jax.jit(attend)(Q, K.reshape(4, TOKENS, DIM), V)),
         (ValueError, "query: expected 4 axes", lambda: jax.jit(functions.dot_product_attention)(Q[0, 0], K, V)),

@@ -81,3 +81,19 @@ def test_time_grows_with_their_number(name):
     less = 4 if name == "output_error" else 1  # a step in Python for each sequence
     few, many = (seconds(CALLS[name](Sequences(count // less))) for count in (FEW, MANY))
     assert many <= SEVERAL * MANY / FEW * max(few, 1e-3)
+
+
+def test_requests_beyond_the_first_look_for_signals():
+    """Loops over requests look for signals in every 2**16th turn, and go on."""
+    x = Sequences(70_000)
+    caches, pages, lens = [x.k[:, None].repeat(2, 1) * 0 for _ in range(2)], x.pages, np.ones(70_000, np.int64)
+    k, v = x.k, x.k + 1
+    blitz_attn.append_paged_kv(k, v, *caches, block_tables=pages, seq_lens=lens)
+    assert (caches[0][:, 0] == k).all()
+    blitz_attn.append_paged_kv(k, v, *caches, slot_mapping=2 * x.cu[:-1] + 1)
+    assert (caches[1] == v[:, None]).all()
+    assert (blitz_attn.paged_attention(x.q, *caches, pages, lens, q_lens=lens) == v).all()
+    largest = np.empty((70_000, 1, 1, 8), np.float32)
+    blitz_attn.quest_prefill_metadata(caches[0], pages, lens, pages, largest, None)
+    assert (largest[:, 0] == k).all()
+    assert (blitz_attn.quantize_kv(k[..., :0], "int8")[1] == 1).all()

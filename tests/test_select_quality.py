@@ -180,6 +180,11 @@ def test_a_file_without_a_field_of_a_profile_is_refused(name, tmp_path):
         select.Profile.load(path)
 
 
+def test_a_name_that_no_file_has_is_refused():
+    with pytest.raises(ValueError, match=r"^path: expected the name of a file, got 'a\\x00b'$"):
+        select.Profile.load("a\0b")
+
+
 def test_a_profile_of_another_chooser_is_not_written(tmp_path):
     profile = select.Profile(2, 1, 16, "pooled", (16, 16), "top_p", ((0.9, 0.9),), "mass", 0.9)
     with pytest.raises(TypeError, match="^chooser: expected Pooled, Antidiagonal, SampledRows or VerticalSlash, got str$"):

@@ -1,5 +1,7 @@
 """``python -m blitz_attn.distributed --check`` says where ranks run, tests, and refuses mixed instruction sets."""
 
+import itertools
+
 import pytest
 
 import blitz_attn
@@ -50,6 +52,35 @@ def test_a_check_that_fails_on_one_rank_fails():
 
     assert run(3, lambda comm: _check.outcome(comm, check)) == ["RuntimeError: other bits (on rank 2)"] * 3
     assert run(3, lambda comm: _check.outcome(comm, lambda comm: None)) == [""] * 3
+
+
+def test_results_that_differ_are_told(monkeypatch):
+    def told(same):
+        monkeypatch.setattr(_check, "same_bits", same)
+        return [_check.outcome(Alone(), check) for check in _check.CHECKS.values()]
+
+    assert told(lambda a, b: False) == [
+        "AssertionError: out of float32 with dispatch='cut' differs from one process (on rank 0)",
+        "AssertionError: out of float32 with interleave=None differs from one process (on rank 0)",
+        "AssertionError: selected differs from one process (on rank 0)",
+    ]
+    sentence = "AssertionError: attention over the selected blocks differs from one process (on rank 0)"
+    assert told(lambda a, b: a.dtype.kind == "i")[2] == sentence
+
+
+def test_bytes_beyond_the_plan_are_told(monkeypatch):
+    count = itertools.count()
+    monkeypatch.setattr(_check.Counting, "__init__", lambda self, comm: vars(self).update(_comm=comm))
+    monkeypatch.setattr(_check.Counting, "sent", property(lambda self: next(count)), raising=False)
+    sentence = "expected 0 bytes to be sent with dispatch='cut', as the plan says, got 1"
+    assert _check.outcome(Alone(), _check.check_prefill) == f"AssertionError: {sentence} (on rank 0)"
+
+
+def test_without_the_checks_there_is_a_report_alone(capsys):
+    assert _check.run(Alone(), False) == 0
+    said = capsys.readouterr().out
+    assert "on 1 rank\n" in said
+    assert "passed" not in said
 
 
 def test_ranks_that_share_cpus_are_warned_of():

@@ -36,6 +36,15 @@ def test_bits_do_not_depend_on_ranks(ranks, owner):
         assert np.array_equal(other[1], lse)
 
 
+def test_infinite_sinks():
+    """One of plus infinity leaves nothing of the values, one of minus infinity takes nothing."""
+    p, sinks = testing.make_paged(3, 4, 2, [70, 33, 0], 16, 32), np.array([np.inf, -np.inf, 1.0, 1e30])
+    out, lse = whole(p, sinks=sinks, return_lse=True)
+    for other in run(2, lambda comm: attend(comm, p, sinks=sinks, return_lse=True)):
+        assert np.array_equal(other[0], out)
+        assert np.array_equal(other[1], lse)
+
+
 def test_copies_of_a_chunk_are_attended_once():
     p = testing.make_paged(1, 4, 2, [500], 16, 32)
     out = whole(p)
@@ -121,6 +130,8 @@ BAD = {
     "selected": (lambda r: {"selected": np.full((2, 2, 1), 9, np.int32)}, "ValueError: selected: expected pages from 0 to 4, or a pad, got 9 at [0, 0, 0]"),
     "selected twice": (lambda r: {"selected": np.array([[[0, 4, 1, 4]] * 2, [[2, 1, -1, -1]] * 2])},
         "ValueError: selected: expected each page once per row, got 4 again at [0, 0, 3]"),
+    "selected of no tokens": (lambda r: {"selected": np.array([[[0]] * 2, [[0]] * 2]), "seq_lens": [70, 0]},
+        "ValueError: selected: expected no page, since request 1 has no tokens, got 0 at [1, 0, 0]"),
     "selected dtype": (lambda r: {"selected": np.zeros((2, 2, 1))}, "TypeError: selected: expected int16, int32 or int64, got float64"),
     "selected axes": (lambda r: {"selected": np.zeros((2, 2), np.int32)},
         "ValueError: selected: expected shape (2, 2 or 4, K), one row per request and KV head or query head, got (2, 2)"),
