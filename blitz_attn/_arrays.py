@@ -147,7 +147,9 @@ def _as_bits(x: Any, name: str) -> Any:
 
 
 def refuse_block_mask(x: Any, name: str) -> None:
-    """Refuses FlexAttention's BlockMask, of which arguments can be made."""
+    """Refuses FlexAttention's BlockMask and what `sabi.from_function` returns, of which arguments can be made."""
+    if type(x).__name__ == "FunctionMask":
+        raise TypeError(f"{name}: expected an array, got a FunctionMask, whose _asdict() has it and the arguments beside it")
     if type(x).__name__ == "BlockMask":
         raise TypeError(
             f"{name}: expected an array, got a BlockMask: blitz_attn.integrations.torch.from_flex_block_mask makes arguments of it"

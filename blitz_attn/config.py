@@ -189,6 +189,20 @@ def _package_version(name: str) -> str | None:
         return None
 
 
+def _cpu_family() -> str | None:
+    """What tells the generations of a maker's CPUs apart, such as "26, model 2"; None where Linux does not say."""
+    found: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name.strip() in ("cpu family", "model"):
+                    found.setdefault(name.strip(), value.strip())
+    except OSError:
+        return None
+    return f"{found['cpu family']}, model {found['model']}" if len(found) == 2 else None
+
+
 def _affinity() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -205,9 +219,19 @@ def _cgroup_quota() -> float | None:
 
 def _report() -> dict[str, Any]:
     return {
-        "blitz_attn": {"version": _core.__version__, "compiler": _core.compiler},
+        "blitz_attn": {
+            "version": _core.__version__,
+            "compiler": _core.compiler,
+            "location": os.path.dirname(os.path.abspath(_core.__file__)),
+        },
         "python": {"version": platform.python_version(), "executable": sys.executable, "numpy": np.__version__},
-        "cpu": {"model": _core.cpu_model(), "platform": platform.platform(), "affinity": _affinity(), "cgroup_quota": _cgroup_quota()},
+        "cpu": {
+            "model": _core.cpu_model(),
+            "family": _cpu_family(),
+            "platform": platform.platform(),
+            "affinity": _affinity(),
+            "cgroup_quota": _cgroup_quota(),
+        },
         "isa": {
             "active": _core.isa_active(),
             "detected": _core.isa_detected(),

@@ -5,6 +5,7 @@ matplotlib is imported when a figure is drawn, and never through pyplot: no wind
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from typing import TYPE_CHECKING, Any
@@ -175,9 +176,18 @@ def speedups(rows: list[dict[str, Any]]) -> tuple[dict[tuple, list[tuple[float, 
 
 
 def _figure(size: tuple[float, float], dpi: float) -> Any:
+    """A figure that no window of pyplot holds, and that a notebook shows where it is the value of a cell."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=size, dpi=dpi, layout="constrained")
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
+    figure._repr_png_ = lambda: _png(figure)  # type: ignore[attr-defined]
+    return figure
+
+
+def _png(figure: Any) -> bytes:
+    memory = io.BytesIO()
+    figure.savefig(memory, format="png")
+    return memory.getvalue()
 
 
 def _place(title: Any, ax: Any, dpi: Any) -> float:
@@ -308,7 +318,7 @@ def plot_mask(
     Returns
     -------
     matplotlib.figure.Figure
-        Save it with ``savefig``.
+        A notebook shows it where it is the last value of a cell. Save it with ``savefig``.
 
     Raises
     ------

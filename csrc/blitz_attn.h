@@ -38,8 +38,8 @@ extern "C" {
 /* ---- Status ------------------------------------------------------------------------------------------------ */
 
 /* One sentence about the last failure in this thread: `name: expected ..., got ...`. Never NULL. The text belongs to the library and is
- * valid until the next failure in this thread. Arguments have the names that they have in Python, where those of structs are shorter: cu_seqlens_q
- * is cu_q, for instance, compress_block_size is compress_block, and num_selected_blocks is the last dim of `selected`. */
+ * valid until the next failure in this thread. Arguments have the names that they have in Python, where those of structs are others: sabi is
+ * `blocks`, block_shape is block_q and block_kv, cu_seqlens_q is cu_q, for instance, and num_selected_blocks is the last dim of `selected`. */
 BA_API const char *ba_last_error(void);
 
 /* ---- Tensors ----------------------------------------------------------------------------------------------- */

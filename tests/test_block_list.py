@@ -165,6 +165,21 @@ def test_functions_for_frameworks_do_as_well(framework):
     assert np.array_equal(np.asarray(other), expected)
 
 
+def test_arrays_of_another_layout_get_a_hint():
+    q, k, v = (x.swapaxes(1, 2) for x in arrays())
+    hint = r' \(it fits q of shape \(B, S, H, D\), which layout "BSND" takes\)$'
+    with pytest.raises(ValueError, match=hint):
+        blitz_attn.block_sparse_attention(q, k, v, blocks())
+    with pytest.raises(ValueError, match=r"got \(1, 1, 1, 1\)$"):  # too few rows: no hint
+        blitz_attn.block_sparse_attention(*arrays(), sabi.causal(32, block_shape=(32, 32)))
+    with pytest.raises(TypeError, match=r"^sabi: expected an array, got a FunctionMask, whose _asdict\(\) has it and the arguments beside it$"):
+        blitz_attn.block_sparse_attention(*arrays(), sabi.from_function(lambda b, h, i, j: i >= j, SIZE))
+
+
+def test_a_list_shows_its_shape():
+    assert repr(blocks()[0, 0, :1, :1]) == "BlockList([[0]], dtype=int32, block_shape=(32, 16))"
+
+
 def test_choosers_make_such_lists():
     q, k, v = arrays()
     made = blitz_attn.select_blocks_prefill(q, k, density=0.5, block_shape=SHAPE)

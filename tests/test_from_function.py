@@ -23,7 +23,7 @@ FUNCTIONS = {
     "scattered": lambda b, h, i, j: (i * 7919 + j * j * 31 + b * 5 + h) % 11 < 2,
     "whole blocks": lambda b, h, i, j: (i // 96 + j // 96 + h) % 2 == 0,
     "some queries": lambda b, h, i, j: i % 5 != 2,  # (queries, 1)
-    "some keys": lambda b, h, i, j: (j[0] > 50).astype(np.uint8),  # integers of one axis
+    "some keys": lambda b, h, i, j: j[0] > 50,  # of one axis
     "whole tiles": lambda b, h, i, j: j < 50,  # all or nothing of each tile of (64, 50), in one block
     "all": lambda b, h, i, j: True,
     "none": lambda b, h, i, j: [False],

@@ -129,6 +129,11 @@ def test_plot_mask(tmp_path):
     assert drawn(figure, tmp_path / "mask.png")[..., :3].std() > 0.05
 
 
+def test_a_notebook_shows_figures():
+    pytest.importorskip("matplotlib")
+    assert plot.plot_mask(LIST)._repr_png_().startswith(b"\x89PNG")
+
+
 def test_plot_into_axes():
     figure = pytest.importorskip("matplotlib.figure").Figure()
     left, right = figure.subplots(1, 2)

@@ -438,7 +438,7 @@ BAD = [
     ({"kv_ranges": np.zeros((2, 128, 2), int)}, ValueError, "kv_ranges: expected shape (1, 128, 2) or (128, 2), got (2, 128, 2)"),
     ({"kv_ranges": np.zeros((128, 2), np.int16)}, TypeError, "kv_ranges: expected int32 or int64, got int16"),
     ({"chooser": "best"}, ValueError, "chooser: expected one of pooled, antidiagonal, sampled_rows, vertical_slash, got 'best'"),
-    ({"chooser": 3}, TypeError, "chooser: expected Pooled, Antidiagonal, SampledRows, VerticalSlash or the name of one, got int"),
+    ({"chooser": 3}, TypeError, "chooser: expected an instance of Pooled, Antidiagonal, SampledRows or VerticalSlash, or the name of one, got int"),
     ({"chooser": select.Pooled(5)}, ValueError, "pool: expected a divisor of block_shape[0] = 64, got 5"),
     ({"chooser": select.Pooled((8, 0))}, ValueError, "pool: expected a divisor of block_shape[1] = 64, got 0"),
     ({"chooser": select.Pooled((8, 8, 8))}, ValueError, "pool: expected a number of tokens or a pair of them, got (8, 8, 8)"),

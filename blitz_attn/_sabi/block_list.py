@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -64,6 +64,11 @@ class BlockList(np.ndarray):
 
     _block_shape: BlockShape | None = None
 
+    if TYPE_CHECKING:  # NumPy's own types say that these are plain arrays
+
+        def __getitem__(self, key: Any) -> Any: ...
+        def astype(self, *args: Any, **kwargs: Any) -> BlockList: ...
+
     def __new__(cls, sabi: Any, block_shape: Sequence[int]) -> BlockList:
         array = array_of(sabi, "sabi", "an integer array")
         if array.dtype.kind not in "iu":
@@ -78,6 +83,9 @@ class BlockList(np.ndarray):
         if self._block_shape is None:  # np.ndarray.__new__ and views as this class make such arrays
             raise AttributeError("block_shape: expected a list that was made with a block shape, got a bare view")
         return self._block_shape
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._block_shape is None else f"{super().__repr__()[:-1]}, block_shape={self._block_shape})"
 
     def __array_finalize__(self, source: Any) -> None:
         self._block_shape = getattr(source, "_block_shape", None)

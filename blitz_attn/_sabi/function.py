@@ -54,7 +54,7 @@ def _evaluated(mask_mod: Callable[..., Any], sizes: tuple[int, int], shape: tupl
             for k0, k1 in _steps(sizes[1], shape[1], TILE[1]):
                 made = mask_mod(np.int64(b), np.int64(h), np.arange(q0, q1)[:, None], np.arange(k0, k1)[None])
                 seen = array_of(made, "mask_mod", "a function that returns booleans")
-                if seen.dtype.kind not in "biu":
+                if seen.dtype != np.bool_:
                     raise TypeError(f"mask_mod: expected a function that returns booleans, got one that returns {seen.dtype}")
                 wanted = (q1 - q0, k1 - k0)
                 if seen.shape != wanted:
@@ -63,7 +63,7 @@ def _evaluated(mask_mod: Callable[..., Any], sizes: tuple[int, int], shape: tupl
                     except ValueError as error:
                         which = f"a result that broadcasts to {wanted}, the shapes of q_idx and kv_idx together"
                         raise ValueError(f"mask_mod: expected {which}, got shape {seen.shape}") from error
-                yield b, h, slice(q0, q1), slice(k0, k1), seen.astype(np.bool_, copy=False)
+                yield b, h, slice(q0, q1), slice(k0, k1), seen
 
 
 class _Found:
@@ -160,6 +160,7 @@ def from_function(
     -----
     The function is evaluated on all pairs of tokens, about 128 x 512 at a time: nothing of the size of queries times keys is kept, unless a
     mask is asked for. 16384 x 16384 pairs take about a second for each head.
+    Where keys that a query sees have gaps, another order of the tokens may close them: the tiles of a video do.
 
     Examples
     --------

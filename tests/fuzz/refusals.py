@@ -379,10 +379,9 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("sabi: expected shape (1, 2 or 1, 2, W), with 2 rows = ceil(16 queries / block_shape[0] = 8), got (2,)",
                     3, sabi=lambda x: x[0, 0, 0]),
         value_error("sabi: expected shape (1, 2 or 1, 2, W), with 2 rows = ceil(16 ..., got (3, 2)", 3, sabi=lambda x: x[0, 0, [0, 1, 0]]),
-        value_error("sabi: expected shape (1, 2 or 1, 2, W), with 2 rows = ceil(16 ..., got (1, 1, 1, 2) (it fits q of shape (B, S, H, D), "
-                    'which layout "BSND" takes)', 3, sabi=lambda x: x[:, :, :1]),
+        value_error("sabi: expected shape (1, 2 or 1, 2, W), with 2 rows = ceil(16 ..., got (1, 1, 1, 2)", 3, sabi=lambda x: x[:, :, :1]),
         type_error("sabi: expected uint16, int16, int32 or int64, got bool (blitz_attn.sabi.from_block_mask makes a list of a mask over "
-                   "blocks)", 3, sabi=cast("bool")),
+                   "blocks, from_token_mask of one over tokens)", 3, sabi=cast("bool")),
         value_error("block_shape: expected (8, 16), which sabi is made for, or none, got (8, 8)", 3, sabi=lambda x: BlockList(x, (8, 16))),
         type_error("sabi: expected uint16, int16, int32 or int64, got uint8", 3, sabi=cast("uint8")),
         type_error("sabi: expected native byte order, got >i4", 3, sabi=cast(">i4")),
@@ -1289,7 +1288,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("density: expected a number above 0 and at most 1, got 1.0000001", density=1.0000001),
         value_error("top_p: expected a number above 0 and at most 1, got 1.0000000000000002", 2, top_p=1 + 2.0**-52),
         value_error("threshold: expected a number above 0 and at most 1, got -1e-300", 4, threshold=-1e-300),
-        type_error("chooser: expected Pooled, Antidiagonal, SampledRows, VerticalSlash or the name of one, got type", chooser=lambda x: object),
+        type_error("chooser: expected an instance of Pooled, Antidiagonal, SampledRows or VerticalSlash, or the name of one, got type", chooser=lambda x: object),
         type_error("chooser: expected scores in an array of float32, float16, bfloat16 or float64, got int64", chooser=returning(np.ones((1, 2, 3, 3), int))),
         type_error("chooser: expected scores in an array of float32, float16, bfloat16 or float64, got list", chooser=returning([[0.5]])),
         value_error("chooser: expected shape (1, 2, 3, 3), a score for each block that a row of blocks may see, got (1, 2, 3, 4)",
@@ -1318,6 +1317,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("mask_mod: expected a function of (b, h, q_idx, kv_idx), got ndarray", mask_mod=np.ones((32, 32), bool)),
         type_error("mask_mod: expected a function that returns booleans, got one that returns float64", mask_mod=returning(0.5)),
         type_error("mask_mod: expected a function that returns booleans, got object", mask_mod=returning(object())),
+        type_error("mask_mod: expected a function that returns booleans, got one that returns int64", mask_mod=returning(3)),
         value_error("mask_mod: expected a result that broadcasts to (32, 32), the shapes of q_idx and kv_idx together, got shape (3,)",
                     mask_mod=returning(np.ones(3, bool))),
         value_error("mask_mod: expected a function by which the keys of a query are one run in the listed blocks, the same for all heads "

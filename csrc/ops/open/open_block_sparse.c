@@ -210,28 +210,14 @@ static ba_status check_packed_rows(const ba_block_sparse_args *args, ba_problem 
     return BA_OK;
 }
 
-/* A list of two or three axes with the missing ones in front, of length 1, as NumPy broadcasts. */
-static ba_tensor with_four_axes(const ba_tensor *list) {
-    ba_tensor four = *list;
-    for (; four.ndim == 2 || four.ndim == 3; four.ndim++) {
-        for (int axis = four.ndim; axis > 0; axis--) {
-            four.dims[axis] = four.dims[axis - 1];
-            four.strides[axis] = four.strides[axis - 1];
-        }
-        four.dims[0] = 1;
-        four.strides[0] = 0;
-    }
-    return four;
-}
-
 /* What a caller whose list does not fit may have overlooked. */
 static const char *advice_on_list(const ba_block_sparse_args *args, const ba_problem *p, const ba_tensor *list) {
-    const bool heads_are_rows = args->layout == BA_BNSD && list->ndim == 4 && list->dims[2] == ba_ceil_div(p->heads, p->block_q);
-    return heads_are_rows ? " (it fits q of shape (B, S, H, D), which layout \"BSND\" takes)" : "";
+    const bool may_be_swapped = args->layout == BA_BNSD && list->ndim == 4 && p->heads > p->q_len;
+    return may_be_swapped && list->dims[2] == ba_ceil_div(p->heads, p->block_q) ? " (it fits q of shape (B, S, H, D), which layout \"BSND\" takes)" : "";
 }
 
 static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
-    const ba_tensor list = with_four_axes(&args->blocks), *t = &list;
+    const ba_tensor list = args->blocks.ndim == 2 || args->blocks.ndim == 3 ? ba_four_axes(&args->blocks) : args->blocks, *t = &list;
     if (args->block_q < 1 || args->block_kv < 1)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("block_shape") ": expected two sizes of at least 1, got (%" PRId64 ", %" PRId64 ")", args->block_q,
                        args->block_kv);
