@@ -167,7 +167,8 @@ def rules_of(chooser: Any, block_shape: Any = (64, 64)) -> tuple[str, int, int, 
         return "vertical_slash", _arrays.integer(chooser.rows, "rows"), 1, "mean", False
     if not isinstance(chooser, (Pooled, Antidiagonal, SampledRows)):
         kind = type(chooser).__name__
-        raise TypeError(f"chooser: expected an instance of Pooled, Antidiagonal, SampledRows or VerticalSlash, or the name of one, got {kind}")
+        choosers = "an instance of Pooled, Antidiagonal, SampledRows or VerticalSlash, or the name of one"
+        raise TypeError(f"chooser: expected {choosers}, got {kind}")
     largest = _arrays.choice(chooser.over, "over", ("largest", "mean")) == "largest"
     if isinstance(chooser, Pooled):
         return "pooled", *_pair(chooser.pool, "pool"), _arrays.choice(chooser.term, "term", ("both", "mean", "bound")), largest

@@ -300,7 +300,8 @@ int arg_hold(module_state *state, PyObject *object, const char *name, arg_role r
         if (is_value && dtype == BA_UINT16) hint = " (dtype=\"bfloat16\" reads uint16 as bfloat16 bits)";
         if (role == ARG_CACHE && raw.kind == KIND_UINT && raw.size == 1)
             hint = " (for uint8 that holds float8 bits, pass kv_dtype=\"float8_e4m3\", or dtype= where there is no kv_dtype)";
-        if (role == ARG_INDICES && dtype == BA_BOOL) hint = " (blitz_attn.sabi.from_block_mask makes a list of a mask over blocks, from_token_mask of one over tokens)";
+        if (role == ARG_INDICES && dtype == BA_BOOL)
+            hint = " (blitz_attn.sabi.from_block_mask makes a list of a mask over blocks, from_token_mask of one over tokens)";
         arg_fail_elements(object, array, role_text[role], hint);
         goto error;
     }

@@ -213,7 +213,8 @@ static ba_status check_packed_rows(const ba_block_sparse_args *args, ba_problem 
 /* What a caller whose list does not fit may have overlooked. */
 static const char *advice_on_list(const ba_block_sparse_args *args, const ba_problem *p, const ba_tensor *list) {
     const bool may_be_swapped = args->layout == BA_BNSD && list->ndim == 4 && p->heads > p->q_len;
-    return may_be_swapped && list->dims[2] == ba_ceil_div(p->heads, p->block_q) ? " (it fits q of shape (B, S, H, D), which layout \"BSND\" takes)" : "";
+    return may_be_swapped && list->dims[2] == ba_ceil_div(p->heads, p->block_q) ? " (it fits q of shape (B, S, H, D), which layout \"BSND\" takes)"
+                                                                                : "";
 }
 
 static ba_status check_blocks(const ba_block_sparse_args *args, ba_problem *p) {
