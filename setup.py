@@ -14,18 +14,20 @@ kernels' own files (csrc/kernels/levels), ``BLITZ_ATTN_EMULATED``, which builds 
 ``avx2,avx512``; ``native``: those of this CPU), where a quick build is wanted.
 """
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
 os.chdir(Path(__file__).resolve().parent)
 
@@ -122,7 +124,12 @@ class BuildExt(build_ext):
             return target
 
         with ThreadPoolExecutor(self.parallel or os.cpu_count()) as pool:
-            return list(pool.map(compile_one, sources))
+            objects = [pool.submit(compile_one, source) for source in sources]
+            for count, finished in enumerate(as_completed(objects), 1):
+                target = finished.result()
+                if self.verbose:  # not with -q; pip shows it with -v
+                    print(f"blitz_attn: {count} of {len(sources)} files compiled: {Path(target).stem}", file=sys.stderr, flush=True)
+            return [target.result() for target in objects]
 
     def more_flags(self, source):
         return []
@@ -205,6 +212,40 @@ class BuildFuzz(BuildExt):
 
     def link_flags(self):
         return [*self.fuzz_flags, *super().link_flags()]
+
+
+class EggInfo(egg_info):
+    """Adds a software bill of materials (CycloneDX), which wheels hold in <name>.dist-info/sboms (PEP 770).
+
+    What is compiled into a wheel is the package's own code and nothing else, so that what is needed at run time is all there is to list.
+    """
+
+    def run(self):
+        super().run()
+        own, needed = component(self.distribution.get_name(), self.distribution.get_version()), []
+        own["licenses"] = [{"license": {"id": self.distribution.get_license()}}]
+        for requirement in self.distribution.install_requires:
+            needed.append(component(re.match(r"[\w.-]+", requirement)[0]))
+            needed[-1]["description"] = f"Required at run time as {requirement}, and not part of this wheel."
+        references = [each["bom-ref"] for each in needed]
+        bom = {
+            "bomFormat": "CycloneDX",
+            "specVersion": "1.6",
+            "version": 1,
+            "metadata": {"component": own},
+            "components": needed,
+            "dependencies": [{"ref": own["bom-ref"], "dependsOn": references}, *({"ref": each} for each in references)],
+            "compositions": [{"aggregate": "complete", "assemblies": [own["bom-ref"]]}],
+        }
+        folder = Path(self.egg_info, "sboms")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{own['name']}.cdx.json").write_text(json.dumps(bom, indent=2) + "\n", encoding="utf-8")
+
+
+def component(name, version=None):
+    """A package of PyPI in the words of CycloneDX."""
+    reference = f"pkg:pypi/{name.lower().replace('_', '-')}{f'@{version}' if version else ''}"
+    return {"type": "library", "bom-ref": reference, "name": name, **({"version": version} if version else {}), "purl": reference}
 
 
 def is_older(target, sources):
@@ -321,6 +362,7 @@ setup(
         "build_fuzz": BuildFuzz,
         "build_library": BuildLibrary,
         "build_races": BuildRaces,
+        "egg_info": EggInfo,
     },
     options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp311"}},
     zip_safe=False,
