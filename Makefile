@@ -8,6 +8,7 @@
 #   make perplexity     what choosing blocks costs that model
 #   make docs           the documentation as a web site
 #   make lib            the library for C programs; make install-lib installs it (docs/guide/c.rst)
+#   make wheels         a wheel for Linux in dist/ (docs/guide/install.rst)
 #
 # For developers (CONTRIBUTING.md says what each does): build, test-all, bench-record, bench-compare, notebooks, checkkernels, check-emulated,
 # check-tiles, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean.
@@ -28,7 +29,7 @@ find_python = python=$$(./scripts/setup-env.sh $(1)) &&
 sanitizer = $(shell gcc -print-file-name=lib$(1).so)
 C_FILES = $(shell find csrc tests examples -name '*.[ch]' -o -name '*.inc')
 
-.PHONY: benchmark roofline peers bench-record bench-compare smollm2 perplexity test test-all fuzz fuzz-c fuzz-mistakes build lib install-lib checkkernels check-emulated check-emulated-suite check-tiles check-neon lint lint-code lint-types lint-layout format expand docs asan tsan faults growth coverage clean
+.PHONY: benchmark roofline peers bench-record bench-compare smollm2 perplexity test test-all fuzz fuzz-c fuzz-mistakes build lib install-lib wheels checkkernels check-emulated check-emulated-suite check-tiles check-neon lint lint-code lint-types lint-layout format expand docs asan tsan faults growth coverage clean
 .NOTPARALLEL:
 
 # A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
@@ -114,6 +115,11 @@ install-lib:
 	for file in "$(LIB)"/libblitz_attn.*; do rm -f "$(DESTDIR)$(LIBDIR)/$${file##*/}" && cp -P "$$file" "$(DESTDIR)$(LIBDIR)" || exit; done
 	sed -e 's|@prefix@|$(PREFIX)|' -e 's|@libdir@|$(LIBDIR)|' \
 	  -e "s|@version@|$$(sed -n 's/^#define BA_VERSION "\(.*\)"/\1/p' csrc/blitz_attn.h)|" csrc/blitz_attn.pc.in > "$(DESTDIR)$(LIBDIR)/pkgconfig/blitz_attn.pc"
+
+# Wheels for Linux that run with glibc 2.17 and up, or with musl, in dist/: KINDS="x86_64 aarch64 musl".
+KINDS = x86_64
+wheels:
+	@$(call find_python) PYTHON="$$python" scripts/wheels.sh $(KINDS)
 
 checkkernels:
 	@$(call find_python) "$$python" setup.py -q build_checkkernels --build-temp build/temp
