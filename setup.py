@@ -94,6 +94,8 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limi
 class BuildExt(build_ext):
     """Compiles each C file with its own flags, several at a time, and leaves alone what has not changed."""
 
+    shows_progress = False  # with -q, too
+
     def build_extension(self, ext):
         objects = self.compile_sources(ext.sources)
         path = self.get_ext_fullpath(ext.name)
@@ -127,7 +129,7 @@ class BuildExt(build_ext):
             objects = [pool.submit(compile_one, source) for source in sources]
             for count, finished in enumerate(as_completed(objects), 1):
                 target = finished.result()
-                if self.verbose:  # not with -q; pip shows it with -v
+                if self.verbose or self.shows_progress:  # not with -q; pip shows it with -v
                     print(f"blitz_attn: {count} of {len(sources)} files compiled: {Path(target).stem}", file=sys.stderr, flush=True)
             return [target.result() for target in objects]
 
@@ -164,6 +166,8 @@ class BuildLibrary(BuildExt):
     The shared library exports what blitz_attn.h declares, since all else is hidden (COMMON_FLAGS). Its soname has the first two numbers of
     the version: structs of arguments may grow from one such version to the next.
     """
+
+    shows_progress = True
 
     description = "build the library for C programs (make lib)"
 
