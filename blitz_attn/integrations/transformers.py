@@ -43,7 +43,8 @@ def register() -> None:
     -----
     Sinks and softcaps are exact; blocks are chosen by scores without the softcap. Packed sequences are taken
     from ``position_ids`` that begin again, as transformers does, or from ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Blocks that a model
-    chooses itself (``block_indices`` of MiniMax-M3) are used as they are, whatever the configuration.
+    chooses itself (``block_indices`` of MiniMax-M3) are used as they are, whatever the configuration, and so are tokens (``indices`` of
+    DeepSeek-V3.2 and its kin).
 
     Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.

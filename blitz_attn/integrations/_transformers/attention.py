@@ -24,6 +24,7 @@ from .config import SparseConfig, config_of, config_of_text
 from .fallbacks import tell
 from .masks import MATRIX, Call, RuleMask, Rules, TracedMask, additive
 from .operators import NUMBERS, Traced, attend_in_graph, register_operator
+from .tokens import all_seen, as_lists, as_mask, check_indices, pays_as_lists, pieces
 
 __all__ = ["attend_dense", "attend_sparse"]
 
@@ -54,6 +55,7 @@ class _Layer:
     numbers: dict[str, Any]  # those of NUMBERS that the model gives
     sinks: Any  # (H,)
     block_indices: Any  # (B, Hkv, Sq, K)
+    indices: Any  # (B, Sq, K)
     is_causal: bool | None
     rest: dict[str, Any]
     config: SparseConfig
@@ -140,6 +142,8 @@ def _why_not(layer: _Layer) -> str | None:
     packed = rules.sequences is not None or layer.rest.get("cu_seq_lens_q") is not None
     if layer.block_indices is not None and (packed or added or any(rules.starts)):
         return f"blocks chosen by the model beside {_without_rules(layer) or 'packed sequences or padding on the left'}"
+    if layer.indices is not None and (packed or added):
+        return f"tokens chosen by the model beside {_without_rules(layer) or 'packed sequences'}"
     if packed and added:
         return f"packed sequences beside {_without_rules(layer)}"
     whole = not any(rules.starts) and all(end == layer.key.shape[2] for end in rules.ends) and not rules.offset
@@ -200,12 +204,12 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
         positions = positions.reshape(-1, layer.query.shape[2]).expand(layer.query.shape[0], -1)
         where = (layer.key.shape[2], layer.query.dtype, layer.query.device, positions)
         mask = layer.module.indexer.build_block_mask(layer.block_indices, mask, *where)
-    if rest.get("indices") is not None:
-        mask = _among_keys(layer, mask, rest.pop("indices"))
+    if layer.indices is not None:
+        mask = _among_keys(layer, mask)
     tensors = (layer.module, layer.query, layer.key, layer.value)
     options = {"dropout": layer.dropout, "scaling": layer.scaling}
     own = getattr(sys.modules.get(layer.source), "eager_attention_forward", None)
-    beyond_sdpa = [name for name in _unknown(layer) if name != "indices"]
+    beyond_sdpa = _unknown(layer)
     if layer.numbers or layer.sinks is not None or rest.get("output_attentions") or beyond_sdpa:
         if own is None:
             raise ValueError(f"{kind}: expected a model with an eager attention function to fall back to because of {reason}, got none")
@@ -222,13 +226,14 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     return sdpa_attention_forward(*tensors, mask, is_causal=layer.is_causal, **options, **rest)
 
 
-def _among_keys(layer: _Layer, mask: Any, indices: Any) -> Any:
-    """A mask joined by `and` with the keys that the model itself chose for each query, (B, Sq, K), as its eager attention sees them."""
+def _among_keys(layer: _Layer, mask: Any) -> Any:
+    """A mask joined by `and` with the keys that the model itself chose for each query, as its eager attention sees them."""
     batch, queries, keys = layer.query.shape[0], layer.query.shape[2], layer.key.shape[2]
-    chosen = torch.zeros((batch, queries, keys), dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), True).unsqueeze(1)
+    if not torch.compiler.is_compiling():
+        check_indices(layer.indices, batch, queries, keys)
     if mask is None and _is_causal(layer):
         mask = sdpa_mask(batch, queries, keys, allow_is_causal_skip=False)
-    return _joined(mask, chosen)
+    return _joined(mask, as_mask(layer.indices, keys))
 
 
 def _joined(mask: Any, seen: Any) -> Any:
@@ -350,8 +355,8 @@ def _attend_pages(layer: _Layer, rules: Rules) -> Any:
     budget = config.decode_budget
     if budget is None or not _decodes_by_quest(layer) or length < config.min_tokens or layer.differentiated:
         return None
-    if layer.block_indices is not None or rules.left is not None or keeps_few_keys(layer.key):  # few keys already
-        return None
+    if layer.block_indices is not None or layer.indices is not None or rules.left is not None or keeps_few_keys(layer.key):
+        return None  # few keys already
     pages = pages_of(layer.key, layer.value)
     in_order = rules.offset == length - tokens if rules.causal else tokens == 1
     reason = None
@@ -387,18 +392,13 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
     chosen = _attend_pages(layer, rules)
     if chosen is not None:
         return chosen, None
+    if layer.indices is not None:
+        return _attend_chosen_tokens(layer, rules), None
     added = _sum_of(layer)
     parts = []
     for call in rules.calls():
         longest = max(call.kv_lens)
-        q = layer.query[call.entries].transpose(1, 2)
-        k, v = (x[call.entries, :, call.start : call.start + longest].transpose(1, 2) for x in (layer.key, layer.value))
-        whole = all(n == q.shape[1] for n in call.q_lens) and all(n == longest for n in call.kv_lens)
-        lengths = {} if whole else {"q_lens": call.q_lens, "kv_lens": call.kv_lens}
-        options = {"layout": "BSND", "causal": rules.causal, "window": rules.window, "scale": layer.scaling} | lengths
-        if rules.ranges is not None:
-            ranges = np.broadcast_to(rules.ranges, (layer.query.shape[0], *rules.ranges.shape[1:]))[call.entries]
-            options["kv_ranges"] = ranges - call.start
+        q, k, v, options = _arguments_of(layer, rules, call)
         if added is not None:
             options |= _read(layer, added, call, longest, options)
         if layer.block_indices is not None:
@@ -406,9 +406,50 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
             parts.append(_attend_model_lists(layer, q, k, v, lists, options))
             continue
         # ends are not aligned where padding is among the queries, too
+        whole = "q_lens" not in options
         lists, shape = _choose(layer, q, k, longest, options, begin=None if whole or rules.aligned else rules.offset - call.start)
         parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
     return parts[0] if len(parts) == 1 else torch.cat(parts), None
+
+
+def _arguments_of(layer: _Layer, rules: Rules, call: Call, queries: slice = slice(None)) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Queries, keys and values of a call, whose lengths are those of these queries, and the options that rules are."""
+    longest = max(call.kv_lens)
+    q = layer.query[call.entries, :, queries].transpose(1, 2)
+    k, v = (x[call.entries, :, call.start : call.start + longest].transpose(1, 2) for x in (layer.key, layer.value))
+    whole = all(n == q.shape[1] for n in call.q_lens) and all(n == longest for n in call.kv_lens)
+    lengths = {} if whole else {"q_lens": call.q_lens, "kv_lens": call.kv_lens}
+    options = {"layout": "BSND", "causal": rules.causal, "window": rules.window, "scale": layer.scaling} | lengths
+    if rules.ranges is not None:
+        ranges = np.broadcast_to(rules.ranges, (layer.query.shape[0], *rules.ranges.shape[1:]))[call.entries, queries]
+        options["kv_ranges"] = ranges - call.start
+    return q, k, v, options
+
+
+def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
+    """Attention to the tokens that the model itself chose for each query. What else the configuration would choose is left to the model."""
+    batch, queries, keys = layer.query.shape[0], layer.query.shape[2], layer.key.shape[2]
+    check_indices(layer.indices, batch, queries, keys)
+    indices = layer.indices.expand(batch, -1, -1)
+    whole = []
+    for call in rules.calls():
+        parts = []
+        for rows, piece in pieces(rules, call, indices.shape[2]):
+            q, k, v, options = _arguments_of(layer, rules, piece, rows)
+            chosen, longest = indices[call.entries, rows] - call.start, k.shape[1]
+            lists, shape = None, (128, 128)
+            few = longest <= chosen.shape[2]  # and may all be listed
+            if not few and pays_as_lists(q.shape[1], longest, chosen.shape[2]):
+                lists, shape = as_lists(chosen, longest), (1, 1)
+            else:
+                seen = as_mask(chosen, longest)
+                if not few or not all_seen(seen, piece, rules.causal):
+                    given = "kv_ranges" in options
+                    options |= {"attn_mask": seen} if given else read_mask(seen, q.shape[1], longest, q.dtype, lists=True)
+                    lists, shape = options.pop("sabi", None), options.pop("block_shape", shape)
+            parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
+        whole.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+    return whole[0] if len(whole) == 1 else torch.cat(whole)
 
 
 def _sum_of(layer: _Layer) -> Any:
@@ -497,7 +538,8 @@ def _attend_in_operator(module: Traced, tensors: tuple[Any, Any, Any], mask: Any
     rest = {name: options[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")}
     layer = _Layer(
         module, *tensors, mask, options.get("scaling"), 0.0, _numbers_of(options), options["sinks"], options["block_indices"],
-        module.is_causal, rest, config_of_text(options.get("config") or SparseConfig()._text), bool(options.get("sparse")),
+        options["indices"], module.is_causal, rest, config_of_text(options.get("config") or SparseConfig()._text),
+        bool(options.get("sparse")),
     )  # fmt: skip
     return _attend(layer)[0]
 
@@ -508,10 +550,10 @@ _library = register_operator(_attend_in_operator)
 def _attention(sparse: bool) -> Any:
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, dropout: float = 0.0,
-        is_causal: bool | None = None, s_aux: Any = None, block_indices: Any = None, **rest: Any,
+        is_causal: bool | None = None, s_aux: Any = None, block_indices: Any = None, indices: Any = None, **rest: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         layer = _Layer(
-            module, query, key, value, attention_mask, scaling, dropout, _numbers_of(rest), s_aux, block_indices, is_causal, rest,
+            module, query, key, value, attention_mask, scaling, dropout, _numbers_of(rest), s_aux, block_indices, indices, is_causal, rest,
             config_of(module), sparse,
         )  # fmt: skip
         if isinstance(attention_mask, TracedMask) and not torch.compiler.is_compiling():  # the graph has ended between mask and attention

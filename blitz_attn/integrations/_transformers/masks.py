@@ -437,6 +437,28 @@ def _misread(function: Any) -> ValueError:
 
 
 @dataclass(frozen=True)
+class _TracedPart:
+    """What stands for a mask (B, Sq, Skv) while torch traces: numbers that a model adds to scores of its own. Anything else is refused."""
+
+    seen: Any
+
+    @property
+    def dtype(self) -> Any:
+        return torch.float32
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = getattr(function, "__name__", function)
+        if name not in ("add", "__add__") or len(arguments) != 2 or options or not isinstance(arguments[1], _TracedPart):
+            raise _misread(name)
+        scores = arguments[0]
+        return scores + additive(arguments[1].seen, scores.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(str(_misread(name)))
+
+
+@dataclass(frozen=True)
 class TracedMask:
     """What stands for a `RuleMask` while torch traces. It is no tensor: models that work on it are told so.
 
@@ -476,6 +498,9 @@ class TracedMask:
         raise _misread(getattr(function, "__name__", function))
 
     def __getitem__(self, where: Any) -> Any:
+        everything = slice(None)
+        if where in ((everything, 0), (everything, 0, everything, everything)):  # what indexers of DeepSeek-V3.2 and its kin take
+            return _TracedPart(self.elements()[:, 0])
         raise _misread("indexing")
 
     def __getattr__(self, name: str) -> Any:

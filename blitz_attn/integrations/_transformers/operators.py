@@ -24,9 +24,9 @@ NUMBERS = tuple(name for name, x in arguments_of(block_sparse_attention).items()
 _NUMBERS = ", ".join(f"float? {name}=None" for name in NUMBERS)
 _SCHEMA = f"""attend_layer(Tensor query, Tensor key, Tensor value, Tensor? padding=None, Tensor? packed=None, Tensor? q_position=None,
     Tensor? cu_seq_lens_q=None, Tensor? cu_seq_lens_k=None, Tensor? sinks=None, Tensor? block_indices=None, Tensor? mask=None,
-    Tensor? position_bias=None, *, bool causal=True, int? left=None, int? right=None, SymInt q_offset=0, SymInt kv_offset=0,
-    float? scaling=None, {_NUMBERS}, str config="", bool sparse=False, int? layer=None, int? index_block=None, str module="",
-    str kind="") -> Tensor"""
+    Tensor? position_bias=None, Tensor? indices=None, *, bool causal=True, int? left=None, int? right=None, SymInt q_offset=0,
+    SymInt kv_offset=0, float? scaling=None, {_NUMBERS}, str config="", bool sparse=False, int? layer=None, int? index_block=None,
+    str module="", str kind="") -> Tensor"""
 
 
 @dataclass
@@ -54,7 +54,7 @@ def attend_in_graph(layer: Any, mask: TracedMask) -> Any:
     return torch.ops.blitz_attn.attend_layer(
         layer.query, layer.key, layer.value, mask.padding, mask.packed, where if isinstance(where, torch.Tensor) else None,
         layer.rest.get("cu_seq_lens_q"), layer.rest.get("cu_seq_lens_k"), layer.sinks, layer.block_indices, mask.made,
-        layer.rest.get("position_bias"), causal=mask.causal, left=mask.left, right=mask.right,
+        layer.rest.get("position_bias"), layer.indices, causal=mask.causal, left=mask.left, right=mask.right,
         q_offset=0 if isinstance(where, torch.Tensor) else where, kv_offset=mask.kv_offset, scaling=layer.scaling,
         **layer.numbers, config=layer.config._text, sparse=layer.sparse,
         layer=layer.number, index_block=None if layer.block_indices is None else layer.module.indexer.block_size, module=layer.source,
@@ -67,9 +67,9 @@ def register_operator(attend: Callable[[Traced, tuple[Any, Any, Any], Any, dict[
 
     def run(
         query: Any, key: Any, value: Any, padding: Any = None, packed: Any = None, q_position: Any = None, cu_seq_lens_q: Any = None,
-        cu_seq_lens_k: Any = None, sinks: Any = None, block_indices: Any = None, mask: Any = None, position_bias: Any = None, *,
-        causal: bool = True, left: int | None = None, right: int | None = None, q_offset: int = 0, kv_offset: int = 0,
-        layer: int | None = None, index_block: int | None = None, module: str = "", kind: str = "", **options: Any,
+        cu_seq_lens_k: Any = None, sinks: Any = None, block_indices: Any = None, mask: Any = None, position_bias: Any = None,
+        indices: Any = None, *, causal: bool = True, left: int | None = None, right: int | None = None, q_offset: int = 0,
+        kv_offset: int = 0, layer: int | None = None, index_block: int | None = None, module: str = "", kind: str = "", **options: Any,
     ) -> Any:  # fmt: skip
         shape = (query.shape[0], 1, query.shape[2], key.shape[2])
         where = q_offset if q_position is None else q_position
@@ -78,7 +78,7 @@ def register_operator(attend: Callable[[Traced, tuple[Any, Any, Any], Any, dict[
         stand_in = Traced(module, kind, layer, causal, query.shape[1] // max(1, key.shape[1]), sinks, _Indexer(index_block))
         tensors = {
             "sinks": sinks, "block_indices": block_indices, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k,
-            "position_bias": position_bias,
+            "position_bias": position_bias, "indices": indices,
         }  # fmt: skip
         return attend(stand_in, (query, key, value), mask, tensors | options).contiguous()
 
