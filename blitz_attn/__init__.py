@@ -26,7 +26,7 @@ from .config import *
 from .merge import *
 from .paged import *
 from .quest import *
-from .select import select_and_attend_prefill, select_blocks_prefill
+from .select import select_and_attend_prefill, select_blocks_prefill, select_tokens
 
 if TYPE_CHECKING:
     from . import distributed, plot, reference, testing
@@ -41,6 +41,7 @@ __all__ = [
     "select",
     "select_and_attend_prefill",
     "select_blocks_prefill",
+    "select_tokens",
     "testing",
 ]
 __all__ += block_sparse.__all__

@@ -18,6 +18,7 @@ from ._select.choosers import Antidiagonal, Pooled, SampledRows, VerticalSlash
 from ._select.prefill import list_from_scores, scores, select_and_attend_prefill, select_blocks_prefill
 from ._select.profile import Profile, calibrate
 from ._select.quality import output_error, recall
+from ._select.tokens import select_tokens
 
 __all__ = [
     "Antidiagonal",
@@ -33,4 +34,5 @@ __all__ = [
     "scores",
     "select_and_attend_prefill",
     "select_blocks_prefill",
+    "select_tokens",
 ]

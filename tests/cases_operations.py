@@ -90,6 +90,7 @@ def choosing(threads):
     lines, sabi = select.VerticalSlash(20), np.array([[[[0, 2]] * 5]], np.int32)
     ranges = np.stack([np.arange(70) // 30 * 30, np.arange(70) // 30 * 30 + 30], axis=-1)
     scores = np.random.default_rng(9).random((2, 4, 5, 5), np.float32)
+    indexer = q.transpose(0, 2, 1, 3), k[:, 0], np.ones((2, 70, 4), np.float32)
     return {
         "select_blocks_prefill": Operation(
             lambda: op(q, k, density=0.5, return_scores=True, **options), refused=lambda: op(q, k, density=0.5, chooser=select.Pooled(5), **options)
@@ -100,6 +101,10 @@ def choosing(threads):
         ),
         "scores": Operation(
             lambda: select.scores(q, k, per_kv_head=True, **options), refused=lambda: select.scores(q, k, chooser=select.Pooled(5), **options)
+        ),
+        "select_tokens": Operation(
+            lambda: select.select_tokens(*indexer, 9, causal=True, return_scores=True, num_threads=threads),
+            refused=lambda: select.select_tokens(*indexer, 9, kv_lens=[81, 1]),
         ),
         "list_from_scores": Operation(
             lambda: select.list_from_scores(scores, 70, 80, density=0.5, **options),

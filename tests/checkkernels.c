@@ -73,7 +73,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 10 && FUNCTIONS(ba_panel_kernels, attend) == 14 &&
+_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 10 && FUNCTIONS(ba_panel_kernels, attend) == 15 &&
                    FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_routed_kernels, attend) == 5 &&
                    FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 9 && FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
@@ -129,6 +129,7 @@ static void clear_records(void) {
         [PROBABILITIES] = "add_probabilities",
         [SCORES] = "scores",
         [BLOCK_SUMS] = "sum_blocks",
+        [WEIGHED_HEADS] = "weigh_heads",
         [SOFTMAX] = "softmax",
         [VALUES] = "values",
         [COMPOSED] = "its parts one by one",
@@ -655,6 +656,34 @@ static void check_block_sums(test_case *c) {
     }
 }
 
+static void check_weighed_heads(test_case *c) {
+    record *r = &records[WEIGHED_HEADS];
+    const int64_t real = c->s.f->real_size;
+    for (int64_t n = 0; n < 4 * FILLS; n++) {
+        if (!is_drawn()) continue;
+        make_case(c, n % FILLS, NO_MASK, 1, 1, 1, 1);
+        const int64_t queries = 1 + pick(9), heads = 1 + pick(n % 2 ? 70 : 5), lanes = c->s.f->lanes[WIDE];
+        void *s = place(SCRATCH, queries * heads * lanes * real), *w = place(WEIGHTS, queries * heads * real),
+             *sums = place(ALPHA, queries * lanes * real);
+        for (int64_t i = 0; i < queries * heads * lanes; i++) set_element(real_dtype(c), s, i, pick(50) ? uniform() : pick(2) ? NAN : INFINITY);
+        for (int64_t i = 0; i < queries * heads; i++) set_element(real_dtype(c), w, i, uniform());
+        c->s.f->panel->weigh_heads(sums, s, w, queries, heads);
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        for (int64_t q = 0; q < queries; q++)
+            for (int64_t i = 0; i < lanes; i++) {
+                double want = 0, size = 0;
+                for (int64_t h = 0; h < heads; h++) {
+                    const double score = real_at(c, s, (q * heads + h) * lanes + i), weight = real_at(c, w, q * heads + h);
+                    want += weight * (score < 0 ? 0 : score);
+                    size += fabs(weight * (score < 0 ? 0 : score));
+                }
+                const double got = real_at(c, sums, q * lanes + i);
+                if (isfinite(want)) compare(r, got, want, sum_error(c, heads) * size + tiny(c), "sum [query][lane]", q, i);
+                else require(r, isnan(want) ? isnan(got) : got == want, "not finite [query][lane]", q, i);
+            }
+    }
+}
+
 /* The next block to choose among those that are not taken yet: one that is always chosen, else the one with the highest score. -1: no block is
  * left. */
 static int64_t next_choice(const ba_choice *choice, const double *score, const bool *taken, int64_t row) {
@@ -802,6 +831,7 @@ static void check_variant(void *context) {
     if (c->variant <= 1 && c->s.f->panel->attend_many[c->variant]) check_together(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->add_probabilities) check_probabilities(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->sum_blocks) check_block_sums(c);
+    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->weigh_heads) check_weighed_heads(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->routed && c->s.f->routed->choose) check_choose(c);
     if (c->variant == WIDE && !c->s.cache && c->s.f->panel->fill_bias) check_fill_bias(c);
     if (c->variant == FEW) check_empty_join(c);

@@ -235,6 +235,7 @@ enum {
     PACK_V,
     PROBABILITIES,
     BLOCK_SUMS,
+    WEIGHED_HEADS,
     SCORES,
     SOFTMAX,
     VALUES,

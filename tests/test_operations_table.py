@@ -35,6 +35,7 @@ FUNCTIONS = {
     "append_paged_kv": ("append_paged_kv", f"{TRIPLE} q_begin", ""),  # q_begin belongs to other calls with requests
     "quest_prefill_metadata": ("quest_metadata", "", ""),
     # source is what a and b are made of; counts are returned where selected_indices are
+    "select_tokens": ("select_tokens", "selected scores", "top_k return_scores"),  # the results
     "select_blocks": ("select_blocks", f"{MADE} query a b selected_indices return_counts", "q source dense_below"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ import numpy as np
 from .._arrays import choice
 from .._select.options import Options
 from .attend import Sequence, factor
-from .common import name_of, round_to, taken_by, to_float64, with_options_of
+from .common import cuts, lengths, name_of, round_to, taken_by, to_float64, with_options_of
 from .dense import block_sparse_attention, sequences_of
 
-__all__ = ["select_and_attend_prefill", "select_blocks_prefill"]
+__all__ = ["select_and_attend_prefill", "select_blocks_prefill", "select_tokens"]
 
 _DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pooled": ("Pooled", {"pool": 8, "term": "both", "over": "largest"}),
@@ -282,3 +283,35 @@ def select_and_attend_prefill(q, k, v, *, return_sabi=False, **options):
     result = block_sparse_attention(q, k, v, sabi, **taken_by(block_sparse_attention, options))
     parts = (*(result if options["return_lse"] else (result,)), *((sabi,) if return_sabi else ()))
     return parts if len(parts) > 1 else parts[0]
+
+
+def select_tokens(
+    q, k, weights, top_k, *, scale=None, causal=False, q_lens=None, kv_lens=None, cu_seqlens_q=None, cu_seqlens_kv=None, q_begin=None,
+    ascending=False, return_scores=False, dtype=None, num_threads=None,
+):  # fmt: skip
+    """See `blitz_attn.select_tokens`."""
+    kind = name_of(q, dtype)
+    q, k, weights = to_float64(q, dtype), to_float64(k, dtype), to_float64(weights)
+    if cu_seqlens_q is not None:
+        at_q, at_k = cuts("cu_seqlens_q", cu_seqlens_q, len(q)), cuts("cu_seqlens_kv", cu_seqlens_kv, len(k))
+        parts = [(slice(a, b), slice(c, d)) for (a, b), (c, d) in zip(pairwise(at_q), pairwise(at_k), strict=True)]
+    else:
+        parts = [(b, b) for b in range(len(q))]
+    rooms = [len(q[own]) for own, _ in parts], [len(k[own]) for _, own in parts]
+    q_sizes, kv_sizes = lengths("q_lens", q_lens, rooms[0]), lengths("kv_lens", kv_lens, rooms[1])
+    begins = [kv - n for n, kv in zip(q_sizes, kv_sizes, strict=True)]
+    if q_begin is not None:
+        begins = np.broadcast_to(np.asarray(q_begin), len(parts)).tolist()
+    selected, scores = np.full((*q.shape[:-2], top_k), -1, np.int32), np.full((*q.shape[:-2], top_k), -np.inf)
+    for (own, keys), n, kv, begin in zip(parts, q_sizes, kv_sizes, begins, strict=True):
+        for i in range(n):
+            seen = max(0, min(kv, begin + i + 1)) if causal else kv
+            with np.errstate(all="ignore"):
+                products = factor(scale, q.shape[-1]) * (q[own][i] @ k[keys][:seen].T)
+                found = weights[own][i] @ np.where(products < 0, 0, products)
+            found = np.where(np.isnan(found), -np.inf, found)
+            best = np.argsort(-found, kind="stable")[:top_k]
+            best = np.sort(best) if ascending else best
+            selected[own][i, : len(best)], scores[own][i, : len(best)] = best, found[best]
+    real = np.float64 if kind == "float64" else np.float32
+    return (selected, scores.astype(real)) if return_scores else selected

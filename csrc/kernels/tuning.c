@@ -138,6 +138,13 @@ const ba_work_tuning ba_work = {
             .bucket_keys = 16,
             .moves = 8,
         },
+    .tokens =
+        {
+            .rows = 512,
+            .tile_rows = 1024,
+            .tiles = 2,
+            .part_keys = 512,
+        },
     .nsa =
         {
             .mean_tokens = 256,

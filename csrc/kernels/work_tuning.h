@@ -49,6 +49,14 @@ typedef struct ba_work_tuning {
         int64_t moves;        /* per block of a block row: where sorting takes more moves, it is done by bytes */
     } choose;
 
+    /* Choosing tokens */
+    struct {
+        int64_t rows;      /* heads of queries that are scored together, at most, or the heads of one query */
+        int64_t tile_rows; /* heads of an item's queries, at most, or those that are scored together: for so many a panel of keys is packed once */
+        int64_t tiles;     /* per thread: where there are fewer, the keys of each are cut into parts */
+        int64_t part_keys; /* of a part, at least */
+    } tokens;
+
     /* Native sparse attention */
     struct {
         int64_t mean_tokens;     /* tokens per item of the means of blocks and of their gradients */

@@ -20,7 +20,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 /* All operations, in the order in which they stand below. */
 #define CORE_OPERATIONS(X) \
     X(block_sparse_attention) X(block_sparse_attention_backward) X(select_prefill) X(merge_states) X(open_page_tables) X(paged_attention) \
-    X(quantize_kv) X(append_paged_kv) X(quest_metadata) X(select_blocks) X(block_means) X(block_means_backward) X(gate) X(gate_backward) \
+    X(quantize_kv) X(append_paged_kv) X(quest_metadata) X(select_blocks) X(select_tokens) X(block_means) X(block_means_backward) X(gate) X(gate_backward) \
     X(nsa_select)
 
 /* ---- Attention over sequences --------------------------------------------------------------------------------------------------- */
@@ -203,6 +203,26 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, num_threads,    THREADS,      ARG_OPTIONAL, num_threads) \
     A(T, k_scale,        SCALES,       ARG_OPTIONAL, k_scale) \
     O(T, kv_dtype, KV_DTYPE)
+
+/* ---- Choosing tokens ------------------------------------------------------------------------------------------------------------- */
+
+/* With scores, these are written, too. */
+#define SELECT_TOKENS(A, O, T) \
+    A(T, q,             FLOATS,       ARG_NAMED,                  q) \
+    A(T, k,             FLOATS,       0,                          k) \
+    A(T, weights,       REALS,        0,                          weights) \
+    A(T, selected,      TABLES,       ARG_WRITTEN,                selected) \
+    A(T, scores,        REALS,        ARG_OPTIONAL | ARG_WRITTEN, scores) \
+    A(T, scale,         SCALE,        ARG_OPTIONAL,               scale) \
+    A(T, causal,        FLAG,         0,                          causal) \
+    A(T, q_lens,        LENGTHS,      ARG_OPTIONAL,               q_lens) \
+    A(T, kv_lens,       LENGTHS,      ARG_OPTIONAL,               kv_lens) \
+    A(T, cu_seqlens_q,  LIST,         ARG_OPTIONAL,               cu_q) \
+    A(T, cu_seqlens_kv, LIST,         ARG_OPTIONAL,               cu_kv) \
+    A(T, q_begin,       PER_SEQUENCE, ARG_OPTIONAL,               q_begin) \
+    A(T, ascending,     FLAG,         0,                          ascending) \
+    O(T, dtype, DTYPE) \
+    A(T, num_threads,   THREADS,      ARG_OPTIONAL,               num_threads)
 
 /* ---- Native sparse attention ------------------------------------------------------------------------------------------------------ */
 

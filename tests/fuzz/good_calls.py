@@ -105,6 +105,19 @@ def _choice(a: Arena, v: int) -> dict[str, Any]:
     return call | ({"q_begin": a.integers([-3], "int64") if v & 1 else 5} if v & 16 else {})
 
 
+def _indexed(a: Arena, v: int) -> dict[str, Any]:
+    dtype = ("float32", "float64", "float16")[v % 3]
+    real = "float64" if dtype == "float64" else "float32"
+    if v & 4:
+        call: dict[str, Any] = {"q": a.floats(20, 3, 8, dtype=dtype), "k": a.floats(30, 8, dtype=dtype), "weights": a.floats(20, 3, dtype=real)}
+        call |= {"cu_seqlens_q": [0, 12, 20], "cu_seqlens_kv": a.integers([0, 10, 30], "int64")}
+    else:
+        call = {"q": a.floats(2, 10, 3, 8, dtype=dtype), "k": a.floats(2, 30, 8, dtype=dtype), "weights": a.floats(2, 10, 3, dtype=real)}
+        call |= {"q_lens": [10, 4], "kv_lens": a.integers([30, 5], "int64")}
+    call |= {"top_k": 7, "causal": bool(v & 1), "ascending": bool(v & 2)}
+    return call | ({"q_begin": [3, -2], "scale": 0.5, "return_scores": True, "num_threads": 2} if v & 8 else {})
+
+
 def _scored(a: Arena, v: int) -> dict[str, Any]:
     names = ("q", "k", "chooser", "block_shape", "causal", "window", "q_lens", "kv_lens", "scale", "num_threads", "q_begin")
     call = _choice(a, v)
@@ -531,6 +544,7 @@ GROUPS: dict[str, dict[str, Good]] = {
         "select_blocks_prefill": Good(blitz_attn.select_blocks_prefill, _choice_of, names=_CHOICE),
         "scores": Good(select.scores, _scored, names=_CHOICE),
         "list_from_scores": Good(select.list_from_scores, _listed, names=_CHOICE, sizes=_TOKENS),
+        "select_tokens": Good(select.select_tokens, _indexed, names=("selected", "scores"), sizes=("top_k",)),
         "select_and_attend_prefill": Good(blitz_attn.select_and_attend_prefill, _choice_and_attention, ("out",), names=("lse", *_CHOICE)),
     },
     "quality": {

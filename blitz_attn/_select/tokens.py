@@ -1,0 +1,145 @@
+"""Choosing single tokens for each query by the scores of an indexer. Public through `blitz_attn.select`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from .. import _arrays, _core
+from .._float_mode import in_usual_mode
+from .._formats import widened
+
+if TYPE_CHECKING:
+    from .._types import Array, DType, Integers, IntOrIntegers
+
+__all__ = ["select_tokens"]
+
+
+@in_usual_mode
+def _reals(x: Any, name: str, real: str) -> np.ndarray:
+    """An array of numbers as reals of this dtype."""
+    array, kind = _arrays.host(x, name)
+    if kind == real:
+        return array
+    if kind not in ("float32", "float16", "bfloat16", "float64"):
+        raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}")
+    return widened(array, kind).astype(real)
+
+
+@overload
+def select_tokens(
+    q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
+    kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
+    q_begin: IntOrIntegers | None = None, ascending: bool = False, return_scores: Literal[False] = False, dtype: DType | None = None,
+    num_threads: int | None = None,
+) -> Any: ...  # fmt: skip
+@overload
+def select_tokens(
+    q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
+    kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
+    q_begin: IntOrIntegers | None = None, ascending: bool = False, return_scores: bool, dtype: DType | None = None,
+    num_threads: int | None = None,
+) -> tuple[Any, Any]: ...  # fmt: skip
+def select_tokens(
+    q: Any,
+    k: Any,
+    weights: Any,
+    top_k: int,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    q_begin: Any = None,
+    ascending: bool = False,
+    return_scores: bool = False,
+    dtype: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """The keys with the highest scores of an indexer, for each query: the "lightning indexer" of DeepSeek-V3.2.
+
+    The score of query i and key j is ``sum over h of weights[i, h] * max(0, scale * q[i, h] . k[j])``: small heads of their own share one
+    key per token. Scores are compared while they are made: no array has one for each query and key.
+
+    Parameters
+    ----------
+    q : array
+        Queries of the indexer, ``(B, Sq, H, D)``, or with `cu_seqlens_q` ``(T, H, D)``: float32, float16, bfloat16 or float64; H up to 512,
+        D up to 576.
+    k : array
+        One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`.
+    weights : array of float
+        ``(B, Sq, H)``, or ``(T, H)``. Read as float32, for float64 queries as float64.
+    top_k : int
+        How many keys each query gets, at least 1.
+    scale : float, optional
+        Factor of the products. Default: ``1 / sqrt(D)``. (Where it is positive it changes no choice, but for rounding.)
+    causal : bool
+        A query sees the keys up to its own token. The last query stands at the last key, unless `q_begin` says otherwise.
+    q_lens, kv_lens : sequence of int, optional
+        ``(B,)``: valid queries and keys of each batch entry. Queries behind them get no key.
+    cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
+        ``(B + 1,)``: where the sequences of packed arrays begin and end.
+    q_begin : int or sequence of int, optional
+        The token number of the first query, where the queries are a part of their sequence: of all sequences, or ``(B,)``.
+    ascending : bool
+        Keys rise in each row. Default: their scores fall.
+    return_scores : bool
+        Also return the scores of the chosen keys.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits. Otherwise only checked.
+    num_threads : int, optional
+        Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
+
+    Returns
+    -------
+    selected : array of int32
+        ``(B, Sq, top_k)``, or ``(T, top_k)``: the keys, counted from the first of the sequence. Of equal scores, the lower key comes first;
+        NaN counts as minus infinity. A row with fewer visible keys ends with -1.
+    scores : array
+        With `return_scores`, of the same shape: float32, for float64 queries float64; minus infinity where there is no key.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        An array of a wrong dtype or shape, lengths out of range, or a number of keys below 1.
+
+    See Also
+    --------
+    block_sparse_attention : takes the result as a list of blocks of one query and one key: ``sabi=selected[:, None], block_shape=(1, 1)``.
+    blitz_attn.reference.select_tokens : the same in plain float64 NumPy.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", 2025, section 2.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k = rng.standard_normal((1, 300, 16, 32), dtype=np.float32), rng.standard_normal((1, 300, 32), dtype=np.float32)
+    >>> weights = rng.random((1, 300, 16), dtype=np.float32)
+    >>> selected = blitz_attn.select_tokens(q, k, weights, 64, causal=True)
+    >>> selected.shape, sorted(selected[0, 2].tolist())[-3:]
+    ((1, 300, 64), [0, 1, 2])
+    >>> heads = [rng.standard_normal((1, 4, 300, 64), dtype=np.float32) for _ in range(3)]
+    >>> out = blitz_attn.block_sparse_attention(*heads, selected[:, None], block_shape=(1, 1), causal=True)
+    """
+    width, with_scores = _arrays.integer(top_k, "top_k"), _arrays.flag(return_scores, "return_scores")
+    if not 1 <= width < 1 << 31:
+        raise ValueError(f"top_k: expected 1 to 2147483647 keys, got {width}")
+    q, k, weights = _arrays.detached(q, k, weights)
+    queries = _arrays.readable(q, "q")
+    real = "float64" if str(_arrays.dtype_of(q)).endswith("float64") else "float32"
+    shape = (*_arrays.shape_of(q)[:-2], width)
+    selected, scores = np.empty(shape, np.int32), np.empty(shape, real) if with_scores else None
+    _core.select_tokens(
+        queries, _arrays.readable(k, "k"), _reals(weights, "weights", real), selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q,
+        cu_seqlens_kv, q_begin, ascending, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+    )  # fmt: skip
+    chosen = _arrays.as_kind_of(selected, q)
+    return (chosen, _arrays.as_kind_of(scores, q)) if scores is not None else chosen

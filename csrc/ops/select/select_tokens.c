@@ -1,0 +1,437 @@
+/* Choosing tokens: the best keys of each query by the scores of an indexer, which several small heads share with one key per token.
+ *
+ * The keys are the lanes of a panel, and the rows that it is multiplied with are the heads of some queries, so that the sum over heads is vertical:
+ * S[head][lane] by attention's kernels, then scores[query][lane] by the kernel weigh_heads. What may be among a query's best goes into a buffer of
+ * twice as many candidates. A full buffer is cut to its best half, and only scores above the least of these come in from then on. So no array has a
+ * score of each pair. Keys come in rising order: of equal scores, those that come later lose. */
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/float_mode.h"
+#include "core/pool.h"
+#include "core/status.h"
+#include "kernels/work_tuning.h"
+#include "ops/check.h"
+#include "ops/levels.h"
+#include "ops/nsa/nsa.h"
+#include "ops/problem.h"
+#include "ops/reals.h"
+#include "ops/scratch.h"
+
+typedef struct candidate {
+    double score; /* of reals, so exact; minus infinity for NaN */
+    int32_t key;
+} candidate;
+
+typedef struct select_tokens_call {
+    const ba_select_tokens_args *args;
+    ba_token_rows q, k;
+    int64_t sequences, heads, dim;
+    double scale;
+    int64_t width;                                 /* places per row of the result */
+    int64_t most;                                  /* candidates that may stay: as many as there are places, or keys */
+    int64_t room;                                  /* candidates per query */
+    int64_t tile;                                  /* queries of an item */
+    int64_t part_keys;                             /* keys of an item: a multiple of the lanes */
+    int64_t parts;                                 /* of each sequence; those of shorter ones may be empty */
+    int64_t most_keys;                             /* of the longest sequence */
+    int64_t at_once;                               /* queries whose heads are scored together */
+    int64_t *first_tile;                           /* [sequences + 1] */
+    ba_pack_rows_fn pack;                          /* NULL: rows of q are read in place */
+    const ba_attend_family *panel_family, *family; /* which packs keys, and which scores */
+    int64_t real_size, lanes, scratch_bytes;
+    char *scratch;
+    candidate *best; /* with several parts: [tile][query][part][most] */
+    int64_t *counts; /* of these: [tile][query][part] */
+} select_tokens_call;
+
+typedef struct select_tokens_scratch {
+    const void **pointers, **rows;
+    char *panel, *packed, *chunk, *row_max, *sums, *weights;
+    candidate *candidates; /* [query][room] */
+    int64_t *counts;       /* [query] */
+    double *least;         /* [query]: no score up to this one comes in */
+    uint64_t *chosen;      /* a bit per key */
+} select_tokens_scratch;
+
+static int64_t dim_pad(const select_tokens_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->panel_family->dim_pad); }
+
+static int64_t lay_out_worker(const select_tokens_call *c, char *base, select_tokens_scratch *s) {
+    const int64_t rows = c->at_once * c->heads, tile_rows = c->tile * c->heads, real = c->real_size;
+    int64_t used = 0;
+    s->pointers = ba_take(base, &used, ba_max(c->lanes, tile_rows) * (int64_t)sizeof(void *));
+    s->rows = ba_take(base, &used, tile_rows * (int64_t)sizeof(void *));
+    s->panel = ba_take(base, &used, c->lanes * dim_pad(c) * c->panel_family->q_bytes);
+    s->packed = ba_take(base, &used, c->pack ? tile_rows * ba_round_up(c->dim, BA_PACK_PAD) * real : 0);
+    s->chunk = ba_take(base, &used, rows * ba_max(c->family->scratch_per_key, c->lanes * real));
+    s->row_max = ba_take(base, &used, c->lanes * real);
+    s->sums = ba_take(base, &used, c->at_once * c->lanes * real);
+    s->weights = ba_take(base, &used, tile_rows * real);
+    s->candidates = ba_take(base, &used, c->tile * c->room * (int64_t)sizeof *s->candidates);
+    s->counts = ba_take(base, &used, c->tile * (int64_t)sizeof *s->counts);
+    s->least = ba_take(base, &used, c->tile * (int64_t)sizeof *s->least);
+    s->chosen = ba_take(base, &used, ba_ceil_div(c->most_keys, 64) * (int64_t)sizeof *s->chosen);
+    return used;
+}
+
+/* ---- Candidates ------------------------------------------------------------------------------------------------------- */
+
+static bool is_better(const candidate *a, const candidate *b) { return a->score > b->score || (a->score == b->score && a->key < b->key); }
+
+static bool comes_before(const candidate *a, const candidate *b, bool by_key) { return by_key ? a->key < b->key : is_better(a, b); }
+
+static void swap(candidate *a, candidate *b) {
+    const candidate other = *a;
+    *a = *b;
+    *b = other;
+}
+
+/* Moves the best `kept` of n candidates, which are all different, to the front. */
+static void keep_best(candidate *all, int64_t n, int64_t kept) {
+    int64_t begin = 0, end = n;
+    while (end - begin > 1 && begin < kept && kept < end) {
+        candidate *first = all + begin, *middle = all + begin + (end - begin) / 2, *last = all + end - 1;
+        if (is_better(middle, first)) swap(middle, first);
+        if (is_better(last, middle)) swap(last, middle);
+        if (is_better(middle, first)) swap(middle, first);
+        const candidate pivot = *middle;
+        int64_t i = begin, j = end - 1;
+        while (i <= j) {
+            while (is_better(all + i, &pivot)) i++;
+            while (is_better(&pivot, all + j)) j--;
+            if (i <= j) swap(all + i++, all + j--);
+        }
+        if (kept <= j) end = j + 1; /* all behind j are no better than the pivot, all before i no worse */
+        else if (kept >= i) begin = i;
+        else return;
+    }
+}
+
+/* Sorts candidates, the best first or, by_key, the lowest key first: a heap whose last one stands in front. */
+static void sort(candidate *all, int64_t n, bool by_key) {
+    for (int64_t built = n / 2, end = n; end > 1;) {
+        if (built > 0) built--;
+        else swap(all, all + --end);
+        for (int64_t at = built, child; (child = 2 * at + 1) < end; at = child) {
+            if (child + 1 < end && comes_before(all + child, all + child + 1, by_key)) child++;
+            if (!comes_before(all + at, all + child, by_key)) break;
+            swap(all + at, all + child);
+        }
+    }
+}
+
+/* Takes the scores of the first n lanes, of which lane 0 is key `first`. */
+static void add_candidates(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
+    candidate *all = s->candidates + query * c->room;
+    int64_t count = s->counts[query];
+    for (int64_t i = 0; i < n; i++) {
+        double score = ba_get_real(scores, i, c->real_size);
+        if (isnan(score)) score = -INFINITY;
+        if (count >= c->most && score <= s->least[query]) continue;
+        all[count++] = (candidate){score, (int32_t)(first + i)};
+        if (count == c->room) {
+            keep_best(all, count, c->most);
+            count = c->most;
+            s->least[query] = INFINITY;
+            for (int64_t j = 0; j < count; j++) s->least[query] = fmin(s->least[query], all[j].score);
+        }
+    }
+    s->counts[query] = count;
+}
+
+/* ---- An item: the queries of a tile and the keys of a part ------------------------------------------------------------ */
+
+typedef struct item_of_tokens {
+    int64_t sequence, first, queries; /* the tile's first query in its sequence, and how many it has */
+    int64_t begin, end;               /* the part's keys */
+    int64_t tile, part;               /* their places in c->best */
+} item_of_tokens;
+
+static int64_t queries_of(const select_tokens_call *c, int64_t n) { return ba_sequence_length(c->args->cu_q, c->q.tokens, n); }
+static int64_t valid_queries(const select_tokens_call *c, int64_t n) { return c->args->q_lens ? c->args->q_lens[n] : queries_of(c, n); }
+static int64_t keys_of(const select_tokens_call *c, int64_t n) {
+    return c->args->kv_lens ? c->args->kv_lens[n] : ba_sequence_length(c->args->cu_kv, c->k.tokens, n);
+}
+
+/* How many keys, from the first on, a query sees. */
+static int64_t seen_by(const select_tokens_call *c, int64_t n, int64_t query) {
+    const int64_t keys = keys_of(c, n);
+    if (query >= valid_queries(c, n)) return 0;
+    if (!c->args->causal) return keys;
+    const int64_t begin = c->args->q_begin ? c->args->q_begin[n] : keys - valid_queries(c, n);
+    return ba_max(0, ba_min(keys, begin + query + 1));
+}
+
+/* The most keys that one of n queries of a tile sees, from its query number i on. Those behind the valid ones see none. */
+static int64_t most_seen(const select_tokens_call *c, const item_of_tokens *at, int64_t i, int64_t n) {
+    int64_t most = 0;
+    for (int64_t end = i + n; i < end; i++) most = ba_max(most, seen_by(c, at->sequence, at->first + i));
+    return most;
+}
+
+/* The element of weights, selected or scores where a query's row begins. */
+static int64_t row_of(const select_tokens_call *c, const ba_tensor *t, int64_t sequence, int64_t query) {
+    return c->args->cu_q ? (c->args->cu_q[sequence] + query) * ba_step(t, 0) : sequence * ba_step(t, 0) + query * ba_step(t, 1);
+}
+
+static void open_rows(const select_tokens_call *c, const select_tokens_scratch *s, const item_of_tokens *at) {
+    const ba_tensor *weights = &c->args->weights;
+    const int64_t step = ba_step(weights, weights->ndim - 1);
+    for (int64_t i = 0; i < at->queries; i++) {
+        const int64_t row = row_of(c, weights, at->sequence, at->first + i);
+        for (int64_t h = 0; h < c->heads; h++) {
+            s->pointers[i * c->heads + h] = ba_sequence_row(&c->q, c->args->cu_q, at->sequence, at->first + i, h);
+            ba_set_real(s->weights, i * c->heads + h, ba_get_real(weights->data, row + h * step, c->real_size), c->real_size);
+        }
+    }
+    const int64_t rows = at->queries * c->heads;
+    if (c->pack) c->pack(s->packed, s->rows, s->pointers, NULL, rows, c->dim);
+    else memcpy(s->rows, s->pointers, (size_t)rows * sizeof *s->rows);
+}
+
+/* Scores `keys` keys from `begin` on, which are at most the lanes of a panel, for all queries of the tile. */
+static void score_panel(const select_tokens_call *c, const select_tokens_scratch *s, const item_of_tokens *at, int64_t begin, int64_t keys) {
+    for (int64_t j = 0; j < keys; j++) s->pointers[j] = ba_sequence_row(&c->k, c->args->cu_kv, at->sequence, begin + j, 0);
+    c->panel_family->pack->queries[0](s->panel, s->pointers, keys, c->dim, c->scale);
+    const ba_panel panel = {.q = s->panel};
+    for (int64_t i = 0; i < at->queries; i += c->at_once) {
+        const int64_t queries = ba_min(c->at_once, at->queries - i);
+        const ba_chunk chunk = {.keys = queries * c->heads,
+                                .head_dim = c->dim,
+                                .v_dim = 1,
+                                .k_rows = s->rows + i * c->heads,
+                                .v_rows = s->rows + i * c->heads,
+                                .scale = c->scale,
+                                .scratch = s->chunk};
+        if (most_seen(c, at, i, queries) <= begin) continue;
+        c->family->panel->scores[0](&panel, &chunk, s->row_max);
+        c->family->panel->weigh_heads(s->sums, s->chunk, s->weights + i * c->heads * c->real_size, queries, c->heads);
+        for (int64_t q = 0; q < queries; q++) {
+            const int64_t seen = seen_by(c, at->sequence, at->first + i + q) - begin;
+            add_candidates(c, s, i + q, s->sums + q * c->lanes * c->real_size, ba_min(keys, seen), begin);
+        }
+    }
+}
+
+/* Writes the candidates of a query, of which it keeps the best, as a row of the result. */
+static void write_row(const select_tokens_call *c, const select_tokens_scratch *s, int64_t sequence, int64_t query, candidate *all, int64_t count) {
+    const ba_tensor *selected = &c->args->selected, *scores = &c->args->scores;
+    const int64_t kept = ba_min(count, c->most), to = row_of(c, selected, sequence, query), step = ba_step(selected, selected->ndim - 1);
+    int32_t *keys = (int32_t *)selected->data + to;
+    keep_best(all, count, kept);
+    if (c->args->ascending && !ba_given(scores)) { /* by a bit per key, which is quicker than sorting */
+        int64_t n = 0;
+        for (int64_t i = 0; i < kept; i++) s->chosen[all[i].key / 64] |= UINT64_C(1) << all[i].key % 64;
+        for (int64_t w = 0; n < kept; w++)
+            for (; s->chosen[w]; s->chosen[w] &= s->chosen[w] - 1) keys[n++ * step] = (int32_t)(w * 64 + __builtin_ctzll(s->chosen[w]));
+    } else {
+        sort(all, kept, c->args->ascending);
+        for (int64_t i = 0; i < kept; i++) keys[i * step] = all[i].key;
+    }
+    for (int64_t i = kept; i < c->width; i++) keys[i * step] = -1;
+    if (!ba_given(scores)) return;
+    const int64_t row = row_of(c, scores, sequence, query), stride = ba_step(scores, scores->ndim - 1);
+    for (int64_t i = 0; i < c->width; i++) ba_set_real(scores->data, row + i * stride, i < kept ? all[i].score : -INFINITY, c->real_size);
+}
+
+static int64_t tiles_of(const select_tokens_call *c, int64_t n) { return ba_ceil_div(queries_of(c, n), c->tile); }
+
+/* The item of tile number `tile` of the call; its sequence and its queries. */
+static item_of_tokens tile_at(const select_tokens_call *c, int64_t tile) {
+    item_of_tokens at = {.tile = tile, .sequence = ba_sequence_at(c->first_tile, c->sequences, tile)};
+    at.first = (tile - c->first_tile[at.sequence]) * c->tile;
+    at.queries = ba_min(c->tile, queries_of(c, at.sequence) - at.first);
+    return at;
+}
+
+static void score_item(void *context, int64_t item, int worker) {
+    const select_tokens_call *c = context;
+    item_of_tokens at = tile_at(c, item / c->parts);
+    at.part = item % c->parts;
+    at.begin = at.part * c->part_keys;
+    at.end = ba_min(at.begin + c->part_keys, keys_of(c, at.sequence));
+    select_tokens_scratch s;
+    lay_out_worker(c, c->scratch + worker * c->scratch_bytes, &s);
+    for (int64_t i = 0; i < at.queries; i++) {
+        s.counts[i] = 0;
+        s.least[i] = -INFINITY;
+    }
+    memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_keys, 64) * sizeof *s.chosen);
+    at.end = ba_min(at.end, most_seen(c, &at, 0, at.queries));
+    if (at.begin < at.end) open_rows(c, &s, &at);
+    for (int64_t key = at.begin; key < at.end; key += c->lanes) {
+        if (ba_stopped()) return;
+        score_panel(c, &s, &at, key, ba_min(c->lanes, at.end - key));
+    }
+    for (int64_t i = 0; i < at.queries; i++) {
+        candidate *all = s.candidates + i * c->room;
+        if (c->parts == 1) {
+            write_row(c, &s, at.sequence, at.first + i, all, s.counts[i]);
+            continue;
+        }
+        const int64_t place = (at.tile * c->tile + i) * c->parts + at.part, kept = ba_min(s.counts[i], c->most);
+        keep_best(all, s.counts[i], kept);
+        c->counts[place] = kept;
+        memcpy(c->best + place * c->most, all, (size_t)kept * sizeof *all);
+    }
+}
+
+/* The best of the parts of one query. */
+static void join_item(void *context, int64_t item, int worker) {
+    const select_tokens_call *c = context;
+    const item_of_tokens at = tile_at(c, item / c->tile);
+    const int64_t query = item % c->tile;
+    if (query >= at.queries) return;
+    select_tokens_scratch s;
+    lay_out_worker(c, c->scratch + worker * c->scratch_bytes, &s);
+    memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_keys, 64) * sizeof *s.chosen);
+    candidate *all = c->best + item * c->parts * c->most;
+    int64_t count = 0;
+    for (int64_t part = 0; part < c->parts; part++) { /* side by side */
+        const int64_t kept = c->counts[item * c->parts + part];
+        memmove(all + count, all + part * c->most, (size_t)kept * sizeof *all);
+        count += kept;
+    }
+    write_row(c, &s, at.sequence, at.first + query, all, count);
+}
+
+/* ---- The call ----------------------------------------------------------------------------------------------------------- */
+
+static ba_status check_lengths(const ba_select_tokens_args *a, const select_tokens_call *c) {
+    const struct {
+        const char *name;
+        const int64_t *lens;
+        int64_t most;
+    } given[] = {{"q_lens", a->q_lens, c->q.tokens}, {"kv_lens", a->kv_lens, c->k.tokens}};
+    for (int i = 0; i < 2; i++) {
+        if (given[i].lens && a->cu_q)
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected none with packed arrays, whose cumulative lengths say it, got some",
+                           given[i].name);
+        for (int64_t b = 0; given[i].lens && b < c->sequences; b++)
+            if (given[i].lens[b] < 0 || given[i].lens[b] > given[i].most)
+                return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", given[i].name,
+                               given[i].most, given[i].lens[b], b);
+    }
+    return ba_check_begins(a->q_begin, c->sequences);
+}
+
+static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *c) {
+    const bool packed = a->cu_q != NULL;
+    const int rank = packed ? 3 : 4;
+    BA_TRY(ba_take_rows("q", &a->q, packed ? "(T, H, D)" : "(B, Sq, H, D)", packed, &c->q));
+    if (a->k.ndim != rank - 1)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected shape %s, got %s", packed ? "(T, D)" : "(B, Skv, D)", ba_shape_text(&a->k).chars);
+    ba_tensor k = a->k; /* with an axis for its one head */
+    k.ndim = rank;
+    k.dims[rank - 1] = k.dims[rank - 2];
+    k.strides[rank - 1] = k.strides[rank - 2];
+    k.dims[rank - 2] = 1;
+    k.strides[rank - 2] = 0;
+    BA_TRY(ba_take_rows("k", &k, packed ? "(T, D)" : "(B, Skv, D)", packed, &c->k));
+    if (c->k.dtype != c->q.dtype)
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("k") ": expected dtype %s like " BA_ARG("q") ", got %s", ba_dtype_name(c->q.dtype),
+                       ba_dtype_name(c->k.dtype));
+    if (c->k.batch != c->q.batch || c->k.dim != c->q.dim)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected %" PRId64 " batch entries and a last axis of %" PRId64 " like " BA_ARG("q") ", got %s",
+                       c->q.batch, c->q.dim, ba_shape_text(&a->k).chars);
+    c->heads = c->q.heads;
+    c->dim = c->q.dim;
+    if (c->heads > BA_MAX_CHUNK) return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at most %d heads, got %" PRId64, BA_MAX_CHUNK, c->heads);
+    if (c->k.tokens > BA_MOST_TOKENS || c->q.tokens > BA_MOST_TOKENS)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected at most %d tokens, got %" PRId64, BA_MOST_TOKENS, ba_max(c->k.tokens, c->q.tokens));
+    BA_TRY(ba_take_scale(a->q.dtype, c->dim, a->scale, &c->scale));
+    c->sequences = c->q.batch;
+    int64_t longest;
+    if (packed) {
+        BA_TRY(ba_check_cumulative("cu_seqlens_q", a->cu_q, a->batch, c->q.tokens, &longest));
+        BA_TRY(ba_check_cumulative("cu_seqlens_kv", a->cu_kv, a->batch, c->k.tokens, &longest));
+        c->sequences = a->batch;
+    } else if (a->cu_kv) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_kv") ": expected none without " BA_ARG("cu_seqlens_q") ", got some");
+    BA_TRY(check_lengths(a, c));
+    BA_TRY(ba_check_threads(a->num_threads));
+    ba_tensor shape = {.dtype = ba_real_of(a->q.dtype), .ndim = rank - 1, .dims = {a->q.dims[0], a->q.dims[1], packed ? 0 : a->q.dims[2]}};
+    if (!ba_given(&a->weights)) return ba_fail(BA_ERROR_VALUE, BA_ARG("weights") ": expected one number per query and head, got none");
+    BA_TRY(ba_check_same("weights", &a->weights, &shape, false));
+    c->width = a->selected.ndim == rank - 1 ? a->selected.dims[rank - 2] : 1;
+    if (c->width < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("top_k") ": expected at least 1, got %" PRId64, c->width);
+    shape.dims[rank - 2] = c->width;
+    if (ba_given(&a->scores)) BA_TRY(ba_check_output("scores", &a->scores, &shape, false));
+    shape.dtype = BA_INT32;
+    return ba_check_output("selected", &a->selected, &shape, false);
+}
+
+/* Lays out the memory of a call with this many workers. */
+static int64_t lay_out_call(select_tokens_call *c, int threads, int64_t rows, char *base) {
+    int64_t used = 0;
+    c->first_tile = ba_take(base, &used, (c->sequences + 1) * (int64_t)sizeof *c->first_tile);
+    c->best = ba_take(base, &used, c->parts > 1 ? rows * c->parts * c->most * (int64_t)sizeof *c->best : 0);
+    c->counts = ba_take(base, &used, c->parts > 1 ? rows * c->parts * (int64_t)sizeof *c->counts : 0);
+    c->scratch = ba_take(base, &used, threads * c->scratch_bytes);
+    return used;
+}
+
+/* Cuts queries into tiles and keys into parts, and finds the number of threads. */
+static int cut_call(select_tokens_call *c, int64_t *tiles) {
+    double work = 0;
+    int64_t most_queries = 1;
+    for (int64_t b = 0; b < c->sequences; b++) {
+        c->most_keys = ba_max(c->most_keys, keys_of(c, b));
+        most_queries = ba_max(most_queries, queries_of(c, b));
+        work += (double)queries_of(c, b) * (double)keys_of(c, b) * (double)(c->heads * c->dim);
+    }
+    c->at_once = ba_min(most_queries, ba_max(1, ba_work.tokens.rows / c->heads));
+    c->tile = ba_min(most_queries, c->at_once * ba_max(1, ba_work.tokens.tile_rows / (c->at_once * c->heads)));
+    *tiles = 0;
+    for (int64_t b = 0; b < c->sequences; b++) *tiles += tiles_of(c, b);
+    c->parts = 1;
+    c->part_keys = ba_max(1, c->most_keys);
+    const int threads = ba_is_small(work, ba_work.small_products) ? 1 : ba_threads_for(c->args->num_threads);
+    if (*tiles > 0 && *tiles < threads * ba_work.tokens.tiles) { /* so few tiles that threads share the keys of each */
+        const int64_t panels = ba_ceil_div(c->most_keys, c->lanes), least = ba_ceil_div(ba_work.tokens.part_keys, c->lanes);
+        const int64_t wanted = ba_min(ba_ceil_div(threads * ba_work.tokens.tiles, *tiles), panels / ba_max(1, least));
+        c->part_keys = ba_max(1, ba_ceil_div(panels, ba_max(1, wanted))) * c->lanes;
+        c->parts = ba_max(1, ba_ceil_div(c->most_keys, c->part_keys));
+    }
+    c->most = ba_max(1, ba_min(c->width, c->most_keys));
+    c->room = ba_min(2 * c->most + c->lanes, ba_max(1, c->most_keys));
+    return threads;
+}
+
+ba_status ba_select_tokens(const ba_select_tokens_args *args) {
+    BA_IN_USUAL_MODE;
+    BA_TRY(ba_check_pointer("args", args));
+    select_tokens_call c = {.args = args};
+    BA_TRY(check_call(args, &c));
+    for (int i = 0; i < args->selected.ndim; i++)
+        if (args->selected.dims[i] == 0) return BA_OK;
+    const ba_dtype real = ba_real_of(args->q.dtype);
+    const ba_isa active = ba_isa_active(), level = ba_level_with_parts(active, real);
+    const ba_kernels *kernels = ba_kernels_at(level);
+    const ba_attend_family *own = ba_kernels_at(active)->attend[args->q.dtype];
+    c.family = kernels->vector[real];
+    c.panel_family = kernels->vector[args->q.dtype];
+    c.pack = kernels->cache[args->q.dtype]->pack;
+    if (own->panel->weigh_heads && !own->pack->keys) { /* reads rows in place */
+        c.family = c.panel_family = own;
+        c.pack = NULL;
+    }
+    c.real_size = c.family->real_size;
+    c.lanes = c.family->lanes[0];
+    int64_t tiles;
+    int threads = cut_call(&c, &tiles);
+    const int64_t items = tiles * c.parts, rows = tiles * c.tile;
+    threads = items < threads ? (int)ba_max(1, items) : threads;
+    select_tokens_scratch unused;
+    c.scratch_bytes = lay_out_worker(&c, NULL, &unused);
+    char *memory;
+    BA_TRY(ba_get_scratch(lay_out_call(&c, threads, rows, NULL), &memory));
+    lay_out_call(&c, threads, rows, memory);
+    c.first_tile[0] = 0;
+    for (int64_t b = 0; b < c.sequences; b++) c.first_tile[b + 1] = c.first_tile[b] + tiles_of(&c, b);
+    ba_status status = ba_parallel(threads, items, score_item, &c);
+    if (status == BA_OK && c.parts > 1) status = ba_parallel(threads, rows, join_item, &c);
+    ba_arena_release();
+    return status;
+}

@@ -1,0 +1,136 @@
+"""Choosing tokens by an indexer: against the float64 twin at every level, what changes no bit, and what is refused. Random problems with all
+options are in tests/fuzz/token_problems.py."""
+
+import numpy as np
+import pytest
+
+import blitz_attn
+from blitz_attn import reference, select
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def problem(dtype="float32", queries=37, keys=150, heads=5, dim=24, batch=2, seed=0):
+    rng = np.random.default_rng(seed)
+    q, k = rng.standard_normal((batch, queries, heads, dim)), rng.standard_normal((batch, keys, dim))
+    weights = rng.standard_normal((batch, queries, heads))
+    if dtype == "bfloat16":
+        q, k = (np.asarray(x, np.float32).view(np.uint32) >> 16 for x in (q, k))
+        return q.astype(np.uint16), k.astype(np.uint16), weights.astype(np.float32), {"dtype": "bfloat16"}
+    return q.astype(dtype), k.astype(dtype), weights.astype("float64" if dtype == "float64" else "float32"), {}
+
+
+def check(q, k, weights, top_k, **options):
+    """The scores of what is chosen are the best ones, and those of the keys that are named."""
+    found, scores = select.select_tokens(q, k, weights, top_k, return_scores=True, **options)
+    exact_keys, exact = reference.select_tokens(q, k, weights, top_k, return_scores=True, **options)
+    bound = 1e-12 if q.dtype == np.float64 else 2e-5
+    by_score = -np.sort(-scores, axis=-1) if options.get("ascending") else scores
+    expected = -np.sort(-exact, axis=-1)
+    assert (np.isfinite(by_score) == np.isfinite(expected)).all()
+    some = np.isfinite(expected)
+    assert np.abs(by_score[some] - expected[some]).max(initial=0) <= bound * (1 + np.abs(expected[some]).max(initial=0))
+    assert ((found >= 0) == (exact_keys >= 0)).all()
+    return found, scores
+
+
+@pytest.mark.parametrize("level", blitz_attn.isa_levels(available=True))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_levels_and_dtypes(dtype, level):
+    q, k, weights, options = problem(dtype)
+    with blitz_attn.isa(level):
+        for causal in (False, True):
+            check(q, k, weights, 16, causal=causal, **options)
+
+
+@pytest.mark.parametrize(("queries", "keys", "heads", "dim", "top_k"), [
+    (1, 1, 1, 1, 1), (3, 700, 64, 128, 256), (70, 33, 1, 16, 40), (2, 2000, 3, 64, 1999), (1, 5000, 16, 32, 64), (9, 40, 512, 8, 7),
+    (5, 64, 2, 576, 64), (40, 40, 300, 3, 1),
+])  # fmt: skip
+def test_sizes(queries, keys, heads, dim, top_k):
+    q, k, weights, _ = problem("float32", queries, keys, heads, dim, 1)
+    found, scores = check(q, k, weights, top_k, causal=True)
+    for threads in (1, 2, 7):
+        again = select.select_tokens(q, k, weights, top_k, causal=True, return_scores=True, num_threads=threads)
+        assert np.array_equal(again[0], found)
+        assert np.array_equal(again[1], scores)
+    rising, theirs = select.select_tokens(q, k, weights, top_k, causal=True, ascending=True, return_scores=True)
+    assert np.array_equal(rising, select.select_tokens(q, k, weights, top_k, causal=True, ascending=True))
+    for row, by_score, own, by_key in zip(rising.reshape(-1, top_k), found.reshape(-1, top_k), theirs.reshape(-1, top_k), scores.reshape(-1, top_k), strict=True):
+        n = (row >= 0).sum()
+        order = np.argsort(by_score[:n])
+        assert np.array_equal(row[:n], by_score[:n][order])
+        assert np.array_equal(own[:n], by_key[:n][order])
+
+
+def test_equal_scores_take_the_lower_key():
+    q, k, weights = np.ones((1, 2, 3, 4), np.float32), np.ones((1, 900, 4), np.float32), np.ones((1, 2, 3), np.float32)
+    k[0, 500:600] = 2
+    for threads in (1, 4):
+        found = select.select_tokens(q, k, weights, 150, num_threads=threads)
+        assert np.array_equal(found, np.broadcast_to([*range(500, 600), *range(50)], (1, 2, 150)))
+
+
+def test_what_is_not_finite():
+    q, k, weights = np.ones((1, 1, 1, 2), np.float32), np.ones((1, 6, 2), np.float32), np.ones((1, 1, 1), np.float32)
+    k[0, 1], k[0, 3], k[0, 4] = np.nan, np.inf, [np.inf, -np.inf]
+    found, scores = select.select_tokens(q, k, weights, 6, return_scores=True)
+    assert found[0, 0].tolist() == [3, 0, 2, 5, 1, 4]
+    assert scores[0, 0, 0] == np.inf
+    assert (scores[0, 0, 4:] == -np.inf).all()
+    assert select.select_tokens(q, k, weights, 6, causal=True, q_begin=0)[0, 0].tolist() == [0, -1, -1, -1, -1, -1]  # the others are not seen
+
+
+def test_lengths_slices_and_packed_arrays_are_the_whole_call_cut():
+    q, k, weights, _ = problem(batch=3)
+    q_lens, kv_lens = [37, 5, 0], [150, 20, 77]
+    found, scores = check(q, k, weights, 12, causal=True, q_lens=q_lens, kv_lens=kv_lens)
+    assert (found[1, 5:] == -1).all()
+    assert (found[2] == -1).all()
+    cu_q, cu_kv = (np.concatenate([[0], np.cumsum(x)]) for x in (q_lens, kv_lens))
+    packed = [np.concatenate([x[b, :n] for b, n in enumerate(lens)]) for x, lens in ((q, q_lens), (k, kv_lens), (weights, q_lens))]
+    rows = check(*packed, 12, causal=True, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+    for b, n in enumerate(q_lens):
+        assert np.array_equal(rows[0][cu_q[b] : cu_q[b + 1]], found[b, :n])
+        assert np.array_equal(rows[1][cu_q[b] : cu_q[b + 1]], scores[b, :n])
+    whole = select.select_tokens(q, k, weights, 12, causal=True)
+    part = select.select_tokens(q[:, 10:30], k, weights[:, 10:30], 12, causal=True, q_begin=150 - 37 + 10)
+    assert np.array_equal(part, whole[:, 10:30])
+
+
+def test_strides():
+    q, k, weights, _ = problem()
+    expected = select.select_tokens(q, k, weights, 9)
+    views = q[:, :, ::-1].copy()[:, :, ::-1], np.repeat(k, 2, axis=1)[:, ::2], np.asfortranarray(weights)
+    assert np.array_equal(select.select_tokens(*views, 9), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_give_tensors(dtype):
+    torch = pytest.importorskip("torch")
+    q, k, weights, _ = problem()
+    q, k, weights = (torch.from_numpy(x) for x in (q, k, weights))
+    found, scores = select.select_tokens(q.to(getattr(torch, dtype)), k.to(getattr(torch, dtype)), weights.double(), 9, return_scores=True)
+    assert (found.dtype, scores.dtype) == (torch.int32, torch.float32)
+    if dtype == "float32":
+        assert np.array_equal(found.numpy(), select.select_tokens(q.numpy(), k.numpy(), weights.numpy(), 9))
+
+
+def test_attention_over_what_is_chosen():
+    rng = np.random.default_rng(1)
+    q, k, weights, _ = problem(queries=60, keys=60, batch=1)
+    selected = select.select_tokens(q, k, weights, 8, causal=True)
+    heads = [rng.standard_normal((1, 4, 60, 16), dtype=np.float32) for _ in range(3)]
+    out = blitz_attn.block_sparse_attention(*heads, selected[:, None], block_shape=(1, 1), causal=True)
+    mask = np.zeros((60, 61), bool)
+    np.put_along_axis(mask, np.where(selected[0] < 0, 60, selected[0]), True, axis=1)
+    expected = blitz_attn.block_sparse_attention(*heads, attn_mask=mask[:, :60], causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_memory_is_linear_in_tokens():
+    """65536 x 65536 scores would take 17 GB."""
+    q, k = np.ones((1, 1, 4, 8), np.float32), np.random.default_rng(0).standard_normal((1, 1 << 16, 8), dtype=np.float32)
+    q, weights = np.broadcast_to(q, (1, 1 << 16, 4, 8)), np.broadcast_to(np.float32(1), (1, 1 << 16, 4))
+    found = select.select_tokens(q[:, :64], k, weights[:, :64], 5)
+    assert (found == found[:, :1]).all()
