@@ -171,7 +171,7 @@ lint-code:
 	  "$$python" -m ruff check . && \
 	  BLITZ_ATTN_CFLAGS=-Werror "$$python" setup.py -q build --build-base build/werror --build-lib build/werror/lib && \
 	  (cd build/werror/lib && "$$python" -m mypy --config-file ../../../pyproject.toml -p blitz_attn && \
-	   "$$python" -m mypy.stubtest --ignore-disjoint-bases --ignore-missing-stub blitz_attn._core)
+	   "$$python" -m mypy.stubtest --mypy-config-file ../../../pyproject.toml --ignore-disjoint-bases --ignore-missing-stub blitz_attn._core)
 
 # What users' type checkers see: calls with the arrays of those libraries that are installed.
 typed_examples = "$$python" -c 'from importlib.util import find_spec as found; print(*(f"tests/typed/{x}_arrays.py" for x in ("numpy", "torch", "jax") if found(x)))'

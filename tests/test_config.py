@@ -62,9 +62,9 @@ def test_the_text_has_what_the_dict_has(capsys):
 )
 def test_the_quota_of_the_control_group(text, quota, monkeypatch):
     def stand_in(path, **_options):
-        assert path == "/sys/fs/cgroup/cpu.max"
-        if text is None:
+        if text is None or path == "/proc/cpuinfo":
             raise FileNotFoundError(path)
+        assert path == "/sys/fs/cgroup/cpu.max"
         return io.StringIO(text)
 
     monkeypatch.setattr(config, "open", stand_in, raising=False)

@@ -513,7 +513,7 @@ def test_bad_calls(change, error, sentence):
         ({"top_k": 1.5}, TypeError, "top_k: expected an integer, got float"),
         ({"density": 2}, ValueError, "density: expected .*, got 2"),
         ({"chooser": "best"}, ValueError, "chooser: expected one of pooled, .*, got 'best'"),
-        ({"chooser": 3}, TypeError, "chooser: expected Pooled, .*, got int"),
+        ({"chooser": 3}, TypeError, "chooser: expected an instance of Pooled, .*, got int"),
         ({"chooser": Pooled(7)}, ValueError, "pool"),
         ({"chooser": Pooled(8, "median")}, ValueError, "term: expected one of both, mean, bound, got 'median'"),
         ({"softcap": "x"}, TypeError, "softcap: expected a number, got str$"),

@@ -106,7 +106,7 @@ def expected(shape, dtype, sabi, block_shape):
         picked, each = np.arange(tokens), block_shape[0]
     else:
         picked, each = sample(tokens, block_shape[0])
-    return picked, *testing.reference_attention(q[:, :, picked], k, v, np.asarray(sabi), block_shape=(each, block_shape[1]))
+    return picked, *testing.reference_attention(q[:, :, picked], k, v, None if sabi is None else np.asarray(sabi), block_shape=(each, block_shape[1]))
 
 
 @functools.lru_cache(maxsize=2)
