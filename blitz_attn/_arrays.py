@@ -166,9 +166,10 @@ def _tensor_as_bits(x: Any, name: str) -> Any:
     return (x.view(torch.uint8), "float8_e4m3") if x.dtype == torch.float8_e4m3fn else x
 
 
-def detached(*arrays: Any) -> tuple[Any, ...]:
-    """The arrays, torch tensors without their gradients: for calls whose results, lists or measures, have none."""
-    return tuple(x.detach() if _is_torch(x) and x.requires_grad else x for x in arrays)
+def detached(*arrays: Any) -> list[Any]:
+    """The arrays, torch tensors without their gradients: for calls whose results, lists or measures, have none. They are in a list, because
+    CPython loses a reference where memory ends while it makes a tuple of a generator."""
+    return [x.detach() if _is_torch(x) and x.requires_grad else x for x in arrays]
 
 
 def refuse_gradient(x: Any, name: str) -> None:

@@ -79,7 +79,7 @@ def select_pages(
         raise ValueError(f"method: expected 'quest', 'mean' or 'max', got {shown(method)}")
     if return_scores is False:  # lists have no gradient, but scores would
         (q,) = _arrays.detached(q)
-        source = _arrays.detached(*source) if isinstance(source, tuple) else _arrays.detached(source)[0]
+        source = tuple(_arrays.detached(*source)) if isinstance(source, tuple) else _arrays.detached(source)[0]
     first, second = source if isinstance(source, tuple) and len(source) == 2 and not isinstance(source[1], str) else (source, None)
     if method == "quest" and second is None:
         raise TypeError(f"source: expected the pair (maxblocks, minblocks) for method 'quest', got {type(source).__name__}")

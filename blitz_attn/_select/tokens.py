@@ -134,7 +134,7 @@ def select_tokens(
         raise ValueError(f"top_k: expected 1 to 2147483647 keys, got {width}")
     q, k, weights = _arrays.detached(q, k, weights)
     queries = _arrays.readable(q, "q")
-    real = "float64" if str(_arrays.dtype_of(q)).endswith("float64") else "float32"
+    real = "float64" if getattr(_arrays.dtype_of(q), "itemsize", 4) == 8 else "float32"
     shape = (*_arrays.shape_of(q)[:-2], width)
     selected, scores = np.empty(shape, np.int32), np.empty(shape, real) if with_scores else None
     _core.select_tokens(
