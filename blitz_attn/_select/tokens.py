@@ -7,24 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from .. import _arrays, _core
-from .._float_mode import in_usual_mode
-from .._formats import widened
+from .._floats import floats
+from .._formats import converted
 
 if TYPE_CHECKING:
     from .._types import Array, DType, Integers, IntOrIntegers
 
 __all__ = ["select_tokens"]
-
-
-@in_usual_mode
-def _reals(x: Any, name: str, real: str) -> np.ndarray:
-    """An array of numbers as reals of this dtype."""
-    array, kind = _arrays.host(x, name)
-    if kind == real:
-        return array
-    if kind not in ("float32", "float16", "bfloat16", "float64"):
-        raise TypeError(f"{name}: expected float32, float16, bfloat16 or float64, got {kind}")
-    return widened(array, kind).astype(real)
 
 
 @overload
@@ -137,9 +126,10 @@ def select_tokens(
     real = "float64" if getattr(_arrays.dtype_of(q), "itemsize", 4) == 8 else "float32"
     shape = (*_arrays.shape_of(q)[:-2], width)
     selected, scores = np.empty(shape, np.int32), np.empty(shape, real) if with_scores else None
+    numbers = converted(*floats(weights, "weights", None, strided=True), real)
     _core.select_tokens(
-        queries, _arrays.readable(k, "k"), _reals(weights, "weights", real), selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q,
-        cu_seqlens_kv, q_begin, ascending, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+        queries, _arrays.readable(k, "k"), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin,
+        ascending, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
     )  # fmt: skip
     chosen = _arrays.as_kind_of(selected, q)
     return (chosen, _arrays.as_kind_of(scores, q)) if scores is not None else chosen

@@ -148,6 +148,14 @@ ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch
     return BA_OK;
 }
 
+ba_status ba_check_lengths(const char *name, const int64_t *lens, int64_t batch, int64_t limit) {
+    for (int64_t b = 0; lens && b < batch; b++)
+        if (lens[b] < 0 || lens[b] > limit)
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected lengths from 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", name, limit,
+                           lens[b], b);
+    return BA_OK;
+}
+
 /* The largest number that a scale or a cap may be. Its reciprocal is the smallest cap. */
 static double most_of(ba_dtype q_dtype) { return q_dtype == BA_FLOAT64 ? 1e300 : 1e37; }
 

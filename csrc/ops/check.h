@@ -73,6 +73,9 @@ ba_status ba_check_places(const char *name, const ba_tensor *t);
 /* Checks cumulative lengths: batch + 1 numbers that never fall, from 0 to `tokens`. Sets *longest to the length of the longest sequence. */
 ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest);
 
+/* Checks the numbers of valid tokens of `batch` entries, which have room for `limit` tokens each; NULL: there are none. */
+ba_status ba_check_lengths(const char *name, const int64_t *lens, int64_t batch, int64_t limit);
+
 /* Check the scale and the softcap (0: none) of a call with such queries. Sums are made in float, or for float64 in double: neither number may
  * overflow there, nor may the reciprocal of the cap. *taken becomes the scale, or where that is NaN the default of the head dim. */
 ba_status ba_take_scale(ba_dtype q_dtype, int64_t head_dim, double scale, double *taken);

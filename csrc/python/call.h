@@ -36,6 +36,19 @@ typedef struct py_call {
 int call_begin(py_call *call, PyObject *module, int index, const operation *operation, void *args, PyObject *const *given, Py_ssize_t nargs,
                PyObject *kwnames);
 
+/* Ends a py_<name> that makes no results: where reading has not `failed`, checks that outputs overlap nothing and runs `statement`. Returns None or
+ * NULL. */
+#define RUN_AND_END(failed, statement)                                                                                                               \
+    do {                                                                                                                                             \
+        ba_status status = BA_OK;                                                                                                                    \
+        bool ended = (failed) || call_expect_disjoint(&call) < 0;                                                                                    \
+        if (!ended) {                                                                                                                                \
+            INTERRUPTIBLE(status, statement);                                                                                                        \
+            ended = arg_check(status) < 0;                                                                                                           \
+        }                                                                                                                                            \
+        return call_end(&call, ended);                                                                                                               \
+    } while (0)
+
 /* Releases what the call holds. Returns None, the only result, or a tuple of all. Returns NULL, with the exception set, where the call failed. */
 PyObject *call_end(py_call *call, int failed);
 

@@ -1,18 +1,6 @@
 /* The operations around the branches of native sparse attention. Callers give all arrays, the outputs included. */
 #include "python/call.h"
 
-/* Ends a py_<op> whose arguments are read: runs `statement`, which sets `status`, and returns None or NULL. */
-#define RUN_AND_END(failed, statement)                                                                                                               \
-    do {                                                                                                                                             \
-        ba_status status = BA_OK;                                                                                                                    \
-        bool ended = (failed) || call_expect_disjoint(&call) < 0;                                                                                    \
-        if (!ended) {                                                                                                                                \
-            INTERRUPTIBLE(status, statement);                                                                                                        \
-            ended = arg_check(status) < 0;                                                                                                           \
-        }                                                                                                                                            \
-        return call_end(&call, ended);                                                                                                               \
-    } while (0)
-
 /* Holds the arrays of a tuple, or none for None. Each has a name of its own in sentences. */
 static int hold_each(py_call *call, int index, const char *const *names, Py_ssize_t most, int traits, ba_tensor *tensors) {
     PyObject *const tuple = call->values[index];

@@ -14,11 +14,5 @@ PyObject *py_select_tokens(PyObject *module, PyObject *const *args, Py_ssize_t n
     const int64_t sequences = packed ? a.batch : a.q.dims[0];
     failed = failed || (has_sequences && (call_read_each(&call, 0, sequences, "one per sequence") < 0 ||
                                           call_expect_lengths(&call, sequences, "one per sequence") < 0));
-    failed = failed || call_expect_disjoint(&call) < 0;
-    if (!failed) {
-        ba_status status;
-        INTERRUPTIBLE(status, ba_select_tokens(&a));
-        failed = arg_check(status) < 0;
-    }
-    return call_end(&call, failed);
+    RUN_AND_END(failed, ba_select_tokens(&a));
 }

@@ -117,14 +117,6 @@ static ba_status set_output_shapes(const ba_block_sparse_args *args, const ba_pr
 
 /* ---- Relations -------------------------------------------------------------------------------------------------- */
 
-static ba_status check_lengths(const char *name, const int64_t *lens, int64_t batch, int64_t limit) {
-    for (int64_t b = 0; lens && b < batch; b++)
-        if (lens[b] < 0 || lens[b] > limit)
-            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected lengths from 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", name, limit,
-                           lens[b], b);
-    return BA_OK;
-}
-
 /* Checks what divides the tokens of q and of k into sequences, and how many tokens of each are valid. */
 static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tokens, int64_t kv_tokens, ba_problem *p) {
     if (args->layout == BA_TND) {
@@ -147,8 +139,8 @@ static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tok
                            args->cu_q ? "cu_seqlens_q" : "cu_seqlens_kv", ba_layout_name(args->layout));
         p->q_lens = args->q_lens;
         p->kv_lens = args->kv_lens;
-        BA_TRY(check_lengths("q_lens", args->q_lens, p->batch, p->q_len));
-        BA_TRY(check_lengths("kv_lens", args->kv_lens, p->batch, p->kv_len));
+        BA_TRY(ba_check_lengths("q_lens", args->q_lens, p->batch, p->q_len));
+        BA_TRY(ba_check_lengths("kv_lens", args->kv_lens, p->batch, p->kv_len));
     }
     if (p->q_len > BA_MOST_TOKENS || p->kv_len > BA_MOST_TOKENS)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected at most %d tokens per sequence, got %" PRId64, p->q_len > p->kv_len ? "q" : "k",

@@ -299,24 +299,6 @@ static void join_item(void *context, int64_t item, int worker) {
 
 /* ---- The call ----------------------------------------------------------------------------------------------------------- */
 
-static ba_status check_lengths(const ba_select_tokens_args *a, const select_tokens_call *c) {
-    const struct {
-        const char *name;
-        const int64_t *lens;
-        int64_t most;
-    } given[] = {{"q_lens", a->q_lens, c->q.tokens}, {"kv_lens", a->kv_lens, c->k.tokens}};
-    for (int i = 0; i < 2; i++) {
-        if (given[i].lens && a->cu_q)
-            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected none with packed arrays, whose cumulative lengths say it, got some",
-                           given[i].name);
-        for (int64_t b = 0; given[i].lens && b < c->sequences; b++)
-            if (given[i].lens[b] < 0 || given[i].lens[b] > given[i].most)
-                return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", given[i].name,
-                               given[i].most, given[i].lens[b], b);
-    }
-    return ba_check_begins(a->q_begin, c->sequences);
-}
-
 static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *c) {
     const bool packed = a->cu_q != NULL;
     const int rank = packed ? 3 : 4;
@@ -349,7 +331,12 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
         BA_TRY(ba_check_cumulative("cu_seqlens_kv", a->cu_kv, a->batch, c->k.tokens, &longest));
         c->sequences = a->batch;
     } else if (a->cu_kv) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_kv") ": expected none without " BA_ARG("cu_seqlens_q") ", got some");
-    BA_TRY(check_lengths(a, c));
+    if (packed && (a->q_lens || a->kv_lens))
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected none with packed arrays, whose cumulative lengths say it, got some",
+                       a->q_lens ? "q_lens" : "kv_lens");
+    BA_TRY(ba_check_lengths("q_lens", a->q_lens, c->sequences, c->q.tokens));
+    BA_TRY(ba_check_lengths("kv_lens", a->kv_lens, c->sequences, c->k.tokens));
+    BA_TRY(ba_check_begins(a->q_begin, c->sequences));
     BA_TRY(ba_check_threads(a->num_threads));
     ba_tensor shape = {.dtype = ba_real_of(a->q.dtype), .ndim = rank - 1, .dims = {a->q.dims[0], a->q.dims[1], packed ? 0 : a->q.dims[2]}};
     if (!ba_given(&a->weights)) return ba_fail(BA_ERROR_VALUE, BA_ARG("weights") ": expected one number per query and head, got none");
