@@ -51,8 +51,8 @@ typedef struct ba_work_tuning {
 
     /* Choosing tokens */
     struct {
-        int64_t rows;      /* heads of queries that are scored together, at most, or the heads of one query */
-        int64_t tile_rows; /* heads of an item's queries, at most, or those that are scored together: for so many a panel of keys is packed once */
+        int64_t rows;      /* query rows (queries times heads) that are scored together, at most, or those of one query */
+        int64_t tile_rows; /* query rows of an item, at most, or those that are scored together: a panel of keys is packed once per item */
         int64_t tiles;     /* per thread: where there are fewer, the keys of each are cut into parts */
         int64_t part_keys; /* of a part, at least */
     } tokens;
