@@ -10,9 +10,8 @@ import pytest
 
 import blitz_attn
 import sampling
-from cases_sizes import Sized
 from interpreters import python
-from peaks import MIB, grows_too_fast, peaks
+from peaks import MIB
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc"),
@@ -100,24 +99,38 @@ def test_memory_is_linear():
     python(str(Path(__file__).with_name("peaks.py")), "--sample", "4", "--seed", sampling.SEED)
 
 
+PEAK_OF_CHUNKS = """
+from cases_sizes import Sized
+from peaks import peaks
+
+def prefill(tokens, queries, requests, threads):
+    q, cache = np.zeros((tokens, 4, 64), np.float32), np.zeros((tokens // 16, 16, 1, 64), np.float32)
+    table = np.arange(tokens // 16)[None]
+    return lambda: blitz_attn.paged_attention(q, cache, cache, table, [tokens], q_lens=[tokens], kv_split=16, num_threads=threads)
+
+print(max(peaks(Sized(prefill, (1024, 1, 1), (1024, 1, 1)), "t")))
+"""
+
+
 def test_memory_of_queries_in_chunks_is_bounded():
     """A state for each query and chunk would take 2.6 GiB for 4096 tokens."""
-
-    def prefill(tokens, queries, requests, threads):
-        q, cache = np.zeros((tokens, 4, 64), np.float32), np.zeros((tokens // 16, 16, 1, 64), np.float32)
-        table = np.arange(tokens // 16)[None]
-        return lambda: blitz_attn.paged_attention(q, cache, cache, table, [tokens], q_lens=[tokens], kv_split=16, num_threads=threads)
-
-    assert max(peaks(Sized(prefill, (1024, 1, 1), (1024, 1, 1)), "t")) <= 48 * MIB
+    assert measure(PEAK_OF_CHUNKS) <= 48 * MIB
 
 
-def test_that_memory_which_is_not_linear_is_seen():
-    def temporary(tokens, queries, requests, threads):
-        return lambda: np.ones((queries, tokens)).sum()
+GROWS_BY_SQUARE = """
+from cases_sizes import Sized
+from peaks import grows_too_fast, peaks
 
-    case = Sized(temporary, (1024, 1024, 1), (1024, 1024, 1))
-    assert grows_too_fast(peaks(case, "s"))
-    assert not grows_too_fast(peaks(case, "t"))
+def temporary(tokens, queries, requests, threads):
+    return lambda: np.ones((queries, tokens)).sum()
+
+print(int(grows_too_fast(peaks(Sized(temporary, (1024, 1024, 1), (1024, 1024, 1)), sys.argv[1]))))
+"""
+
+
+@pytest.mark.parametrize("axis, grows", [("s", True), ("t", False)], ids=["both sizes double", "tokens double"])
+def test_that_memory_which_is_not_linear_is_seen(axis, grows):
+    assert measure(GROWS_BY_SQUARE, axis) == grows
 
 
 # ---- Many calls -----------------------------------------------------------------------------------------------------------
