@@ -50,6 +50,7 @@ _CALLED = {
 
 # Arguments of the core that Python makes of others.
 _MADE_OF = {
+    ("select_tokens", "selected"): (Argument("top_k", "integer"),),
     ("select_prefill", "chooser"): (Argument("chooser", "chooser"),),
     ("select_prefill", "budget"): (*(Argument(name, "budget") for name in ("density", "top_p", "threshold")), Argument("top_k", "counts")),
 }

@@ -325,6 +325,20 @@ def test_paged_under_vmap():
     assert same(jax.jit(jax.vmap(call))(q), jnp.stack([call(x) for x in q]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_choosing_tokens(dtype):
+    given = [normal(n, shape, dtype) for n, shape in enumerate([(2, 45, 5, 16), (2, 60, 16), (2, 45, 5)])]
+    options = {"kv_lens": jnp.array([9, 60]), "q_begin": jnp.array([2, 30])}
+    theirs = blitz_attn.select_tokens(*map(np.asarray, given), 7, causal=True, return_scores=True, **jax.tree.map(np.asarray, options))
+    for call in (functions.select_tokens, jax.jit(functions.select_tokens, static_argnames=("top_k", "causal", "return_scores"))):
+        assert same(call(*given, top_k=7, causal=True, return_scores=True, **options), theirs)
+        assert same(call(*given, top_k=7, causal=True, **options), theirs[0])
+    with pytest.raises(TypeError, match="^select_tokens: expected a call that JAX does not differentiate"):
+        jax.grad(lambda q: functions.select_tokens(q, *given[1:], 7, return_scores=True)[1].sum())(given[0])
+    mapped = jax.vmap(lambda k: functions.select_tokens(given[0], k, given[2], 7))(jnp.stack([given[1] + 1, given[1]]))
+    assert same(mapped[1], functions.select_tokens(*given, 7))
+
+
 @pytest.mark.parametrize("mode", ["paper", "mslk"])
 @pytest.mark.parametrize("form", ["batch", "varlen", "weights"])
 def test_nsa(mode, form):

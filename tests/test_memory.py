@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import blitz_attn
@@ -128,7 +127,7 @@ print(int(grows_too_fast(peaks(Sized(temporary, (1024, 1024, 1), (1024, 1024, 1)
 """
 
 
-@pytest.mark.parametrize("axis, grows", [("s", True), ("t", False)], ids=["both sizes double", "tokens double"])
+@pytest.mark.parametrize(("axis", "grows"), [("s", True), ("t", False)], ids=["both sizes double", "tokens double"])
 def test_that_memory_which_is_not_linear_is_seen(axis, grows):
     assert measure(GROWS_BY_SQUARE, axis) == grows
 

@@ -121,7 +121,7 @@ def test_graphs_that_were_exported_find_their_operators(name):
 
 WITHOUT = {"kv_split", "out", "out_dtype", "dtype", "kv_dtype", "return_sabi"}
 OFFSETS = {"q_begin", "q_total"}
-NAMES = ("block_sparse_attention", "select_and_attend_prefill", "paged_attention", "paged_select_attention")
+NAMES = ("block_sparse_attention", "select_and_attend_prefill", "paged_attention", "paged_select_attention", "select_tokens")
 
 
 def function_of(framework, name):
@@ -133,7 +133,8 @@ def function_of(framework, name):
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_signatures_are_those_of_the_library(framework, name):
     function = function_of(framework, name)
-    left_out = WITHOUT if framework == "jax" and name == "block_sparse_attention" else WITHOUT | OFFSETS
+    offsets = name == "select_tokens" or (framework == "jax" and name == "block_sparse_attention")
+    left_out = WITHOUT if offsets else WITHOUT | OFFSETS
     expected = inspect.signature(getattr(blitz_attn, name))
     shown = [x for parameter, x in expected.parameters.items() if parameter not in left_out]
     assert inspect.signature(function) == expected.replace(parameters=shown)
@@ -148,10 +149,10 @@ def test_docstrings_name_arguments_that_came_later():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("argument", ["out", "dtype", "indptr", "reads_mask", "return_scores", "tempo"])
+@pytest.mark.parametrize("argument", ["out", "dtype", "indptr", "reads_mask", "return_sabi", "tempo"])
 def test_other_keywords_are_refused(framework, name, argument):
     function = function_of(framework, name)
     asarray = __import__("torch").as_tensor if framework == "torch" else __import__("jax").numpy.asarray
-    count = {"paged_attention": 5, "paged_select_attention": 6}.get(name, 3)
+    count = {"paged_attention": 5, "paged_select_attention": 6, "select_tokens": 4}.get(name, 3)
     with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument '{argument}'$"):
         function(*[asarray(np.ones((1, 1, 1, 1), np.int32))] * count, **{argument: None})

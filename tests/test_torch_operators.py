@@ -91,6 +91,29 @@ def test_opcheck_of_paged_attention(dtype):
         torch.library.opcheck(operators.paged_attention.default, (*paged(dtype), None, None, lists, *[None] * 5, *rules))
 
 
+def indexer(packed):
+    torch.manual_seed(0)
+    shapes = [(45, 5, 16), (60, 16), (45, 5)] if packed else [(2, 45, 5, 16), (2, 60, 16), (2, 45, 5)]
+    lengths = {"cu_seqlens_q": torch.tensor([0, 20, 45]), "cu_seqlens_kv": torch.tensor([0, 31, 60])}
+    return [torch.randn(shape) for shape in shapes], lengths if packed else {"kv_lens": torch.tensor([9, 60])}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_choosing_tokens(packed):
+    given, lengths = indexer(packed)
+    options = lengths | {"causal": True, "q_begin": torch.tensor([2, 30])}
+    torch.library.opcheck(operators.select_tokens.default, given, options | {"top_k": 7})
+    theirs = blitz_attn.select_tokens(*given, 7, return_scores=True, **options)
+    compiled = torch.compile(functions.select_tokens, backend="eager", fullgraph=True)
+    for call in (functions.select_tokens, compiled):
+        assert all(torch.equal(a, b) for a, b in zip(call(*given, 7, return_scores=True, **options), theirs, strict=True))
+        assert torch.equal(call(*given, 7, **options), theirs[0])
+    given[0].requires_grad_()
+    assert not functions.select_tokens(*given, 7, **options).requires_grad
+    with pytest.raises(RuntimeError, match="^select_tokens: expected a call under torch.no_grad"):
+        functions.select_tokens(*given, 7, return_scores=True, **options)[1].sum().backward()
+
+
 # ---- In a graph -------------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -11,25 +11,50 @@ from .._floats import floats
 from .._formats import converted
 
 if TYPE_CHECKING:
+    from typing import TypedDict
+
     from .._types import Array, DType, Integers, IntOrIntegers
+
+    # Options by name, for overloads here and elsewhere.
+
+    class TokenRules(TypedDict, total=False):
+        """`select_tokens` of `blitz_attn.integrations.torch` and of `blitz_attn.integrations.jax`."""
+
+        scale: float | None
+        causal: bool
+        q_lens: Integers | None
+        kv_lens: Integers | None
+        cu_seqlens_q: Integers | None
+        cu_seqlens_kv: Integers | None
+        q_begin: IntOrIntegers | None
+        ascending: bool
+        num_threads: int | None
+
+    class TokenOptions(TokenRules, total=False):
+        """`blitz_attn.select_tokens`."""
+
+        dtype: DType | None
+
 
 __all__ = ["select_tokens"]
 
 
+def places(top_k: Any) -> int:
+    """How many places a row of the result has."""
+    width = _arrays.integer(top_k, "top_k")
+    if not 1 <= width < 1 << 31:
+        raise ValueError(f"top_k: expected 1 to 2147483647 keys, got {width}")
+    return width
+
+
 @overload
 def select_tokens(
-    q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
-    kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
-    q_begin: IntOrIntegers | None = None, ascending: bool = False, return_scores: Literal[False] = False, dtype: DType | None = None,
-    num_threads: int | None = None,
-) -> Any: ...  # fmt: skip
+    q: Array, k: Array, weights: Array, top_k: int, *, return_scores: Literal[False] = False, **options: Unpack[TokenOptions]
+) -> Any: ...
 @overload
 def select_tokens(
-    q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
-    kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
-    q_begin: IntOrIntegers | None = None, ascending: bool = False, return_scores: bool, dtype: DType | None = None,
-    num_threads: int | None = None,
-) -> tuple[Any, Any]: ...  # fmt: skip
+    q: Array, k: Array, weights: Array, top_k: int, *, return_scores: bool, **options: Unpack[TokenOptions]
+) -> tuple[Any, Any]: ...
 def select_tokens(
     q: Any,
     k: Any,
@@ -118,9 +143,7 @@ def select_tokens(
     >>> heads = [rng.standard_normal((1, 4, 300, 64), dtype=np.float32) for _ in range(3)]
     >>> out = blitz_attn.block_sparse_attention(*heads, selected[:, None], block_shape=(1, 1), causal=True)
     """
-    width, with_scores = _arrays.integer(top_k, "top_k"), _arrays.flag(return_scores, "return_scores")
-    if not 1 <= width < 1 << 31:
-        raise ValueError(f"top_k: expected 1 to 2147483647 keys, got {width}")
+    width, with_scores = places(top_k), _arrays.flag(return_scores, "return_scores")
     q, k, weights = _arrays.detached(q, k, weights)
     queries = _arrays.readable(q, "q")
     real = "float64" if getattr(_arrays.dtype_of(q), "itemsize", 4) == 8 else "float32"

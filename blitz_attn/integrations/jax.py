@@ -1,7 +1,7 @@
 """The library for JAX: attention on CPU arrays that `jax.jit` compiles into its computations, and that JAX differentiates and maps.
 
 The functions have the names of the library's functions, and their arguments but these: `kv_split`, `out`, `out_dtype`, `dtype`, `kv_dtype`,
-`return_sabi`, `q_begin` and `q_total` of paged calls and of choosing, and of `nsa` `return_context` and what it decodes with
+`return_sabi`, `q_begin` and `q_total` of paged calls and of choosing blocks, and of `nsa` `return_context` and what it decodes with
 (`compressed_kv`, `cu_seqlens_q`, `kv_lens`). Inside a transform of JAX, the library works on the memory of the computation. Outside, the
 functions are those of the library itself, which take JAX arrays, too. Derivatives are those of reverse mode, once: `jax.grad`, `jax.vjp`.
 JAX refuses those of forward mode (`jax.jvp`, `jax.linearize`), and `jax.linear_transpose`. `jax.vmap` maps a call, one entry after the
@@ -11,11 +11,14 @@ other. They require JAX 0.6.1 or later, and run on the CPU.
 from ._jax import attention as _attention
 from ._jax import native as _native
 from ._jax import paged as _paged
+from ._jax import tokens as _tokens
 from ._jax.attention import *
 from ._jax.native import *
 from ._jax.paged import *
+from ._jax.tokens import *
 
 __all__: list[str] = []
 __all__ += _attention.__all__
 __all__ += _native.__all__
 __all__ += _paged.__all__
+__all__ += _tokens.__all__

@@ -1,25 +1,29 @@
 """The library for torch: operators on CPU tensors that torch differentiates and compiles, and FlexAttention's masks as block lists.
 
-The functions have the names of the library's functions, and their arguments but these: `q_begin`, `q_total`, `kv_split`, `out`,
-`out_dtype`, `dtype`, `kv_dtype`, `return_sabi` of choosing, and of `nsa` `return_context` and what it decodes with (`compressed_kv`,
-`cu_seqlens_q`, `kv_lens`). For these, call the library's own functions, which take tensors, too, but only tensors that need no gradient. A
-tensor is copied only if its last axis is not contiguous, or if torch.autocast casts it. The library computes the gradients; q, k and v have
-no second derivatives. All functions but `nsa` are operators (``torch.ops.blitz_attn``): `torch.compile` takes them into its graph.
+The functions have the names of the library's functions, and their arguments but these: `q_begin` (which `select_tokens` has), `q_total`,
+`kv_split`, `out`, `out_dtype`, `dtype`, `kv_dtype`, `return_sabi` of choosing, and of `nsa` `return_context` and what it decodes with
+(`compressed_kv`, `cu_seqlens_q`, `kv_lens`). For these, call the library's own functions, which take tensors, too, but only tensors that
+need no gradient. A tensor is copied only if its last axis is not contiguous, or if torch.autocast casts it. The library computes the
+gradients; q, k and v have no second derivatives. All functions but `nsa` are operators (``torch.ops.blitz_attn``): `torch.compile` takes
+them into its graph.
 """
 
 from ._torch import attention as _attention
 from ._torch import block_mask as _block_mask
 from ._torch import native as _native
 from ._torch import paged as _paged
+from ._torch import tokens as _tokens
 from ._torch.attention import *
 from ._torch.block_mask import *
 from ._torch.native import *
 from ._torch.paged import *
 from ._torch.tensors import expect_tensors as _expect_tensors  # noqa: F401 - for other integrations, as _rows is
 from ._torch.tensors import rows as _rows  # noqa: F401
+from ._torch.tokens import *
 
 __all__: list[str] = []
 __all__ += _attention.__all__
 __all__ += _block_mask.__all__
 __all__ += _native.__all__
 __all__ += _paged.__all__
+__all__ += _tokens.__all__

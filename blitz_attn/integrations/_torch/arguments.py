@@ -66,9 +66,9 @@ _READERS: dict[str, Reader] = {
 }
 
 
-def taken(function: Callable[..., Any]) -> dict[str, Argument]:
+def taken(function: Callable[..., Any], without: tuple[str, ...] = NOT_TAKEN) -> dict[str, Argument]:
     """The arguments of the library's function that an operator has."""
-    found = {name: x for name, x in arguments_of(function).items() if x.role not in OWN and name not in (*NOT_TAKEN, "return_lse")}
+    found = {name: x for name, x in arguments_of(function).items() if x.role not in OWN and name not in (*without, "return_lse")}
     if "sabi" in found:  # a tensor, which knows no block shape
         found["block_shape"] = found["block_shape"]._replace(default=(128, 128))
     return found
