@@ -101,7 +101,7 @@ def indexer(packed):
 @pytest.mark.parametrize("packed", [False, True])
 def test_choosing_tokens(packed):
     given, lengths = indexer(packed)
-    options = lengths | {"causal": True, "q_begin": torch.tensor([2, 30])}
+    options = {"causal": True, "q_begin": torch.tensor([2, 30])} | (lengths if packed else {"pool_size": 4, "keep_tail": True} | lengths)
     torch.library.opcheck(operators.select_tokens.default, given, options | {"top_k": 7})
     theirs = blitz_attn.select_tokens(*given, 7, return_scores=True, **options)
     compiled = torch.compile(functions.select_tokens, backend="eager", fullgraph=True)

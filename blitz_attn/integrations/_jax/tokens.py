@@ -49,7 +49,7 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
         Arrays in CPU memory: see `blitz_attn.select_tokens` for shapes and dtypes.
     top_k : int
         How many keys each query gets. A Python value.
-    scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin, ascending
+    scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin, ascending, pool_size, keep_tail
         See `blitz_attn.select_tokens`. Arrays may be traced; the others are Python values.
     return_scores : bool
         Also return the scores of the chosen keys.
@@ -59,7 +59,7 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
     Returns
     -------
     selected : jax.Array
-        ``(B, Sq, top_k)``, or ``(T, top_k)``, int32: the keys of each query, then -1.
+        ``(B, Sq, top_k)``, or ``(T, top_k)``, int32: the keys of each query, then -1. With `keep_tail`, one place more.
     scores : jax.Array
         With `return_scores`, of the same shape: float32 (float64 for float64).
 
@@ -86,7 +86,7 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
     return_scores, q = flag(return_scores, "return_scores"), arrays["q"]
     if q.ndim not in (3, 4):
         raise ValueError(f"q: expected 3 or 4 axes, got shape {q.shape}")
-    shape = (*q.shape[:-2], places(options["top_k"]))
+    shape = (*q.shape[:-2], places(options["top_k"], options["keep_tail"]))
     results = shape_like(shape, np.int32), shape_like(shape, np.float64 if q.dtype == np.float64 else np.float32)
     sentence = "select_tokens: expected a call that JAX does not differentiate, got a request for its derivative, which it does not have"
     selected, scores = without_gradient(lambda arrays: call(_select, results, arrays, options), sentence)(arrays)

@@ -28,7 +28,7 @@ def _on_cpu(told: dict[str, Any], return_scores: bool) -> Any:
 
 def _shapes(told: dict[str, Any]) -> Any:
     q = told["q"]
-    shape = (*q.shape[:-2], told["top_k"])
+    shape = (*q.shape[:-2], told["top_k"] + bool(told.get("keep_tail")))
     return q.new_empty(shape, dtype=torch.int32), q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
@@ -59,7 +59,7 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
         CPU tensors: see `blitz_attn.select_tokens` for shapes and dtypes.
     top_k : int
         How many keys each query gets.
-    scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin, ascending
+    scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin, ascending, pool_size, keep_tail
         See `blitz_attn.select_tokens`. Under `torch.compile`, arrays are tensors.
     return_scores : bool
         Also return the scores of the chosen keys. They have no gradient.
@@ -69,7 +69,7 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
     Returns
     -------
     selected : torch.Tensor
-        ``(B, Sq, top_k)``, or ``(T, top_k)``, int32: the keys of each query, then -1.
+        ``(B, Sq, top_k)``, or ``(T, top_k)``, int32: the keys of each query, then -1. With `keep_tail`, one place more.
     scores : torch.Tensor
         With `return_scores`, of the same shape: float32 (float64 for float64).
 
