@@ -4,10 +4,11 @@
     python examples/trained_sparse.py --tokens 4096 8192 16384 | tee layer.csv
     python examples/trained_sparse.py --draw layer.csv -o layer.png
 
-The layer has the dimensions of the released model (128 heads over one latent of 512 + 64 numbers per token, an indexer of 64 heads) and random
-weights; its MLP is left small. A row is one process: reading a prompt of so many tokens ("prompt"), or one new token after them ("step"), by
-transformers' own attention ("eager", "sdpa"), by this library over the model's choice ("lists"), or with `trained_sparse`, which also chooses
-here and attends to the latents ("ours"). Where a way needs more memory than there is, or than --memory allows, its row has no numbers.
+The layer has the dimensions of the released model (128 heads over one latent of 512 + 64 numbers per token, an indexer of 64 heads) and
+random weights; its MLP is left small. Each row is measured in a process of its own: a prompt of so many tokens ("prompt"), or one new
+token after them ("step"), by transformers' own attention ("eager", "sdpa"), by this library over the tokens that the model chose
+("lists"), or with `trained_sparse` ("ours"), where this library also chooses the tokens, and attends to the latents. A row has no numbers
+where its way needs more memory than the machine has, or than --memory allows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
 
-import _bench  # noqa: E402, F401  (finds the library of this checkout)
+import _bench  # noqa: F401  (finds the library of this checkout)
 
 WAYS = {"eager": "eager", "sdpa": "sdpa", "lists": "blitz_attn", "ours": "blitz_attn"}  # attn_implementation
 COLUMNS = ("what", "way", "dtype", "tokens", "threads", "seconds", "MiB")
@@ -96,7 +97,7 @@ def measure(what: str, way: str, dtype_name: str, tokens: int, threads: int) -> 
 
 
 def run(row: Sequence[Any], memory: int) -> list[str]:
-    """A row of the table, measured in a process that may take so many MiB."""
+    """Seconds and bytes of a row, measured in a process that may take so many MiB; empty where it ended otherwise."""
     limit = memory * MIB
     done = subprocess.run(
         [sys.executable, __file__, "--row", *map(str, row)],
@@ -105,9 +106,10 @@ def run(row: Sequence[Any], memory: int) -> list[str]:
     found = done.stdout.split()
     if done.returncode or len(found) != 2:
         lines = done.stderr.strip().splitlines()
-        print(f"trained_sparse.py: {' '.join(map(str, row))}: {lines[-1] if lines else f'ended by signal {-done.returncode}'}", file=sys.stderr)
-        found = ["", ""]
-    return [*map(str, row), *found]
+        reason = lines[-1] if lines else f"ended by signal {-done.returncode}"
+        print(f"trained_sparse.py: {' '.join(map(str, row))}: {reason}", file=sys.stderr)
+        return ["", ""]
+    return found
 
 
 def draw(table: Path, picture: Path) -> None:
@@ -117,11 +119,16 @@ def draw(table: Path, picture: Path) -> None:
         rows = [row for row in csv.DictReader(file) if row["seconds"]]
     dtypes = sorted({row["dtype"] for row in rows})
     figure = Figure(figsize=(12, 0.6 + 3.4 * len(dtypes)), layout="constrained")
-    panels = (("prompt", "seconds", "prompt: seconds"), ("step", "seconds", "one new token: seconds"), ("prompt", "MiB", "prompt: MiB beyond the model"))
+    panels = (
+        ("prompt", "seconds", "prompt: seconds"),
+        ("step", "seconds", "one new token: seconds"),
+        ("prompt", "MiB", "prompt: MiB beyond the model"),
+    )
     for line, dtype in zip(figure.subplots(len(dtypes), 3, squeeze=False), dtypes, strict=True):
         for axis, (what, column, title) in zip(line, panels, strict=True):
             for way in WAYS:
-                points = sorted((int(r["tokens"]), float(r[column])) for r in rows if (r["what"], r["way"], r["dtype"]) == (what, way, dtype))
+                of_line = (r for r in rows if (r["what"], r["way"], r["dtype"]) == (what, way, dtype))
+                points = sorted((int(r["tokens"]), float(r[column])) for r in of_line)
                 if points:
                     axis.plot(*zip(*points, strict=True), marker="o", label=way, linewidth=2.4 if way == "ours" else 1.2)
             axis.set_xscale("log", base=2)
@@ -138,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384], help="lengths (%(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ways of attending (all)")
     parser.add_argument("--what", nargs="+", choices=["prompt", "step"], default=["prompt", "step"], help="what is measured (both)")
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32"], help="dtypes of the model (%(default)s)")
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32"], help="of the model (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads (%(default)s)")
     parser.add_argument("--memory", type=int, default=20480, metavar="MIB", help="address space of a measured process (%(default)s)")
     parser.add_argument("--draw", type=Path, metavar="CSV", help="draw a table that was printed, and measure nothing")
@@ -158,8 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for dtype in args.dtypes:
             for way in args.ways:
                 for tokens in args.tokens:
-                    seconds, size = run((what, way, dtype, tokens, args.threads), args.memory)[-2:]
-                    writer.writerow((what, way, dtype, tokens, args.threads, seconds and f"{float(seconds):.4g}", size and int(size) // MIB))
+                    row = (what, way, dtype, tokens, args.threads)
+                    seconds, size = run(row, args.memory)
+                    writer.writerow((*row, seconds and f"{float(seconds):.4g}", size and int(size) // MIB))
                     sys.stdout.flush()
     return 0
 

@@ -239,14 +239,17 @@ def _cropped(pages: Pages | None, tokens_to_remove: int) -> Pages | None:
 
 
 def _taken(pages: Pages | None, entries: Any) -> Pages | None:
-    return pages and Pages.of(*(x[entries.to(x.device)] for x in (pages.keys, pages.values)), pages.length)
+    if not pages:
+        return pages
+    keys, values = (x[entries.to(x.device)] for x in (pages.keys, pages.values))
+    return Pages.of(keys, values, pages.length)
 
 
 class _Indexed(NamedTuple):
     """What an `IndexedPagedLayer` holds at one moment."""
 
     pages: Pages | None = None
-    index: Pages | None = None  # the keys of the indexer as those of one head, with values of no numbers
+    indexer: Pages | None = None  # the keys of the indexer as those of one head, with values of no numbers
     positions: Any = None  # (..., tokens): position numbers that some models keep there
 
 
@@ -267,11 +270,11 @@ class IndexedPagedLayer(PagedLayer):
 
     @property
     def is_indexer_initialized(self) -> bool:
-        return self._indexed.index is not None
+        return self._indexed.indexer is not None
 
     @property
     def indexer_keys(self) -> Any:
-        return self._indexed.index and self._indexed.index.views[0][:, 0]
+        return self._indexed.indexer and self._indexed.indexer.views[0][:, 0]
 
     @property
     def indexer_position_ids(self) -> Any:
@@ -284,7 +287,7 @@ class IndexedPagedLayer(PagedLayer):
     @torch.compiler.disable(reason="blitz_attn: the pages of a paged cache are no tensors of a graph")
     def update_indexer(self, indexer_key_states: Any) -> Any:
         states = indexer_key_states.detach()[:, None]
-        self._indexed = self._indexed._replace(index=self._appended(self._indexed.index, states, states[..., :0]))
+        self._indexed = self._indexed._replace(indexer=self._appended(self._indexed.indexer, states, states[..., :0]))
         return self.indexer_keys
 
     def reset(self) -> None:
@@ -293,19 +296,19 @@ class IndexedPagedLayer(PagedLayer):
     def crop(self, tokens_to_remove: int) -> None:
         changed = copy.copy(self)
         PagedLayer.crop(changed, tokens_to_remove)  # which also refuses numbers above 0
-        pages, index, positions = changed._indexed
+        pages, indexer, positions = changed._indexed
         positions = positions[..., :tokens_to_remove] if tokens_to_remove and positions is not None else positions
-        self._indexed = _Indexed(pages, _cropped(index, tokens_to_remove), positions)
+        self._indexed = _Indexed(pages, _cropped(indexer, tokens_to_remove), positions)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        held = self._indexed.pages or self._indexed.index
+        held = self._indexed.pages or self._indexed.indexer
         if held:
             self._take(torch.arange(held.keys.shape[0]).repeat_interleave(repeats))
 
     def _take(self, entries: Any) -> None:
-        pages, index, positions = self._indexed
+        pages, indexer, positions = self._indexed
         positions = positions if positions is None else positions[..., entries.to(positions.device), :]
-        self._indexed = _Indexed(_taken(pages, entries), _taken(index, entries), positions)
+        self._indexed = _Indexed(_taken(pages, entries), _taken(indexer, entries), positions)
 
 
 def _no_tokens(key_states: Any, value_states: Any) -> Pages:
