@@ -43,7 +43,7 @@ class Checked(NamedTuple):
 def _arrays_of(
     q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, packed: bool, dtype: Any, num_threads: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Common]:
-    """Queries, keys, values, and what they have in common. `names`: the caller's, of the keys and the values."""
+    """Queries, keys, values, and what they have in common. `names`: the caller's names of keys and values."""
     dtype = dtype_of(dtype)
     queries, kind = leading(q, "q", dtype)
     keys, values = (same_kind(x, name, dtype, kind, "q") for x, name in zip((k, v), names, strict=True))
@@ -53,7 +53,7 @@ def _arrays_of(
 
 
 def _tokens_of(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, cu_seqlens_q: Any, whole: bool, tile: int = 1) -> Sequences:
-    """The sequences of queries `q`, which are the last of tokens `k`. `whole`: there are as many of both."""
+    """The sequences of queries `q`, which are the last of tokens `k`. `whole`: there must be equally many of both."""
     if cu_seqlens is not None:
         if cu_seqlens_q is None:
             _same_tokens(k, q)
@@ -186,8 +186,8 @@ def compressed_attention(
     tokens : int, optional
         Number of tokens of each sequence, of which `q` has the last. Default: as many as `q` has. Only without `cu_seqlens`.
     cu_seqlens_q : sequence of int, optional
-        The same for packed sequences: ``(sequences + 1,)`` numbers of queries, where `q` has the last tokens of each sequence, and
-        `cu_seqlens` counts all of them.
+        The same for packed sequences: ``(sequences + 1,)`` numbers of queries, where `q` has only the last tokens of each sequence;
+        `cu_seqlens` counts all tokens.
     return_lse : bool
         Also return the log-sum-exp.
     dtype : str or dtype, optional

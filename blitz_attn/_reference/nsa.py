@@ -123,8 +123,8 @@ def nsa(
     compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, block_indices=None, compressed_kv=None,
     cu_seqlens=None, cu_seqlens_q=None, kv_lens=None, out=None, return_context=False, dtype=None, num_threads=None,
 ):  # fmt: skip
-    """See `blitz_attn.nsa.nsa`. The context is of the twin's own kind, for the twin's `nsa_backward`, which takes that of any call whose
-    queries are all tokens."""
+    """See `blitz_attn.nsa.nsa`. The context is for the `nsa_backward` of this module, which takes the context of any call whose queries
+    are all tokens."""
     result, context = _run(q, k, v, "float64", locals())
     result = written(result, out)
     return (result, context) if return_context else result
@@ -143,7 +143,7 @@ def nsa_same_precision(q, k, v, *, name=None, **options):
     name : str, optional
         Precision to imitate. Default: that of q.
     **options
-        Keyword arguments of `nsa`; `out` and `return_context` are not looked at.
+        Keyword arguments of `nsa`; `out` and `return_context` are ignored.
 
     Returns
     -------

@@ -285,7 +285,7 @@ def refine(a: ArrayLike, factors: Sequence[int], rows: int, columns: int, *, dty
     factors : (int, int)
         New blocks of queries and of keys that an old one splits into.
     rows, columns : int
-        Numbers of blocks of queries and keys of the result, which drop blocks beyond the last token.
+        Numbers of blocks of queries and of keys in the result; blocks beyond the last token are dropped.
     dtype : dtype, optional
         As in `from_block_mask`.
 

@@ -95,7 +95,7 @@ def select_tokens(
     top_k : int
         How many keys each query gets, at least 1.
     scale : float, optional
-        Factor of the products. Default: ``1 / sqrt(D)``. (Where it is positive it changes no choice, but for rounding.)
+        Factor of the products. Default: ``1 / sqrt(D)``. (A positive scale changes no choice, except by rounding.)
     causal : bool
         A query sees the tokens up to its own. The last query stands at the last token, unless `q_begin` says otherwise.
     q_lens, kv_lens : sequence of int, optional

@@ -272,7 +272,7 @@ def scaled_dot_product_attention(
     has_elements = isinstance(attn_mask, torch.Tensor) and not hasattr(attn_mask, "variant")  # which a CausalBias has
     if has_elements:
         if is_causal:
-            raise ValueError("is_causal: expected False beside an attn_mask, got True")
+            raise ValueError("is_causal: expected False with an attn_mask, got True")
     elif attn_mask is not None:
         is_causal, lower_right = _rule_of_mask(attn_mask, is_causal)
         sizes, made_for = (query.shape[-2], key.shape[-2]), (attn_mask.seq_len_q, attn_mask.seq_len_kv)
@@ -312,7 +312,7 @@ def _rule_of_mask(attn_mask: Any, is_causal: bool) -> tuple[bool, bool]:
     if not isinstance(attn_mask, CausalBias):
         raise TypeError(f"attn_mask: expected None, a tensor or a CausalBias, got {type(attn_mask).__name__}")
     if is_causal:
-        raise ValueError("is_causal: expected False beside an attn_mask, got True")
+        raise ValueError("is_causal: expected False with an attn_mask, got True")
     lower = attn_mask.variant == CausalVariant.LOWER_RIGHT
     return not lower, lower
 

@@ -167,7 +167,7 @@ def _both_ends(cu_seqlens_q: Any, cu_seqlens_kv: Any, lens: tuple[Any, Any], siz
     if ends[0] is not None and ends[1] is not None and ends[0].size != ends[1].size:
         raise ValueError(f"cu_seqlens_kv: expected {ends[0].size} numbers like cu_seqlens_q, got {ends[1].size}")
     if ends[0] is not None and (lens[0] is not None or lens[1] is not None):
-        raise ValueError(f"{'q_lens' if lens[0] is not None else 'kv_lens'}: expected None beside documents, got lengths")
+        raise ValueError(f"{'q_lens' if lens[0] is not None else 'kv_lens'}: expected None with documents, got lengths")
     return ends
 
 
@@ -177,7 +177,7 @@ def _ranges_given(kv_ranges: Any, queries: int, ends: tuple[Any, Any]) -> np.nda
         return None
     ranges = integers(kv_ranges, "kv_ranges")
     if ends[0] is not None:
-        raise ValueError("kv_ranges: expected None beside documents, got ranges")
+        raise ValueError("kv_ranges: expected None with documents, got ranges")
     if ranges.ndim not in (2, 3) or ranges.shape[-2:] != (queries, 2):
         raise ValueError(f"kv_ranges: expected shape (B, {queries}, 2) or ({queries}, 2), got {ranges.shape}")
     return np.ascontiguousarray(ranges.reshape(-1, queries, 2) if queries else ranges.reshape(1, 0, 2))

@@ -97,7 +97,7 @@ class SparseConfig:
             if not isinstance(self.profile, Profile):
                 raise TypeError(f"profile: expected a blitz_attn.select.Profile, got {type(self.profile).__name__}")
             if given:
-                raise ValueError(f"profile: expected no other budget beside a profile, got {next(iter(given))}")
+                raise ValueError(f"profile: expected no other budget with a profile, got {next(iter(given))}")
         elif not given:
             object.__setattr__(self, "top_p", 0.93)
         self._check_by_use()
