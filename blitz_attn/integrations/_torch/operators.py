@@ -45,7 +45,7 @@ def _schema(tensors: dict[str, Argument], options: list[Argument], more: str, re
 # ---- What an operator does ----------------------------------------------------------------------------------------
 
 Told = dict[str, Any]  # what an operator is told, by name
-TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: in order, before the `*` of schemas: torch differentiates none behind it
+TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: in order, before the `*` of its schema: torch differentiates none after it
 _ON_CPU: dict[str, Callable[..., Any]] = {}
 
 
@@ -69,7 +69,7 @@ def _on_cpu(name: str, work: Callable[[Told, bool], Any]) -> Callable[..., Any]:
 
 
 def attend_shapes(told: Told) -> Any:
-    """The output and the log-sum-exp of attention, whichever it is."""
+    """The fake output and log-sum-exp of an operator, for all kinds of attention."""
     q, (out, lse) = told["q"], result_shapes(told)
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
@@ -92,7 +92,7 @@ def _under_autocast(name: str, cast: Callable[[Told, Any], None]) -> Callable[..
 
 
 def no_second(name: str) -> str:
-    """What is said where a gradient is to be differentiated."""
+    """The sentence that refuses to differentiate a gradient."""
     return f"{name}: expected to be differentiated once, got a request for the gradient of its gradient, which it does not have"
 
 
@@ -164,8 +164,8 @@ def _needs_dispatch(*given: Any, **options: Any) -> bool:
 
 
 def call(name: str, *given: Any, return_lse: Any, **options: Any) -> Any:
-    """What the operator of that name returns, with `return_lse` the log-sum-exp, too. Where torch would only pass the call on to the CPU,
-    this does, since the way through torch takes longer than a small call."""
+    """What the operator of that name returns, with `return_lse` the log-sum-exp, too. Where torch would only pass the call on to the CPU
+    implementation, it is called directly, since the way through torch takes longer than a small call."""
     return_lse = flag_of(return_lse, "return_lse")
     if _needs_dispatch(*given, **options):
         out, lse = getattr(torch.ops.blitz_attn, name)(*given, **options)
