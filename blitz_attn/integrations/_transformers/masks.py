@@ -40,8 +40,8 @@ class Call:
 class Rules:
     """Which keys each query sees.
 
-    Query i has position ``i + offset`` among the keys. `left` and `right` bound how many tokens before and after its position it sees, None
-    does not. `starts` and `ends` bound the keys of each batch entry. With `sequences`, cumulative lengths over the tokens of all
+    Query i has position ``i + offset`` among the keys. `left` and `right` bound how many tokens before and after its position it sees; None
+    sets no bound. `starts` and `ends` bound the keys of each batch entry. With `sequences`, cumulative lengths over the tokens of all
     entries, queries see their own sequence only. `ranges`, (B or 1, Sq, 2), bounds the keys of each query: the first, and the place after
     the last.
     """
@@ -239,10 +239,10 @@ def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
 
 
 class _Queries(NamedTuple):
-    """What runs of keys are made for."""
+    """The queries for which runs of keys are made."""
 
     positions: np.ndarray  # of the queries
-    padding: Any = None  # (B, tokens): which tokens there are
+    padding: Any = None  # (B, tokens): True for tokens that are not padding
 
 
 def _said_by(function: Any, last: int, queries: _Queries | None = None) -> _Said:
@@ -314,7 +314,7 @@ MATRIX = "a mask that was made as a matrix"
 
 _aten = torch.ops.aten
 # What a model may do with a mask whose elements say True where a query sees a key. Anything else is refused, since most models with
-# attention code of their own expect numbers that are added to scores, and would get wrong results without a word.
+# attention code of their own expect numbers that are added to scores, and would get silently wrong results.
 _STILL_A_MASK = frozenset({  # views, copies, and masks joined with others
     _aten._unsafe_view, _aten.bitwise_and, _aten.bitwise_or, _aten.clone, _aten.diagonal, _aten.expand, _aten.flip, _aten.gather,
     _aten.index, _aten.index_select, _aten.logical_and, _aten.logical_or, _aten.permute, _aten.repeat, _aten.select, _aten.slice,
@@ -460,7 +460,7 @@ class _TracedPart:
 
 @dataclass(frozen=True)
 class TracedMask:
-    """What stands for a `RuleMask` while torch traces. It is no tensor: models that work on it are told so.
+    """What stands for a `RuleMask` while torch traces. It is not a tensor: models that work on it are told so.
 
     Attributes
     ----------
@@ -471,7 +471,7 @@ class TracedMask:
     packed : torch.Tensor or None
         (B, Sq) numbers of sequences.
     padding : torch.Tensor or None
-        (B, Skv or more): which keys there are.
+        (B, Skv or more): True for keys that are not padding.
     q_offset : int or torch.Tensor
         The position of the first query.
     kv_offset : int
