@@ -168,8 +168,8 @@ def _sequences(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, o: Options, rules:
         lengths = np.full(len(q), room) if o.kv_lens is None else o.kv_lens
         counts = lengths_within(o.lens, "lens", len(q), 0, queries, f"0 to the {queries} tokens of q")
         lengths_within(counts, "lens", len(q), 0, lengths, "0 to the tokens that each sequence has")
-        return Sequences.batch(counts, np.where(counts > 0, lengths, 0))  # a sequence without queries needs no tokens, and must begin a
-        tile
+        # A sequence without queries needs no tokens, and its beginning is that of a tile.
+        return Sequences.batch(counts, np.where(counts > 0, lengths, 0))
     if o.kv_lens is None:
         return Sequences.batch(queries, room)
     bounds = f"the {queries} tokens of q to the {room} of k"

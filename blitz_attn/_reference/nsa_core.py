@@ -168,7 +168,7 @@ def sequence_scores(q: Array, k_cmp: Array, rules: Rules, scale: Any, begin: int
 
 def top_blocks(scores: Array, count: int) -> Array:
     """int32 (..., count): the indices of the highest scores, of equal scores the lower one, ascending; -1 where there are no more."""
-    scores = np.where(np.isnan(scores), np.finfo(float).min, scores)  # a block with NaN can still be selected, so that the NaN shows in the result
+    scores = np.where(np.isnan(scores), np.finfo(float).min, scores)  # a NaN can still be selected, so that it shows in results
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     eligible = ~np.isneginf(np.take_along_axis(scores, order, -1))
     ascending = np.sort(np.where(eligible, order, scores.shape[-1]), axis=-1)

@@ -60,9 +60,9 @@ def _sums(value: Any, name: str) -> list[int]:
     if value is None:
         raise ValueError(f"{name}: expected cumulative sums of lengths with layout TND, got None")
     sums = [0, *_list(value, name)]
-    for place, (before, here) in enumerate(pairwise(sums)):
+    for i, (before, here) in enumerate(pairwise(sums)):
         if here < before:
-            raise ValueError(f"{name}: expected sums that rise from 0 on, got {here} after {before} at [{place}]")
+            raise ValueError(f"{name}: expected sums that rise from 0 on, got {here} after {before} at [{i}]")
     return sums
 
 
@@ -74,7 +74,7 @@ def _list(value: Any, name: str) -> list[int]:
 
 
 def _lengths(value: Any, name: str, batch: int) -> list[int] | None:
-    """Upstream's rule: one length is for all batch entries; of more lengths than batch entries, the first count."""
+    """Upstream's rule: one length is for all batch entries; if there are more lengths than batch entries, the first ones count."""
     if value is None:
         return None
     lengths = _list(value, name)
