@@ -5,11 +5,12 @@ up) and today's disagree about the licence field of ``[project]``.
 
 Besides the usual commands there are ``python setup.py build_checkkernels``, which builds the kernel check program
 (tests/*.c) over the same sources with the same flags, ``build_fuzz``, which builds the fuzzer of the C API
-(tests/fuzz/c/*.c; it needs clang: make fuzz-c), ``build_races`` (tests/threads/*.c: make tsan), and ``build_library``, which
-builds the library for C programs (make lib). Environment
-variables that the build looks at: ``CC``, ``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose flags come
-last of all (sanitizers, ``-Werror``), ``BLITZ_ATTN_KERNEL_CFLAGS``, whose flags follow them for the
-kernels' own files (csrc/kernels/levels), ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and
+(tests/fuzz/c/*.c; it needs clang: make fuzz-c), ``build_races`` (tests/threads/*.c: make tsan), and ``build_library``,
+which builds the library for C programs (make lib).
+
+Environment variables that the build looks at: ``CC``, ``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose
+flags come last of all (sanitizers, ``-Werror``), ``BLITZ_ATTN_KERNEL_CFLAGS``, whose flags follow them for the kernels'
+own files (csrc/kernels/levels), ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and
 ``BLITZ_ATTN_LEVELS``, which names the instruction sets to build besides the portable kernels (``avx2``, or
 ``avx2,avx512``; ``native``: those of this CPU), where a quick build is wanted.
 """
