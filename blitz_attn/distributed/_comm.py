@@ -295,9 +295,9 @@ def block_type(starts: Iterable[int], lengths: Iterable[int]) -> Any:
 class Waiter:
     """Completes transfers, in a thread of its own where that hides them behind the caller's work.
 
-    An MPI library moves long messages only while a thread waits for them. With a thread that waits, they go on while kernels run; it takes
-    a share of a core's time, and MPI must allow calls from several threads. On one machine, where moving bytes is itself a core's work,
-    there is nothing to hide: then `wait` completes a transfer in the caller's thread.
+    An MPI library moves long messages only while a thread waits for them. With a thread that waits, they go on while kernels run; the
+    thread takes a share of a core's time, and MPI must allow calls from several threads. On one machine, where moving bytes is itself a
+    core's work, there is nothing to hide: then `wait` completes a transfer in the caller's thread.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ class Cut(NamedTuple):
         return np.bincount(self.rank, weights=np.diff(self.at), minlength=size).astype(np.int64)
 
     def put_in_order(self, shards: ndarray, chain: ndarray) -> None:
-        """Fill the chain from the shards of all ranks, which stand one after the other; both along the first axis."""
+        """Fill the chain from the shards of all ranks, which stand one after the other. Both have entries along the first axis."""
         order, place = np.argsort(self.rank, kind="stable"), 0
         for begin, end in zip(self.at[order].tolist(), self.at[order + 1].tolist(), strict=True):
             chain[begin:end] = shards[place : place + end - begin]

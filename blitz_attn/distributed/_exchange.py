@@ -15,7 +15,7 @@ from . import _comm
 from ._comm import Transfer, Waiter
 from ._routes import Routes, Runs
 
-MOST_MESSAGES = 64  # up to so many ranks, a stage has one message per pair of ranks; above, it has one collective
+MOST_MESSAGES = 64  # up to this many ranks, a stage has one message per pair of ranks; with more ranks, one collective
 COMM_TYPES = ("auto", "p2p", "all_gather", "a2a")
 RETURN = (1 << 15) - 1  # tag of sums that go back to the holders of keys: MPI promises that tags up to this one exist
 
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 def message(parts: Iterable[Part]) -> Any:
     """A committed datatype over absolute addresses: all parts, in their order, as one message of any number of bytes."""
     kinds: list[Any] = []
-    runs: list[tuple[ndarray, ndarray]] = []  # of parts whose tokens touch, since the last part whose tokens do not
+    runs: list[tuple[ndarray, ndarray]] = []  # parts with contiguous tokens, which become one datatype at the next part without
 
     def end_runs() -> None:
         if runs:
@@ -333,7 +333,7 @@ class Stages:
         sizes = counts.tolist(), (np.cumsum(counts) - counts).tolist()
         requests, kept = [], []
         for shard in self.keys:
-            mine = np.ascontiguousarray(shard[:, head].swapaxes(0, 1))  # tokens first: the ranks' follow one another
+            mine = np.ascontiguousarray(shard[:, head].swapaxes(0, 1))  # tokens first, so that all ranks' tokens follow one another
             every = np.empty((self.problem.tokens[1], *mine.shape[1:]), mine.dtype)
             token = _comm.import_mpi().BYTE.Create_contiguous(mine[:1].nbytes or mine.itemsize * int(np.prod(mine.shape[1:]))).Commit()
             requests.append(self.comm.Iallgatherv([mine, sizes[0][self.rank], token], [every, *sizes, token]))

@@ -91,8 +91,8 @@ def nsa(
     Raises
     ------
     TypeError, ValueError
-        An argument of any rank is of the wrong kind or shape, or is not the same on all ranks. All ranks raise it, and nothing has been
-        sent.
+        An argument of any rank is of the wrong kind or shape, or is not the same on all ranks. All ranks raise the error, and nothing has
+        been sent.
 
     See Also
     --------

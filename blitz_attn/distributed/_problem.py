@@ -19,16 +19,16 @@ from ._lazy import computed_once
 
 MOST_SIDE = 1 << 22  # most rows and most columns: 268 million tokens in blocks of 64
 MOST_LISTED = 1 << 32  # most blocks of a grid with a list, which is held as bits
-_STRIPE = 1 << 20  # blocks that are looked at at once
+_STRIPE = 1 << 20  # blocks that are read at a time
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 class Problem:
     """What all ranks compute together, checked.
 
-    Rows of blocks of queries form a chain. In the layouts with a batch axis it is that of one sequence, and an entry of the chain stands
-    for that row of every batch entry; in TND it is that of all sequences, one after the other. `entries` counts the sequences that are
-    looked at one by one: 1 where all batch entries are alike; this one then counts `alike` times.
+    Rows of blocks of queries form a chain. In the layouts with a batch axis, the chain has the rows of one sequence, each of which
+    stands for that row of every batch entry; in TND it has the rows of all sequences, one after the other. `entries` counts the sequences
+    that are looked at one by one. If all batch entries are alike, `entries` is 1, and that sequence counts `alike` times.
 
     Attributes
     ----------

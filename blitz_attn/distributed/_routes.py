@@ -196,7 +196,7 @@ class Routes:
         return (p.tokens[1] - self.kv_held.counts(self.size)) * each
 
     def times(self, link: float, rate: float) -> tuple[ndarray, ndarray, ndarray]:
-        """(size,) each: seconds of arithmetic, of transfers, and of both, where stages hide all transfers except the first stage's."""
+        """(size,) each: seconds of arithmetic, of transfers, and of both, which overlap except for one stage of the shorter."""
         p = self.problem
         compute = self.loads * (2.0 * (p.head_dim + p.head_dim_v) / rate)
         sent = self.bytes()

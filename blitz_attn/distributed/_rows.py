@@ -44,7 +44,7 @@ class RowCall:
         }  # fmt: skip
 
     def _packed(self, heads: slice, first: int, end: int) -> dict[str, Any]:
-        """A stretch of the chain covers some sequences, the first and the last one perhaps only in part."""
+        """The arguments for packed sequences. The rows may be only a part of their first and of their last sequence."""
         p = self.problem
         block_q, _ = p.block_shape
         begins, ends = np.maximum(first, p.row_begin[:-1]) - p.row_begin[:-1], np.minimum(end, p.row_begin[1:]) - p.row_begin[:-1]

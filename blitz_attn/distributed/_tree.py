@@ -30,7 +30,7 @@ class Tree(NamedTuple):
     sender: ndarray
     """The rank that sends it."""
     after: ndarray
-    """The chunk behind the last one of each node that is sent."""
+    """The chunk after the last one of each node that is sent."""
 
 
 def build(counts: ndarray, owner: ndarray) -> Tree:

@@ -185,8 +185,8 @@ def context_parallel_attention(
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     sinks, softcap
-        See `blitz_attn.block_sparse_attention`; the same on all ranks. Gradients need the same
-        `softcap`, but not the sinks, which the log-sum-exp includes.
+        See `blitz_attn.block_sparse_attention`; the same on all ranks. Gradients need the same `softcap`, but not the sinks, which
+        the log-sum-exp includes.
     comm_type : {"auto", "p2p", "all_gather", "a2a"}
         How keys and values travel. "p2p": messages between pairs of ranks, of listed blocks alone. "a2a": the same bytes in one collective
         per stage. "all_gather": everything to everybody. "auto": "p2p" up to 64 ranks, then "a2a".
@@ -210,8 +210,8 @@ def context_parallel_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument of any rank is of the wrong kind or shape, or is not the same on all ranks. All ranks raise it, and nothing has been
-        sent.
+        An argument of any rank is of the wrong kind or shape, or is not the same on all ranks. All ranks raise the error, and nothing has
+        been sent.
 
     See Also
     --------
@@ -455,7 +455,7 @@ def undispatch(x: Any, plan: ContextParallelPlan, *, keys: bool = False, axis: i
     Raises
     ------
     TypeError, ValueError
-        A shard has another number of tokens, or dtype or other axes differ between ranks. All ranks raise it.
+        A shard has another number of tokens, or dtype or other axes differ between ranks. All ranks raise the error.
 
     Examples
     --------

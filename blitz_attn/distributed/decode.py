@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["DecodePlan", "decode_context_parallel_attention"]
 
 KV_SPLIT = 1024  # tokens per chunk
-_MOST_TOKENS = 2**30 - 1  # most tokens of a request in the core, and so queries; all ranks together may hold more tokens
+_MOST_TOKENS = 2**30 - 1  # most tokens, and so queries, of a request in the core; all ranks together may hold more tokens
 _CALL = "decode_context_parallel_attention"
 
 
@@ -101,8 +101,8 @@ class Shards:
         return np.where(number > 0, self.rank, -1)
 
     def agree_owners(self, comm: Any) -> None:
-        """Learn who holds each chunk; the lowest of several holders computes it. Raises the same error on all ranks where nobody holds
-        one."""
+        """Learn who holds each chunk; the lowest of several holders computes it. Raises the same error on all ranks if a chunk has
+        no holder."""
         if self.interleave is not None or not len(self.owner):
             return
         held = np.empty((self.size, -(-len(self.owner) // 8)), np.uint8)
@@ -256,7 +256,7 @@ class DecodePlan:
             self._one_query = q_lens is None
             self._queries = np.ones(self.batch, np.int64) if q_lens is None else _query_lengths(q_lens, shards.lengths)
             self._window = None if window is None else _arrays.integer(window, "window")
-            if self._window == -1:  # as no window
+            if self._window == -1:  # means no window
                 self._window = None
             self._dtype, self._kv_dtype = _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
             agreement.same("q_lens", self._queries)
@@ -435,7 +435,7 @@ class DecodePlan:
             )
         except ValueError:
             if lists is not None:
-                lists.refuse_repeated()  # in the caller's block numbers: those of the call count within chunks
+                lists.refuse_repeated()  # names the caller's block numbers; the call's own count within chunks
             raise
         out[self._state_rows], lse[self._state_rows] = state
 

@@ -139,7 +139,7 @@ def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], 
     Raises
     ------
     ValueError
-        `x` does not have as many tokens as ``before[rank]``, or nobody has a token that some rank is to have. All ranks raise it.
+        `x` does not have as many tokens as ``before[rank]``, or nobody has a token that some rank is to have. All ranks raise the error.
 
     See Also
     --------

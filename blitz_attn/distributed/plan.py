@@ -57,7 +57,7 @@ class ContextParallelPlan:
     comm : communicator, optional
         Any object with the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
     size, rank : int, optional
-        With `size`, the plan is made without MPI, for so many ranks, as rank `rank` (default: 0) would make it. It says what would be
+        With `size`, the plan is made without MPI, for `size` ranks, as rank `rank` (default: 0) would make it. It says what would be
         sent, but cannot be used for a call.
     dispatch : {"auto", "cut", "zigzag", "contiguous", "items"}
         Which rows a rank computes. "cut": a run of equal work, whose queries and keys it holds. "zigzag": one run from the front and one
@@ -99,7 +99,7 @@ class ContextParallelPlan:
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong kind or out of range, or not the same on all ranks. Every rank raises it.
+        An argument of the wrong kind or out of range, or not the same on all ranks. Every rank raises the error.
     ImportError
         mpi4py or an MPI library is missing, and `size` was not given.
 
@@ -111,8 +111,8 @@ class ContextParallelPlan:
     -----
     Where queries and keys have the same lengths, a rank holds the keys of its queries; else keys are held in equal runs of whole blocks.
 
-    With "cut", where rows are too few for equal work, neighbours share the row of blocks at their border by KV heads; queries and results
-    of that row travel.
+    With "cut", where rows are too few for equal work, neighbouring ranks share the KV heads of the row of blocks at their border; queries
+    and results of that row travel.
 
     Examples
     --------
@@ -220,8 +220,8 @@ class ContextParallelPlan:
         """Times of one forward call by a simple model.
 
         A rank computes at `rate` and sends and receives at `link`; stages of one KV head each follow one another. The arithmetic of a stage
-        overlaps with the transfers of the next, so that of the shorter of the two, arithmetic or transfers, only one stage's share stays
-        exposed. Latency, contention and stragglers are not in the model.
+        overlaps with the transfers of the next: the longer of the two, arithmetic or transfers, counts in full, and the shorter for one
+        stage only. Latency, contention and stragglers are not in the model.
 
         Parameters
         ----------

@@ -47,10 +47,10 @@ def select_blocks_distributed(
     dtype: DType | None = None,
     num_threads: int | None = None,
 ) -> tuple[ndarray, ndarray]:
-    """The blocks of each request that `blitz_attn.select_blocks` chooses, where each rank scores those that it holds.
+    """The blocks of each request that `blitz_attn.select_blocks` chooses, where each rank scores the blocks that it holds.
 
     All ranks call it together. Each sends the k best of its own blocks with their scores, 8 bytes each, and every rank chooses among them.
-    So the choice is that of one process which holds all blocks: the best of all, of equal scores the lower.
+    So the choice is that of one process which holds all blocks: the blocks of the highest scores, and of equal scores the lower block.
 
     Parameters
     ----------
