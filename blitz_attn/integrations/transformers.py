@@ -51,10 +51,10 @@ def register() -> None:
 
     Where a model needs something else (dropout, gradients of a position bias, returned weights, packed sequences with a position
     bias), torch computes it, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
-    Models with attention code of their own run that code. Where it adds the mask to scores (BLOOM, XGLM, RoFormer), it gets the numbers
-    that it adds with ``"eager"``, and `on_unsupported` of the configuration for all models holds. Where it needs numbers in the mask for
-    anything else (MPT, DeepSeek-V4), and under `torch.compile` for all these models, there is a ValueError. transformers itself refuses
-    some models (Falcon, GPT-Neo).
+    Models with attention code of their own run that code. Code that adds the mask to scores (BLOOM, XGLM, RoFormer) gets the numbers that
+    it adds with ``"eager"``, and `on_unsupported` of the configuration for all models holds. Code that needs numbers in the mask for
+    anything else (MPT, DeepSeek-V4) gets a ValueError, and so does all such code under `torch.compile`. transformers itself refuses some
+    models (Falcon, GPT-Neo).
 
     Examples
     --------

@@ -326,7 +326,7 @@ def _attend_packed(layer: _Layer, rules: Rules, cu: tuple[list[int], list[int]])
 def _model_lists(layer: _Layer, blocks: int) -> Any:
     """Blocks that the model itself chose for each query, as lists of one query: (B, Hkv, Sq, K)."""
     chosen = layer.block_indices.to(torch.int32)
-    chosen = chosen.masked_fill(chosen >= blocks, -1)  # blocks behind the last key, which no query sees
+    chosen = chosen.masked_fill(chosen >= blocks, -1)  # blocks after the last key, which no query sees
     if ((chosen[..., :-1] < 0) & (chosen[..., 1:] >= 0)).any():  # a list ends at its first pad
         chosen = chosen.sort(dim=-1, descending=True).values
     return chosen.contiguous()
@@ -359,7 +359,7 @@ def _attend_pages(layer: _Layer, rules: Rules) -> Any:
     if budget is None or not _decodes_by_quest(layer) or length < config.min_tokens or layer.differentiated:
         return None
     if layer.block_indices is not None or layer.indices is not None or rules.left is not None or keeps_few_keys(layer.key):
-        return None  # few keys already
+        return None  # each token attends to few keys already
     pages = pages_of(layer.key, layer.value)
     in_order = rules.offset == length - tokens if rules.causal else tokens == 1
     reason = None
@@ -374,7 +374,7 @@ def _attend_pages(layer: _Layer, rules: Rules) -> Any:
             raise ValueError(f"{layer.kind}: expected new tokens that can attend to decode_budget = {budget} tokens, got {reason}")
         tell(f"{layer.kind}: new tokens attend to all keys instead of decode_budget = {budget}, because of {reason}")
         return None
-    assert pages is not None  # or there is a reason
+    assert pages is not None  # else there is a reason
     options = {"scale": layer.scaling, "sinks": layer.sinks, "num_threads": config.num_threads} | layer.numbers
     bounds = zip(rules.starts, rules.ends, strict=True)
     return pages.select_and_attend(layer.query.transpose(1, 2), bounds, budget=budget, dense_below=config.min_tokens, **options)

@@ -22,7 +22,7 @@ COPIED_AT_A_TIME = 1 << 12  # tokens, so that a signal need not wait for all of 
 
 class Pages(NamedTuple):
     """What a layer holds at one moment. The pages of a batch entry lie one after the other in its own row of a buffer. A record never
-    changes, but memory behind the first `length` tokens of the buffers may be written at any time."""
+    changes, but memory after the first `length` tokens of the buffers may be written at any time."""
 
     keys: Any  # the buffers: (B, tokens, Hkv, D)
     values: Any
@@ -38,7 +38,7 @@ class Pages(NamedTuple):
         return cls(keys, values, length, _views(keys, values, length))
 
     def with_length(self, length: int) -> Pages:
-        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # the last page again
+        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # redoes the last page
         return self._replace(length=length, views=_views(self.keys, self.values, length), summarised=summarised)
 
     def with_room(self, tokens: int) -> Pages:
@@ -112,7 +112,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         if dtype is not None:
             key_states, value_states = lowered(key_states, dtype), lowered(value_states, dtype)
         pages = self._pages
-        if pages is None or not pages.length:  # `early_initialization` may have told other shapes
+        if pages is None or not pages.length:  # `early_initialization` may have been given other shapes
             pages = _no_tokens(key_states, value_states)
         if (pages.keys.dtype, pages.values.dtype) != (key_states.dtype, value_states.dtype):
             pages = Pages.of(pages.keys.to(key_states.dtype), pages.values.to(value_states.dtype), pages.length)
@@ -125,7 +125,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
                 some = slice(at, min(at + COPIED_AT_A_TIME, end))
                 buffer[:, some] = new[:, :, some.start - begin : some.stop - begin].transpose(1, 2)
         pages = pages.with_length(end)
-        # A weak reference, or the buffers of a layer that is replaced would wait for Python's garbage collector.
+        # The reference is weak: otherwise, the buffers of a layer that is replaced would wait for Python's garbage collector.
         setattr(pages.views[0], _ATTRIBUTE, weakref.ref(self))
         self._pages = pages
         return pages.views

@@ -71,9 +71,9 @@ class Rules:
     def calls(self) -> Iterator[Call]:
         """Calls that cover the batch: neighbours whose keys begin at the same place share one.
 
-        The operations align the last valid query with the last valid key. Where they are `aligned`, queries behind the last valid key are
-        padding themselves: they are left out, and get 0. Keys behind the last query are then seen by none; a window by itself is computed
-        where there are none.
+        The operations align the last valid query with the last valid key. Where they are `aligned`, queries after the last valid key are
+        padding themselves: they are left out, and get 0. Keys after the last query are left out, too, since no query sees them. (A window
+        without causal might show them to queries; it is computed here only where there are none.)
         """
         aligned = self.aligned
         first = 0
@@ -149,14 +149,14 @@ def _joined_runs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _either(parts: list[_Said], positions: np.ndarray) -> _Said:
-    """Masks joined by `or`. Those that let nothing be seen, as blocks do where these queries are text, are left out."""
+    """Masks joined by `or`. Masks that show nothing, such as those of image blocks where the queries are text, are left out."""
     runs = [part.as_runs(positions) for part in parts]
     some = [n for n, run in enumerate(runs) if (run[..., 0] < run[..., 1]).any()]
     return parts[some[0]] if len(some) == 1 else _Said(runs=reduce(_joined_runs, runs))
 
 
 def _runs_of_chunks(size: int, padding: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Chunks of tokens, which begin behind the padding of each batch entry."""
+    """Chunks of tokens, which begin after the padding of each batch entry."""
     begin = padding.astype(np.int64).reshape(-1, 1)
     first = begin + (positions - begin) // size * size
     return np.stack([first, first + size], axis=-1)
@@ -571,7 +571,7 @@ def make_mask(
         if len(paddings) > 1:
             raise _NoRuleError("two masks of padding")
         padding = paddings[0] if paddings else None
-        if padding is not None:  # entries that it lacks are no tokens
+        if padding is not None:  # tokens that it is too short for count as padding
             padding = masking_utils.prepare_padding_mask(padding, kv_length, kv_offset)
         starts, ends = _bounds(padding, batch_size, kv_length, kv_offset)
         rules = Rules(q_offset - kv_offset, q_length, said.causal, said.left, said.right, starts, ends)
@@ -582,7 +582,7 @@ def make_mask(
                 rules = replace(rules, sequences=_sequences(said.packed, batch_size))
             else:
                 said = said & _Said(runs=_runs_of_blocks(said.packed, queries._replace(padding=None)))
-        if said.runs is not None:  # they say all, since a window by itself needs queries and keys that end at the same token
+        if said.runs is not None:  # they replace the window, which by itself needs queries and keys with the same last token
             runs = replace(said, packed=None, padding=()).as_runs(queries.positions) - kv_offset
             rules = replace(rules, causal=False, left=None, right=None, ranges=runs)
     except _NoRuleError as error:

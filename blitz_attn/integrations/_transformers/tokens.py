@@ -16,7 +16,7 @@ from .masks import Call, Rules
 __all__ = ["all_seen", "as_lists", "as_mask", "check_indices", "pays_as_lists", "pieces"]
 
 _MOST_BYTES = 1 << 26  # most bytes that the mask of one call takes, and making it
-_ROWS = 128  # queries of a piece are a multiple, since masks are read in blocks of so many
+_ROWS = 128  # pieces have a multiple of this many queries, since masks are read in blocks of 128 queries
 
 
 def check_indices(indices: Any, batch: int, queries: int, keys: int) -> None:
@@ -34,7 +34,7 @@ def check_indices(indices: Any, batch: int, queries: int, keys: int) -> None:
 def pieces(rules: Rules, call: Call, most: int) -> Iterator[tuple[slice, Call]]:
     """A call by ranges of its queries: first those that see at most `most` keys, then as many as the mask of one call has room for.
 
-    In causal calls, the keys behind the last query of a piece are left out of it. A window by itself is not divided, since it is counted
+    In causal calls, the keys after the last query of a piece are left out of it. A window by itself is not divided, since it is counted
     from the last query and the last key.
     """
     row = (call.entries.stop - call.entries.start) * (max(call.kv_lens) + 2 * 8 * most)  # of a mask of bool, and of int64 lists
@@ -83,7 +83,7 @@ def pays_as_lists(queries: int, keys: int, listed: int) -> bool:
 
 
 def as_lists(indices: Any, keys: int) -> Any:
-    """Lists as the operations take them, (B, 1, Sq, K): without what names none of the first `keys` keys, and each token once."""
+    """Lists as the operations take them, (B, 1, Sq, K): without entries that name none of the first `keys` keys, and each token once."""
     chosen = indices.to(torch.int32)
     chosen = chosen.masked_fill((chosen < 0) | (chosen >= keys), keys).sort(dim=-1).values
     again = (chosen[..., 1:] == chosen[..., :-1]) & (chosen[..., 1:] < keys)
