@@ -133,7 +133,7 @@ def test_masks_without_a_rule(name, block, eager):
     assert options.keys() == {"sabi", "block_shape", "attn_mask"}
     assert (options["attn_mask"].dtype, options["attn_mask"].shape) == (torch.bool, (batch or 1, 2, 90, 90))
     sentence = "block_mask: expected partial blocks that causal and window cut exactly together with the given lengths or documents"
-    with pytest.raises(ValueError, match=f"^{sentence}, got a mask_mod that does not$"):
+    with pytest.raises(ValueError, match=f"^{sentence}, got a mask_mod that cuts them otherwise$"):
         from_flex_block_mask(mask, kv_lens=[90] * mask.kv_num_blocks.shape[0])
 
 

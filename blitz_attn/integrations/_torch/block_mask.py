@@ -1,7 +1,7 @@
 """FlexAttention's BlockMask to and from block lists with token rules. Public through `blitz_attn.integrations.torch`.
 
 A BlockMask lists full blocks, in which every query sees every key, and partial blocks, in which a function of (batch, head, query, key)
-says it for each pair of tokens. A block list has one kind of block, and token rules that cut inside: causal, window, lengths and
+says which queries see which keys. A block list has one kind of block, and token rules that cut inside: causal, window, lengths and
 documents, or a run of keys for each query. So a BlockMask becomes a list with rules that cut its partial blocks exactly as its
 function does, and no full block. Where there are no such rules, it becomes a list with a mask that has an element for each pair. To find
 this out, the function is evaluated on all tokens of the partial blocks.
@@ -351,11 +351,11 @@ def _rules_of(found: _Found | None, shift: int) -> tuple[bool, tuple[int, int] |
     if below.size:
         left = max(0, -lowest)
         if below.max() >= -left:
-            return None  # begins beyond the diagonal
+            return None  # what is seen begins after the diagonal
     if above.size:
         right = max(0, highest)
         if above.min() <= right:
-            return None  # ends before the diagonal
+            return None  # what is seen ends before the diagonal
     causal = right == 0
     window = None if left < 0 and (causal or right < 0) else (left, 0 if causal else right)
     return causal, window
@@ -384,7 +384,7 @@ def _ranges_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[in
 
 
 def _pairs_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Any:
-    """A mask of bool, (B or 1, H or 1, Sq, Skv), of what is seen in the blocks."""
+    """A mask of bool, (B or 1, H or 1, Sq, Skv): True where a query sees a key in a listed block."""
     shown = torch.zeros((*full.shape[:2], *sizes), dtype=torch.bool)
     for b, h, row, column in np.argwhere(full).tolist():
         shown[b, h, row * shape[0] : (row + 1) * shape[0], column * shape[1] : (column + 1) * shape[1]] = True
@@ -431,8 +431,8 @@ def from_flex_block_mask(
     TypeError
         Not a BlockMask.
     ValueError
-        A mask whose partial blocks the given lengths or documents with causal and window do not cut exactly, or whose documents begin
-        within a block while its list leaves out parts of them.
+        Given lengths or documents, together with causal and window, do not cut the partial blocks as the mask does. Or documents begin
+        within a block, and the list leaves out parts of them.
 
     Examples
     --------
@@ -474,7 +474,8 @@ def from_flex_block_mask(
     given = any(x is not None for x in (*lens, ends[0]))
     found = _looked_at(block_mask, partial, full, shape, places, device, whole=not given and kept.shape[0] > 1)
     rules = _rules_of(found, sum(sizes))
-    if rules is None and found is not None and not given and kept.shape[0] > 1:  # of a batch of 1, lengths would not fit any batch
+    # A mask of batch size 1 is for every batch size, and lengths would be for one sequence only: so there are none for it.
+    if rules is None and found is not None and not given and kept.shape[0] > 1:
         lens = found.ends[0], found.ends[1]
         places = Places.of(sizes, lens, ends, device)
         rules = _rules_of(_looked_at(block_mask, partial, full, shape, places, device, whole=False), sum(sizes))

@@ -13,7 +13,7 @@ try:
 except ModuleNotFoundError:  # the module can be imported then; its function cannot be called
     torch = None
 
-_STRIPE = 64  # queries that are looked at at once
+_STRIPE = 64  # queries that are read at a time
 _LEAST = -2.3e38  # smaller numbers hide a key, as -inf does, where scores are float32
 _BLOCK_SHAPE = (128, 128)
 

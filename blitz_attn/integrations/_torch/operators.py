@@ -44,8 +44,8 @@ def _schema(tensors: dict[str, Argument], options: list[Argument], more: str, re
 
 # ---- What an operator does ----------------------------------------------------------------------------------------
 
-Told = dict[str, Any]  # what an operator is told, by name
-TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: in order, before the `*` of its schema: torch differentiates none after it
+Told = dict[str, Any]  # the arguments of an operator, by name
+TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: all before the `*` of its schema, as torch needs for gradients
 _ON_CPU: dict[str, Callable[..., Any]] = {}
 
 
@@ -121,10 +121,10 @@ def define(
     gradient: Callable[..., Any], *, keep: Callable[..., Any] = _nothing, cast: Callable[[Told, Any], None] | None = None, more: str = "",
     results: int = 2,
 ) -> None:  # fmt: skip
-    """Defines an operator, which does `work` on what it is told and on whether the log-sum-exp is wanted.
+    """Defines an operator, which calls `work` with its arguments and with whether the log-sum-exp is wanted.
 
     `order` names the tensors whose positions already exported graphs depend on; newer ones follow. `shapes` makes its fake results,
-    `gradient` is its formula, or says that there is none, `keep` keeps what the formula needs, and `cast` casts its tensors under autocast.
+    `gradient` computes its gradients or refuses to, `keep` keeps what the formula needs, and `cast` casts its tensors under autocast.
     `more`: options that only the operator has.
     """
     TENSORS[name] = {tensor: arguments[tensor] for tensor in order.split()} | {tensor: x for tensor, x in arguments.items() if x.is_array}
