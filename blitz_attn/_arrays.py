@@ -128,7 +128,8 @@ def readable(x: Any, name: str, cache: bool = False) -> Any:
 
 
 def _as_bits(x: Any, name: str) -> Any:
-    """An input array of any dtype: `x` itself, or its bits with the name of their dtype. Refuses arrays with more than numbers."""
+    """An input array of any dtype: `x` itself, or its bits with the name of their dtype. Refuses masked arrays, sequences,
+    block masks and tracers of JAX."""
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
@@ -304,7 +305,7 @@ def array(x: Any, name: str, expected: str) -> np.ndarray:
 
 
 def _of_a_size(x: np.ndarray, name: str) -> np.ndarray:
-    """Returns `x`. Refuses shapes whose bytes NumPy cannot count in 64 bits, as strides of 0 or an axis of length 0 allow them."""
+    """Returns `x`. Refuses shapes whose bytes do not fit in 64 bits, which strides of 0 or an axis of length 0 make possible."""
     if x.size > 1 << 48 or (not x.size and math.prod(max(1, n) for n in x.shape) > 1 << 48):
         raise ValueError(f"{name}: expected axes of at most 2**48 entries in all, got shape {x.shape}")
     return x
@@ -336,7 +337,7 @@ def choice(x: Any, name: str, choices: tuple[str, ...]) -> str:
 
 
 def dtype_of(x: Any) -> Any:
-    """The dtype that an array of any kind says that it has; None where it says none, or raises, and is refused later."""
+    """The dtype of an array of any kind; None for an object that has none or raises, which is refused later."""
     try:
         return x.dtype if hasattr(x, "dtype") or not hasattr(x, "__dlpack__") else np.from_dlpack(x).dtype
     except Exception:  # such as a released memoryview, or a dtype that NumPy lacks
@@ -382,8 +383,8 @@ _PIECE = 1 << 18
 
 
 def falls(numbers: np.ndarray) -> np.ndarray:
-    """For each entry of a one-dimensional array except the first: whether it is smaller than the one before. Differences might wrap
-    around."""
+    """For each entry of a one-dimensional array except the first: whether it is smaller than the one before. It compares, because
+    differences might wrap around."""
     return numbers[1:] < numbers[:-1]
 
 

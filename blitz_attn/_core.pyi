@@ -16,7 +16,7 @@ def page_table_lengths(tables: Any) -> tuple[list[int], list[int]]:
 
 def read_integer(value: Any, name: str) -> int:
     """The argument `name`, read as the operations read an integer: refused unless it fits in 64 bits. `read_number` and `read_flag`
-    likewise."""
+    do the same for a number and a truth value."""
 
 def read_number(value: Any, name: str) -> float: ...
 def read_flag(value: Any, name: str) -> bool: ...
@@ -44,5 +44,5 @@ def probe_tile_flops(level: str, seconds: float, num_threads: int | None = ...) 
     """The same for bfloat16 tile products; 0 where the level has no tiles."""
 
 def probe_read(level: str, memory: Any, seconds: float | None, num_threads: int | None = ...) -> float:
-    """GB/s of reading an array, shared out among the threads, or so many bytes a thread over and over, all threads together; once where
-    `seconds` is None."""
+    """GB/s of all threads together. If `memory` is an array, the threads share it out; if it is a number, each thread reads that many bytes
+    of its own. They read over and over for `seconds`, or once where that is None."""

@@ -105,8 +105,8 @@ def attention_results(
 ) -> list[Result]:  # fmt: skip
     """Where attention's output of this shape and dtype goes, and with `return_lse` its log-sum-exp.
 
-    Both go into the caller's `out`, which must not overlap the arrays in `inputs`, or into new arrays of the kind that `q` is.
-    Unlike `refuse_overlaps` this asks exporters of DLPack, too: these calls hand the core no `out` that it could compare with inputs.
+    Both go into the caller's `out`, which must not overlap the arrays in `inputs`, or into new arrays of the kind of `q`.
+    Unlike `refuse_overlaps`, this function asks exporters of DLPack, too: its callers hand the core no `out` to compare with inputs.
     """
     given, given_lse = _arrays.split_out(out, return_lse)
     results = [Result(shape, kind, q, given, "out", dtype)]

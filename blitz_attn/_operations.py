@@ -15,7 +15,7 @@ from . import _core
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-REQUIRED = inspect.Parameter.empty  # the default of an argument that has none
+REQUIRED = inspect.Parameter.empty  # takes the place of a default: the argument must be given
 
 # Roles of arguments that are arrays. All others are options: Python values.
 ARRAYS = frozenset({

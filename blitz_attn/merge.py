@@ -139,7 +139,7 @@ def merge_states_n(outs: Any, lses: Any, *, out: Any = None, lse_out: Any = None
     TypeError
         An argument of the wrong kind or dtype.
     ValueError
-        No part at all, numbers of parts or shapes that differ, or an output that cannot be written.
+        No parts, numbers of parts or shapes that differ, or an output that cannot be written.
 
     See Also
     --------
@@ -204,7 +204,7 @@ def merge_states_tree(outs: Any, lses: Any) -> tuple[Any, Any]:
     TypeError
         An argument of the wrong kind or dtype, such as outputs of 16 bits, which each merge would round.
     ValueError
-        No part at all, or numbers of parts or shapes that differ.
+        No parts, or numbers of parts or shapes that differ.
 
     See Also
     --------

@@ -54,7 +54,7 @@ def quantize_kv(x: Array, kv_dtype: DType, *, dtype: DType | None = None) -> tup
         `x` is not an array of floats, or not of `dtype`.
     ValueError
         `kv_dtype` names another format, `x` has a NaN, an infinity or a number too large for a float32 scale, or D is above ``2**24``.
-        The sentence says where such a number is; it counts rows over all axes but the last.
+        The sentence says where such a number is; it counts rows over all axes except the last.
 
     Notes
     -----

@@ -323,7 +323,7 @@ def quest_block_select_paged_in_out_w(
 
     The newest blocks are those that were not complete when the summaries were last made: with m = seq_len -
     tokens_since_metadata_update, ``ceil(seq_len / block_size) - floor(m / block_size)`` of them. The summaries do not
-    cover all of their tokens. They take the last entries of a row that are in use, the newest last.
+    cover all of their tokens. They are the last of the used entries of a row, and the newest block is at the end.
 
     Parameters
     ----------
@@ -347,10 +347,10 @@ def quest_block_select_paged_in_out_w(
     - Upstream counts ``(m % block_size != 0) + seq_len // block_size - m // block_size`` newest blocks. That is one too few when m is
       a multiple of block_size and seq_len is not: the block that holds the newest tokens is then not forced. It is one too many when
       seq_len is a multiple and m is not.
-    - Upstream lists a block twice that is forced and also has one of the best scores; this function does not.
+    - Upstream lists a block twice if it is forced and also has one of the best scores; this function does not.
     - Upstream can overwrite the first block where the newest blocks take all entries. Here, too, the newest blocks take precedence over
       it, but no other block does.
-    - All that `quest_block_select_paged` lists.
+    - The differences that `quest_block_select_paged` lists apply here, too.
     - This function takes one number per request, and any number of tokens since the update.
 
     References

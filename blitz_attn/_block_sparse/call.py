@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
         block_shape: tuple[int, int] | None
         dlse: Array | None
-        grads: tuple[Array | None, ...] | None  # three
+        grads: tuple[Array | None, ...] | None  # of q, k and v
         accumulate: bool
         dtype: DType | None
 

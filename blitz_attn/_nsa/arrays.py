@@ -1,4 +1,4 @@
-"""Arrays of native sparse attention: what callers give and get."""
+"""Arrays of native sparse attention: reads those that callers give, and writes those that callers get."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._sentences import refusal, shown
 
 
 def dtype_of(dtype: Any) -> str | None:
-    """The name that a caller's dtype argument gives."""
+    """The name of the dtype that a caller's `dtype` argument gives."""
     name = _arrays.dtype_name(dtype)
     if name is not None and name not in FLOATS:
         raise ValueError(f"dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got {shown(name)}")
@@ -87,7 +87,7 @@ ROUNDED_AT_A_TIME = 1 << 12  # tokens: conversion to bfloat16 needs memory for s
 
 
 def sums_for(x: np.ndarray, kind: str) -> np.ndarray:
-    """Where the sums of a result `x` of dtype `kind` are made: `x` itself where that is the dtype of sums, else an array of its own."""
+    """The array in which a result `x` of dtype `kind` is summed: `x` itself if sums have that dtype, else a new array."""
     return x if kind == real_of(kind) else np.empty(x.shape, real_of(kind))
 
 

@@ -244,9 +244,9 @@ def compressed_attention_backward(
     dout : array
         Gradient of `out`.
     q, k_cmp, v_cmp, compress_block_size, stride, causal, scale, cu_seqlens, mode, dtype, num_threads
-        Its arguments.
+        The arguments of the forward call.
     out, lse : array
-        Its results.
+        The results of the forward call.
 
     Returns
     -------
@@ -307,9 +307,10 @@ def selected_attention(
     ----------
     q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
-        `q` may have fewer tokens than `k` and `v`: the last ones.
+        Where `q` has fewer tokens than `k` and `v`, they are the last ones.
     block_indices : array_like of int
-        ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``: no block twice per row, which ends at its first -1.
+        ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``: a row names no block
+        twice and ends at its first -1.
     block_size : int
         Number of tokens per block, at least 1.
     q_tile_size : int
@@ -368,9 +369,9 @@ def selected_attention_backward(
     dout : array
         Gradient of `out`.
     q, k, v, block_indices, block_size, q_tile_size, causal, scale, cu_seqlens, dtype, num_threads
-        Its arguments.
+        The arguments of the forward call.
     out, lse : array
-        Its results.
+        The results of the forward call.
 
     Returns
     -------
@@ -432,7 +433,7 @@ def window_attention(
     ----------
     q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
-        `q` may have fewer tokens than `k` and `v`: the last ones.
+        Where `q` has fewer tokens than `k` and `v`, they are the last ones.
     window_size : int
         Number W of keys that a query sees, at least 1; the last is its own.
     causal : bool
@@ -484,9 +485,9 @@ def window_attention_backward(
     dout : array
         Gradient of `out`.
     q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads
-        Its arguments.
+        The arguments of the forward call.
     out, lse : array
-        Its results.
+        The results of the forward call.
 
     Returns
     -------

@@ -262,7 +262,8 @@ class Room:
             lists = self._shared("lists", call.list_shape(call.width), np.int32)
         if kept is None:
             real, kind = real_of(call.common.kind), storage(call.common.kind)
-            tokens, by_lse = call.q.shape[:-1], call.rules.by_query and call.lists is None  # the selection needs this one
+            # A selection per query needs the log-sum-exp of the compressed branch.
+            tokens, by_lse = call.q.shape[:-1], call.rules.by_query and call.lists is None
             return Results(
                 outs=[self._shared(name, (*tokens, call.v.shape[-1]), kind) for name in BRANCHES],
                 lse=[self._shared("lse", tokens, real) if by_lse else None, None, None],

@@ -226,9 +226,9 @@ def compress_kv_backward(
     Parameters
     ----------
     dk_cmp, dv_cmp : array
-        Gradients of its results, of their shapes and dtype.
+        Gradients of the results of `compress_kv`, of the same shapes and dtype.
     k, v, block_size, w_k, w_v, stride, cu_seqlens, dtype, num_threads
-        Its arguments.
+        The arguments of `compress_kv`.
 
     Returns
     -------

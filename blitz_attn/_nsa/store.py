@@ -19,7 +19,7 @@ COPIED_AT_A_TIME = 1 << 24  # bytes: a few milliseconds
 
 
 class Held(NamedTuple):
-    """What a store holds at one moment. A record never changes, but memory behind the tokens of a sequence may be written at any time."""
+    """What a store holds at one moment. A record never changes, but memory after the tokens of a sequence may be written at any time."""
 
     lens: np.ndarray  # tokens of each sequence
     kind: str
@@ -64,8 +64,8 @@ class Store:
         return self._held.lens
 
     def held(self, queries: int) -> tuple[Held, list[np.ndarray]]:
-        """What the store holds, and its keys, values and their compressed blocks up to the last of the longest sequence. Before the first
-        tokens there are no arrays.
+        """What the store holds, and its keys, values and their compressed blocks up to the end of the longest sequence. Before the
+        first tokens there are no arrays.
 
         Without sequences, the arrays have `queries` tokens, so that queries of any number fit them.
         """

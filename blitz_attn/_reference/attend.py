@@ -34,7 +34,7 @@ class Bias:
     least: float  # numbers of the mask below it count as -inf
 
     def of(self, rows: Array, keys: Array) -> Array:
-        """(heads, rows, keys)"""
+        """The bias of some queries and keys: (heads, rows, keys)."""
         bias = np.zeros((1, rows.size, keys.size))
         if self.mask is not None:
             part = self.mask[:, rows[:, None], keys]
@@ -140,7 +140,8 @@ def matmul(a: Array, b: Array) -> Array:
 
 
 def product(weights: Array, x: Array, seen: Array) -> Array:
-    """weights @ x, where a NaN or infinity in a row of x reaches only results that see the row. In a plain product, 0 times it is NaN."""
+    """weights @ x, where a NaN or infinity in a row of x reaches only results that see the row. In a plain
+    product, a weight of 0 does not keep it out."""
     nonfinite = np.flatnonzero(~np.isfinite(x).all(axis=(0, 1, 3)))
     if nonfinite.size == 0:
         return matmul(weights, x)

@@ -81,7 +81,7 @@ def score_blocks(
     Returns
     -------
     list of numpy.ndarray
-        A float64 array a sequence: paper mode (Hkv, queries, blocks), mslk mode (H, tiles, blocks). ``-inf``: must not be selected;
+        One float64 array per sequence: paper mode (Hkv, queries, blocks), mslk mode (H, tiles, blocks). ``-inf``: must not be selected;
         ``inf``: must be selected.
 
     Raises

@@ -186,7 +186,7 @@ def _tails(scores: np.ndarray, free: np.ndarray) -> np.ndarray:
 
 
 def _within(name: str, budget: float, scores: np.ndarray, kept: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """What a row keeps, by the budgets that look at no other row."""
+    """What a row keeps, under the budgets that apply to each row by itself."""
     if name == "threshold":
         return kept | (free & (scores >= budget))
     if name == "top_p":
@@ -197,7 +197,7 @@ def _within(name: str, budget: float, scores: np.ndarray, kept: np.ndarray, free
 
 
 def _densest(density: float, scores: np.ndarray, kept: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """What rows (..., blocks) keep together, by falling tails."""
+    """What rows (..., blocks) keep if together they have this density: the free blocks with the largest `_tails`."""
     tails = np.array([_tails(*row) for row in zip(scores.reshape(-1, scores.shape[-1]), free.reshape(-1, free.shape[-1]), strict=True)])
     wanted = math.floor(density * (kept.sum() + free.sum()) + 0.5) - int(kept.sum())
     chosen = np.zeros(tails.size, bool)

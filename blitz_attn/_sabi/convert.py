@@ -284,7 +284,7 @@ def listed_in_runs(listed: np.ndarray, runs: np.ndarray, shape: tuple[int, int],
         queries = np.arange(rows.start * block_q, min(rows.stop * block_q, s_q))
         for n in np.ndindex(tuple(x.stop - x.start for x in at[:-2])):
             head = tuple(x.start + m for x, m in zip(at[:-2], n, strict=True))
-            kept = np.append(listed[(*head, rows)], np.zeros((rows.stop - rows.start, 1), bool), axis=1)  # a column behind the last key
+            kept = np.append(listed[(*head, rows)], np.zeros((rows.stop - rows.start, 1), bool), axis=1)  # a column after the last key
             before = np.append(np.zeros((len(kept), 1), np.int64), np.cumsum(kept[:, :-1] * sizes, axis=1), axis=1)
             column, inside = np.divmod(runs[(*head, queries)], block_kv)
             own = (queries // block_q - rows.start)[:, None]

@@ -160,7 +160,7 @@ def from_function(
     -----
     The function is evaluated on all pairs of tokens, about 128 x 512 at a time: nothing of the size of queries times keys is kept, unless a
     mask is asked for. 16384 x 16384 pairs take about a second for each head.
-    Where keys that a query sees have gaps, another order of the tokens may close them: the tiles of a video do.
+    Where the keys that a query sees have gaps, another order of the tokens may close them, as the order by tiles does for a video.
 
     Examples
     --------

@@ -32,7 +32,7 @@ def signed(sabi: Any, name: str = "sabi") -> np.ndarray:
         raise TypeError(f"{name}: expected an integer array, got {array.dtype}")
     if array.ndim < 2:
         raise ValueError(f"{name}: expected shape (..., rows, width), got {array.shape}")
-    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and int(array.max(initial=0)) >= 2**63:  # as int64 it would be negative: a pad
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and int(array.max(initial=0)) >= 2**63:  # would be a pad as int64
         raise ValueError(f"{name}: expected columns below 2**63 (uint64 has no pad), got {array.max()}")
     rows = np.empty(array.shape, np.int64)
     for at in pieces(rows.shape):
@@ -57,7 +57,7 @@ def counts_of(rows: np.ndarray) -> np.ndarray:
 
 
 def largest_of(rows: np.ndarray) -> int:
-    """The largest entry, -1 if there is none above."""
+    """The largest entry; -1 if there are only pads."""
     flat = rows.reshape(-1)
     return max(int(flat[at].max(initial=-1)) for at, _ in pieces((flat.size, 1)))
 

@@ -35,7 +35,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JudgingOptions(Options):
-    """The same for judging a list, with the options that change attention but not the choice of blocks."""
+    """`Options` for judging a list: also those that change attention but not the choice of blocks."""
 
     attn_mask: Any = None
     alibi_slopes: Any = None

@@ -160,8 +160,8 @@ def select_blocks_prefill(
         ``(B, H, ceil(Sq / block_shape[0]), W)``: the kept columns of each row, rising, then pads (-1, for uint16 65535). W is the
         length of the longest row, at least 1. A torch tensor where `q` is one.
     scores : array
-        With `return_scores`: ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32; 0 where a row may not look.
-        With `per_kv_head`, Hkv heads.
+        With `return_scores`: ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32; 0 for
+        blocks that a row may not see. With `per_kv_head`, Hkv heads.
 
     Raises
     ------
@@ -226,7 +226,7 @@ def select_blocks_prefill(
     keys = _arrays.readable(k, "k")
     returned = []
 
-    def asked() -> np.ndarray:  # by the core
+    def asked() -> np.ndarray:  # the core calls it
         returned.append(chooser(q, k, per_kv_head=per_kv_head, **options))
         made = _arrays.detached(returned[0])[0] if return_scores is False else returned[0]
         return _floats(made, "chooser")
@@ -285,8 +285,9 @@ def scores(
     -------
     array
         ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32, with `per_kv_head` Hkv heads: the scores that
-        `select_blocks_prefill` returns with ``return_scores=True``. They are at least 0, never NaN, 0 where a row may not look, and add up
-        to 1 in each row that sees anything. In layout TND, B is the number of sequences, and rows and columns those of the longest.
+        `select_blocks_prefill` returns with ``return_scores=True``. They are at least 0, never NaN, 0 for blocks that a row may not
+        see, and add up to 1 in each row that sees anything. In layout TND, B is the number of sequences, and rows and columns are those of
+        the longest.
 
     Raises
     ------

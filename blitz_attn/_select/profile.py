@@ -267,7 +267,7 @@ def _found(captures: list[_Capture], heads: int, target: float, steps: int, budg
     """
     error = captures[0].measure == "error"
     candidates = np.arange(1, 2**steps + 1) / 2**steps
-    if budget == "threshold":  # down to the smallest positive score, which is float32
+    if budget == "threshold":  # down to the smallest positive float32, since scores are float32
         candidates = np.concatenate([candidates[::-1], 2.0 ** -np.arange(steps + 1, 150)])
     low, high = np.full(heads, -1), np.full(heads, len(candidates) - 1)
     while (high - low > 1).any():
@@ -375,8 +375,8 @@ def refuse_unknown(function: str, rules: dict[str, Any]) -> None:
 
 
 def captures_of(layers: Any, names: tuple[str, ...], rules: dict[str, Any]) -> Iterator[tuple[list[Any], tuple[int, int, int]]]:
-    """The captures of each layer, one layer after the other, with the shape of the model, which must be the same in all. Refuses to have no
-    layer. `names` are those of the arrays of a capture; q and k are the first."""
+    """The captures of each layer, one layer after the other, with the shape of the model, which must be the same in all. Refuses an
+    empty sequence of layers. `names` are those of the arrays of a capture; q and k are the first."""
     if not isinstance(layers, (tuple, list)) and not hasattr(layers, "__next__"):
         raise TypeError(f"layers: expected a sequence or a generator of the layers' captures, got {type(layers).__name__}")
     shape: tuple[int, int, int] | None = None

@@ -104,7 +104,7 @@ def _token_rules(mode: int, layout: str, sizes: _Sizes, pre_tokens: int, next_to
 def _check_mode(sparse_mode: Any, atten_mask: Any) -> int:
     """The mode without its precision. Refuses modes that need a full mask."""
     sparse_mode = 0 if sparse_mode is None else _arrays.integer(sparse_mode, "sparse_mode")
-    mode = sparse_mode - 10 if 10 <= sparse_mode <= 14 else sparse_mode  # 10 more means high precision, which is the only one here
+    mode = sparse_mode - 10 if 10 <= sparse_mode <= 14 else sparse_mode  # 10 to 14: the modes in high precision
     if not 0 <= mode <= 4:
         raise ValueError(f"sparse_mode: expected 0 to 4 or 10 to 14, got {sparse_mode}")
     if mode == 1:
@@ -173,7 +173,8 @@ def blitz_sparse_attention(
         Default: 0, which means as many as query heads.
     sparse_mode : int, optional
         0 (default): no token rule. 2: causal from the top left (not with layout TND). 3: causal to the bottom right. 4: band around the
-        diagonal to the bottom right. 10 more means high precision, which is the only one here.
+        diagonal to the bottom right. 10 to 14: the same modes in high precision, which here is that of all
+        modes.
     softmax_lse_flag : bool, optional
         Default: False.
     block_shape : sequence of int, optional
