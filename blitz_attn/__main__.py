@@ -12,7 +12,7 @@ from .config import show_config
 
 
 def drop_output() -> None:
-    """Let standard output lead nowhere from now on: what is still to be written to a reader that has gone is no error."""
+    """Send standard output nowhere from now on, so that the rest of it causes no error after its reader has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -19,7 +19,7 @@ from . import _core
 from ._float_mode import in_usual_mode
 from ._sentences import shown
 
-_core.refuse_masked(np.ma.MaskedArray)  # the memory of such an array has numbers where the mask says that there are none
+_core.refuse_masked(np.ma.MaskedArray)  # the memory of such an array has numbers even where its mask hides them
 
 
 class Family(NamedTuple):
@@ -116,19 +116,20 @@ def family_of(x: Any) -> Family:
 
 
 def readable(x: Any, name: str, cache: bool = False) -> Any:
-    """What the core is given for the input array `x`: `x` itself, or its bits with the name of their dtype. `cache`: float8 may come."""
+    """What the core is given for the input array `x`: `x` itself, or its bits with the name of their dtype. `cache`: float8 is allowed."""
     if type(x) is np.ndarray and not is_registered(x):
         return x
     found = _as_bits(x, name)
     refused = found[1] == "float8_e4m3" and not cache if type(found) is tuple else isinstance(found, np.ndarray) and is_registered(found)
-    if refused:  # the core would name the bits, or find no memory that it can read
+    if refused:  # the core's sentence would name the integers that hold the bits, or say that no memory can be read
         floats = "float32, float16, bfloat16, float64, int8 or float8_e4m3" if cache else "float32, float16, bfloat16 or float64"
         raise TypeError(f"{name}: expected {floats}, got {x.dtype}")
     return found
 
 
 def _as_bits(x: Any, name: str) -> Any:
-    """An input array of any dtype: `x` itself, or its bits with the name of their dtype. Refuses arrays with more than numbers."""
+    """An input array of any dtype: `x` itself, or its bits with the name of their dtype. Refuses masked arrays, sequences,
+    block masks and tracers of JAX."""
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
@@ -147,12 +148,12 @@ def _as_bits(x: Any, name: str) -> Any:
 
 
 def refuse_block_mask(x: Any, name: str) -> None:
-    """Refuses FlexAttention's BlockMask and what `sabi.from_function` returns, of which arguments can be made."""
+    """Refuses FlexAttention's BlockMask and what `sabi.from_function` returns, from which arguments can be made."""
     if type(x).__name__ == "FunctionMask":
-        raise TypeError(f"{name}: expected an array, got a FunctionMask, whose _asdict() has it and the arguments beside it")
+        raise TypeError(f"{name}: expected an array, got a FunctionMask: its _asdict() has the list and the arguments that go with it")
     if type(x).__name__ == "BlockMask":
         raise TypeError(
-            f"{name}: expected an array, got a BlockMask: blitz_attn.integrations.torch.from_flex_block_mask makes arguments of it"
+            f"{name}: expected an array, got a BlockMask: blitz_attn.integrations.torch.from_flex_block_mask makes arguments from it"
         )
 
 
@@ -167,8 +168,8 @@ def _tensor_as_bits(x: Any, name: str) -> Any:
 
 
 def detached(*arrays: Any) -> list[Any]:
-    """The arrays, torch tensors without their gradients: for calls whose results, lists or measures, have none. They are in a list, because
-    CPython loses a reference where memory ends while it makes a tuple of a generator."""
+    """The arrays, with torch tensors detached: for calls whose results, block lists or measures, have no gradients. Returns a list, because
+    CPython leaks a reference if memory runs out while it makes a tuple from a generator."""
     return [x.detach() if _is_torch(x) and x.requires_grad else x for x in arrays]
 
 
@@ -192,7 +193,7 @@ def refuse_tangent(x: Any, name: str) -> None:
 
 
 def writable(x: Any, name: str, cache: bool = False) -> Any:
-    """`readable` for an array that will be written; None stays None. Once it is, `count_writes` tells torch."""
+    """`readable` for an array that will be written; None stays None. Once it has been written, `count_writes` tells torch."""
     if x is None:
         return None
     if _is_jax(x):
@@ -203,15 +204,16 @@ def writable(x: Any, name: str, cache: bool = False) -> Any:
 
 
 def count_writes(*arrays: Any) -> None:
-    """Gives torch tensors that have been written a new version: torch then refuses gradients for which it has saved them as they were
-    before. Other arrays, and None, have none. A call that is refused has written nothing, and must not get here."""
+    """Gives torch tensors that have been written a new version: torch then refuses a gradient for which it has saved their earlier
+    contents. Other arrays and None have no version. A refused call has written nothing and must not get here."""
     for x in arrays:
         if _is_torch(x):
             sys.modules["torch"].autograd.graph.increment_version(x)
 
 
 def finished(result: Any, given: Any, family: Family) -> Any:
-    """What the caller gets for one output that has been written: the array that it gave, or the new one as its kind of array."""
+    """What the caller gets for one output that has been written: the array that the caller gave, or the new one as the caller's kind of
+    array."""
     if given is not None:
         count_writes(given)
         return given
@@ -256,8 +258,8 @@ def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple
 
 
 def as_kind_of(result: np.ndarray, given: Any) -> Any:
-    """A NumPy array as the kind of array that `given` is: a torch tensor, a JAX array, or unchanged. uint16 holds numbers here, such as
-    those of a block list, where results of the core hold the bits of bfloat16."""
+    """A NumPy array as the kind of array that `given` is: a torch tensor, a JAX array, or unchanged. Here uint16
+    means numbers, such as those of a block list; in results of the core it means bits of bfloat16."""
     if _is_torch(given):
         return sys.modules["torch"].from_numpy(np.ascontiguousarray(result))
     return sys.modules["jax"].numpy.asarray(result) if _is_jax(given) else result
@@ -294,7 +296,7 @@ def array(x: Any, name: str, expected: str) -> np.ndarray:
         return _of_a_size(x, name)
     if hasattr(type(x), "__getitem__") and not isinstance(x, (Sequence, np.generic)):
         exports = hasattr(x, "__array__") or hasattr(x, "__dlpack__") or hasattr(x, "__array_interface__")
-        if not exports and not _exports_buffer(x):  # NumPy would read items without an end
+        if not exports and not _exports_buffer(x):  # NumPy would go on reading items forever
             raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
     made = _memory(x, name, expected)
     if made.dtype == object:
@@ -303,7 +305,7 @@ def array(x: Any, name: str, expected: str) -> np.ndarray:
 
 
 def _of_a_size(x: np.ndarray, name: str) -> np.ndarray:
-    """`x`. Refuses shapes, possible with strides of 0 or an axis of length 0, whose bytes NumPy cannot count in 64 bits."""
+    """Returns `x`. Refuses shapes whose bytes do not fit in 64 bits, which strides of 0 or an axis of length 0 make possible."""
     if x.size > 1 << 48 or (not x.size and math.prod(max(1, n) for n in x.shape) > 1 << 48):
         raise ValueError(f"{name}: expected axes of at most 2**48 entries in all, got shape {x.shape}")
     return x
@@ -335,7 +337,7 @@ def choice(x: Any, name: str, choices: tuple[str, ...]) -> str:
 
 
 def dtype_of(x: Any) -> Any:
-    """The dtype that an array of any kind says that it has; None where it says none, or raises, and is refused later."""
+    """The dtype of an array of any kind; None for an object that has none or raises, which is refused later."""
     try:
         return x.dtype if hasattr(x, "dtype") or not hasattr(x, "__dlpack__") else np.from_dlpack(x).dtype
     except Exception:  # such as a released memoryview, or a dtype that NumPy lacks
@@ -343,7 +345,8 @@ def dtype_of(x: Any) -> Any:
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """The shape of an array of any kind, including exporters of DLPack alone; () for an object without a shape, which is refused later."""
+    """The shape of an array of any kind, including objects that export only DLPack; () for an object without a shape, which is refused
+    later."""
     try:
         shape = x.shape if hasattr(x, "shape") or not hasattr(x, "__dlpack__") else np.from_dlpack(x).shape
     except Exception:  # such as a released memoryview, or a dtype that NumPy lacks
@@ -354,7 +357,7 @@ def shape_of(x: Any) -> tuple[int, ...]:
 def integers(x: Any, name: str) -> np.ndarray:
     """int64 array of the integers of a sequence or an array."""
     given = array(x, name, "integers")
-    if given.dtype.kind not in "iu" and (given.size or given.dtype != np.float64):  # float64: an empty list
+    if given.dtype.kind not in "iu" and (given.size or given.dtype != np.float64):  # NumPy makes an empty list float64
         raise TypeError(f"{name}: expected integers, got {given.dtype}")
     if given.dtype.kind == "u" and given.dtype.itemsize == 8:
         given = np.minimum(given, np.uint64(2**63 - 1))  # later checks refuse it as too large
@@ -380,7 +383,8 @@ _PIECE = 1 << 18
 
 
 def falls(numbers: np.ndarray) -> np.ndarray:
-    """Of each entry of a one-dimensional array but the first: whether it is smaller than the one before. Differences might wrap around."""
+    """For each entry of a one-dimensional array except the first: whether it is smaller than the one before. It compares, because
+    differences might wrap around."""
     return numbers[1:] < numbers[:-1]
 
 

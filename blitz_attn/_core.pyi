@@ -9,13 +9,14 @@ compiler: str
 # The operations are not listed: csrc/python/operations.h, the table that `operations()` returns, has what they take and return.
 def __getattr__(name: str) -> Callable[..., Any]: ...
 def operations() -> dict[str, tuple[tuple[str, str, bool], ...]]:
-    """Of each function, its arguments in order: name, role, and whether results have gradients in it."""
+    """The arguments of each function in order: name, role, and whether the function has a gradient with respect to it."""
 
 def page_table_lengths(tables: Any) -> tuple[list[int], list[int]]:
-    """Of each request of opened tables: its tokens, and its queries."""
+    """For each request of opened tables, its number of tokens; and for each, its number of queries."""
 
 def read_integer(value: Any, name: str) -> int:
-    """The argument `name` as the operations read an integer: it fits in 64 bits, or is refused in a sentence. The next two likewise."""
+    """The argument `name`, read as the operations read an integer: refused unless it fits in 64 bits. `read_number` and `read_flag`
+    do the same for a number and a truth value."""
 
 def read_number(value: Any, name: str) -> float: ...
 def read_flag(value: Any, name: str) -> bool: ...
@@ -23,7 +24,8 @@ def refuse_masked(masked: type) -> None:
     """From now on, every call refuses arrays of this type and of those derived from it. The package names NumPy's arrays with a mask."""
 
 def in_usual_mode(function: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
-    """What a function returns that runs in the usual mode of floating-point numbers. The mode is then as it was, also where it raises."""
+    """Calls a function in the usual mode of floating-point numbers and returns its result. The mode is then restored, even after an
+    error."""
 
 def get_num_threads() -> int: ...
 def set_num_threads(num_threads: int | None) -> None: ...
@@ -39,8 +41,8 @@ def probe_flops(level: str, seconds: float, num_threads: int | None = ...) -> fl
     """GFLOP/s of float32 multiply-adds, all threads together."""
 
 def probe_tile_flops(level: str, seconds: float, num_threads: int | None = ...) -> float:
-    """The same of bfloat16 tile products; 0 where the level has no tiles."""
+    """The same for bfloat16 tile products; 0 where the level has no tiles."""
 
 def probe_read(level: str, memory: Any, seconds: float | None, num_threads: int | None = ...) -> float:
-    """GB/s of reading an array, shared out among the threads, or so many bytes a thread over and over, all threads together; once where
-    `seconds` is None."""
+    """GB/s of all threads together. If `memory` is an array, the threads share it out; if it is a number, each thread reads that many bytes
+    of its own. They read over and over for `seconds`, or once where that is None."""

@@ -1,6 +1,7 @@
 """Arithmetic of Python and NumPy whose results do not depend on how the calling thread rounds.
 
-The core computes in the usual mode by itself. What this package computes outside of it stands in functions that `in_usual_mode` decorates.
+The core computes in the usual mode by itself. Computations of this package outside the core are in functions that `in_usual_mode`
+decorates.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 def in_usual_mode(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """`function`, which then rounds to the nearest and keeps subnormal numbers whatever the caller's mode is, which is back afterwards."""
+    """`function`, made to round to nearest and to keep subnormal numbers in any mode of its caller. The caller's mode is then restored."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> _Result:

@@ -1,6 +1,7 @@
-"""Floating-point arrays that callers give and get, in calls that are put together in Python.
+"""Floating-point arrays that callers give and get, in operations that are composed in Python.
 
-Inside, every array is a NumPy view of the caller's memory, bfloat16 as its bits, beside the name of the dtype that the call has.
+Inside such an operation, every array is a NumPy view of the caller's memory (of bfloat16, its bits), and the name of the dtype goes with
+it.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def refuse_overlap(name: str, array: np.ndarray, **others: np.ndarray | None) ->
 
 
 def memory_of(x: Any, name: str) -> np.ndarray | None:
-    """View of the memory of an argument that is an array or exports a buffer. None for others, for what cannot be read, which is refused
-    elsewhere, and for an exporter of DLPack alone, which is asked only once, by the core."""
+    """View of the memory of an argument that is an array or exports a buffer. None for other arguments, for memory that cannot be read (it
+    is refused elsewhere), and for an object that exports only DLPack: the core asks it for its memory, and that is done only once."""
     try:
         if isinstance(x, np.ndarray):
             return x
@@ -55,7 +56,7 @@ def memory_of(x: Any, name: str) -> np.ndarray | None:
 
 
 def refuse_overlaps(outputs: dict[str, Any], **inputs: Any) -> None:
-    """Refuses outputs of the caller, None for one that it did not give, that may share memory with one of its other arguments."""
+    """Refuses outputs of the caller (None: not given) that may share memory with another argument."""
     views = {name: memory_of(x, name) for name, x in inputs.items() if x is not None}
     for name, x in outputs.items():
         array = memory_of(x, name) if views and x is not None else None
@@ -104,8 +105,8 @@ def attention_results(
 ) -> list[Result]:  # fmt: skip
     """Where attention's output of this shape and dtype goes, and with `return_lse` its log-sum-exp.
 
-    Both go into the caller's `out`, which must not overlap the arrays in `inputs`, or into new arrays of the kind that `q` is.
-    Unlike `refuse_overlaps` this asks exporters of DLPack, too: these calls hand the core no `out` that it could compare with inputs.
+    Both go into the caller's `out`, which must not overlap the arrays in `inputs`, or into new arrays of the kind of `q`.
+    Unlike `refuse_overlaps`, this function asks exporters of DLPack, too: its callers hand the core no `out` to compare with inputs.
     """
     given, given_lse = _arrays.split_out(out, return_lse)
     results = [Result(shape, kind, q, given, "out", dtype)]

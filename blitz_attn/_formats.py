@@ -49,5 +49,5 @@ def converted(x: np.ndarray, name: str, to: str) -> np.ndarray:
     if name == to:
         return x
     values = widened(x, name)
-    with np.errstate(over="ignore", invalid="ignore"):  # too large numbers become infinite, as in any conversion; signalling NaN
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers that are too large become infinite; NaN may signal
         return bfloat16_bits(values.astype(np.float32, copy=False)) if to == "bfloat16" else values.astype(to)

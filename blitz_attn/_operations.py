@@ -1,7 +1,7 @@
-"""The arguments of each operation, by the core's table of them (csrc/python/operations.h), and what Python adds: defaults and shapes.
+"""The arguments of each operation, from the core's table of them (csrc/python/operations.h), and what Python adds: defaults and shapes.
 
-What passes arguments on, such as the functions for torch and JAX, takes their names, roles and order from here, so that an argument of an
-operation is written down in that table and in the signature of its NumPy function: torch and JAX need no line of code for it.
+Functions that pass arguments on, such as those for torch and JAX, take names, roles and order from here. A new argument of an operation is
+therefore written down only in that table and in the signature of its NumPy function: torch and JAX need no line of code for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import _core
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-REQUIRED = inspect.Parameter.empty  # the default of an argument that has none
+REQUIRED = inspect.Parameter.empty  # takes the place of a default: the argument must be given
 
 # Roles of arguments that are arrays. All others are options: Python values.
 ARRAYS = frozenset({
@@ -35,20 +35,20 @@ class Argument(NamedTuple):
 
     @property
     def is_array(self) -> bool:
-        """Whether it is an array, or a sequence or a number in the place of one."""
+        """Whether it is an array, or a sequence or a number in place of an array."""
         return self.role in ARRAYS
 
 
 OPERATIONS = {name: tuple(Argument(*row) for row in rows) for name, rows in _core.operations().items()}
 
-# The operations that a public function calls, where that is not the one of its name.
+# The operations that a public function calls, unless it calls just the operation of its own name.
 _CALLED = {
     "paged_select_attention": ("paged_attention",),
     "select_and_attend_prefill": ("block_sparse_attention", "select_prefill"),
     "select_blocks_prefill": ("select_prefill",),
 }
 
-# Arguments of the core that Python makes of others.
+# Arguments of the core, and the arguments of the public function that Python makes them from.
 _MADE_OF = {
     ("select_tokens", "selected"): (Argument("top_k", "integer"),),
     ("select_prefill", "chooser"): (Argument("chooser", "chooser"),),
@@ -84,7 +84,7 @@ def like(function: Callable[..., Any], without: tuple[str, ...]) -> Callable[[_F
 
 
 def naming_all(docstring: str | None, names: Iterable[str], function: str) -> str | None:
-    """A docstring whose Parameters name all of these: those that were missing stand last, and are said to be those of `function`."""
+    """A docstring whose Parameters name all of these: missing ones are added at the end, with a reference to `function`."""
     head, returns, rest = inspect.cleandoc(docstring or "").partition("\n\nReturns\n")
     named = {name.strip() for line in head.splitlines() if line[:1] != " " for name in line.partition(" : ")[0].split(",")}
     missing = ", ".join(name for name in names if name not in named)
@@ -92,7 +92,7 @@ def naming_all(docstring: str | None, names: Iterable[str], function: str) -> st
 
 
 def options_of(function: Callable[..., Any], without: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of `function` but for some, in its order: what is given, and defaults."""
+    """All arguments of `function` except those in `without`, in its order: the given values, and defaults for the others."""
     taken = {name: x.default for name, x in inspect.signature(function).parameters.items() if name not in without}
     for name in given:
         if name not in taken:
@@ -109,7 +109,7 @@ def unexpected(function: str, name: str) -> TypeError:
 
 
 def sequence_shapes(q: Any, v: Any, layout: str, num_heads: Any, num_kv_heads: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the output and of the log-sum-exp of attention over sequences. The numbers of heads count in layout BSH alone."""
+    """Shapes of the output and of the log-sum-exp of attention over sequences. The numbers of heads matter only in layout BSH."""
     if layout == "BSH":
         return (*q.shape[:2], v.shape[2] // (num_kv_heads or num_heads) * num_heads), (q.shape[0], num_heads, q.shape[1])
     return (*q.shape[:-1], v.shape[-1]), (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSND" else tuple(q.shape[:-1])

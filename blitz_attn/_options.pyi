@@ -1,8 +1,8 @@
 """The options that functions take by name, as type checkers see them: TypedDicts for the ``**options: Unpack[...]`` of overloads.
 
 An option is written down in such a TypedDict and, with its default, in the signature of its function; tests/test_types.py compares the
-two. The docstring of a TypedDict names the functions that take it. Those of `block_sparse_attention` and of `paged_attention` stand beside
-these functions.
+two. The docstring of a TypedDict names the functions that take it. The TypedDicts of `block_sparse_attention` and of `paged_attention` are
+in the files of these functions.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class CacheRules(TypedDict, total=False):
 
 
 class NSASharedRules(CacheRules, total=False):
-    """`blitz_attn.distributed.nsa`, but for what is its own."""
+    """What `blitz_attn.distributed.nsa` and `blitz_attn.nsa.nsa` both take."""
 
     compress_block_size: int
     w_k_compress: Array | None
@@ -201,7 +201,7 @@ class NSAOptions(NSARules, total=False):
 
 
 class BranchOptions(TypedDict, total=False):
-    """Each of the three branches, forward and backward."""
+    """Each of the three branches of native sparse attention, forward and backward."""
 
     causal: bool
     scale: float | None

@@ -10,10 +10,10 @@ Error = TypeVar("Error", TypeError, ValueError)
 
 
 def refusal(kind: type[Error], *parts: str) -> Error:
-    """The exception for a sentence in parts: names of arguments at even places, and at odd ones what stands between them. It is for
-    sentences that name other arguments than the one at their beginning, where a caller may have other names for them.
+    """The exception for a sentence in parts: those with an even index are names of arguments, the others the text between them. It is for
+    sentences that name further arguments after the one at the beginning, so that a caller that has other names for them can put those in.
 
-    The exception has the parts as its attribute `sentence`, as those of the core have.
+    The exception has the parts as its attribute `sentence`, as exceptions of the core do.
     """
     error = kind("".join(parts))
     error.sentence = parts  # type: ignore[attr-defined]
@@ -21,20 +21,20 @@ def refusal(kind: type[Error], *parts: str) -> Error:
 
 
 def rename(error: Exception, names: Mapping[str, str]) -> None:
-    """Puts the caller's names of arguments into an exception. `names` maps the names that it has to those of the caller.
+    """Puts the caller's names of arguments into an exception. `names` maps the names in the exception to those of the caller.
 
-    An exception without the attribute `sentence` has one name, which its text begins with, as in ``name: expected ..., got ...``.
+    In an exception without the attribute `sentence`, only the name at the beginning is replaced, as in ``name: expected ..., got ...``.
     """
     name, colon, rest = str(error).partition(":")
     parts = getattr(error, "sentence", (name, colon + rest))
-    own = tuple(part if place % 2 else names.get(part, part) for place, part in enumerate(parts))
+    own = tuple(part if i % 2 else names.get(part, part) for i, part in enumerate(parts))
     if own != parts:
         error.args = ("".join(own),)
         error.sentence = own  # type: ignore[attr-defined]
 
 
 def number_shown(value: float) -> str:
-    """A number as a sentence quotes it: with six digits, or with as many more as it takes to read the same number from them."""
+    """A number as a sentence quotes it: with six digits, or as many more as it takes to read back the same number."""
     texts = (f"{value:.{digits}g}" for digits in range(6, 18))
     return next((x for x in texts if float(x) == value), "nan")
 

@@ -1,8 +1,8 @@
 """The types of arguments and results, as type checkers see them.
 
-A function whose result is of the kind of its first array has overloads: `Kind` in, `Kind` out; any other array in, NumPy out. What else its
-overloads take is a TypedDict of `_options`. A call never sees an overload, and the function itself keeps its signature and its defaults.
-No framework is imported: what its arrays can do tells them.
+A function whose result is of the kind of its first array has overloads: `Kind` in, `Kind` out; any other array in, NumPy out. The other
+arguments of its overloads are a TypedDict of `_options`. A call never sees an overload, and the function itself keeps its signature and its
+defaults. No framework is imported: its arrays are recognized by a method that no other library's arrays have.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HasItemsize(Protocol):
         """Bytes of a number."""
 
 
-# What docstrings call array, array_like, sequence of int, int or sequence of int, sequence of float, and str or dtype.
+# The types that docstrings call array, array_like, sequence of int, int or sequence of int, sequence of float, and str or dtype.
 Array = ExportsDLPack | ExportsBuffer
 ArrayLike = NumpyArrayLike | ExportsDLPack
 Integers = Array | Sequence[SupportsIndex]
@@ -63,5 +63,5 @@ Tables = Array | tuple[Integers, Integers, Integers]
 Scale = float | Array
 Source = Array | tuple[Array, ...] | None
 
-Kind = TypeVar("Kind", bound=TorchTensor | JaxArray)  # in, and out again
+Kind = TypeVar("Kind", bound=TorchTensor | JaxArray)  # of an argument, and of the result
 Tensor = TypeVar("Tensor", bound=TorchTensor)  # the same for functions that give users of JAX a NumPy array

@@ -78,7 +78,7 @@ class IsaCap:
             _core.isa_set_cap(level)
         try:
             self.level = _core.isa_active()
-        except MemoryError:  # no with block was entered that would remove the cap
+        except MemoryError:  # no with block has been entered, so nothing else would remove the cap
             _core.isa_set_cap(self._before)
             raise
 
@@ -190,7 +190,7 @@ def _package_version(name: str) -> str | None:
 
 
 def _cpu_family() -> str | None:
-    """What tells the generations of a maker's CPUs apart, such as "26, model 2"; None where Linux does not say."""
+    """The family and model of the CPU, such as "26, model 2", which tell generations apart; None where Linux does not say."""
     found: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:

@@ -139,7 +139,7 @@ def merge_states_n(outs: Any, lses: Any, *, out: Any = None, lse_out: Any = None
     TypeError
         An argument of the wrong kind or dtype.
     ValueError
-        No part at all, numbers of parts or shapes that differ, or an output that cannot be written.
+        No parts, numbers of parts or shapes that differ, or an output that cannot be written.
 
     See Also
     --------
@@ -181,8 +181,8 @@ def merge_states_tree(outs: Iterable[Array], lses: Array | Iterable[Array]) -> t
 def merge_states_tree(outs: Any, lses: Any) -> tuple[Any, Any]:
     """`merge_states_n` in a fixed order: pairs of neighbours are merged, then pairs of the results, and so on.
 
-    A part's place decides with what it is merged, so the result is bit-identical whoever has merged which part of the tree: the state of
-    2**l neighbouring parts, the first of which has a number that 2**l divides, may be computed anywhere.
+    A part's place alone decides what it is merged with, so the result is bit-identical whoever computes which node of the tree: the state
+    of 2**l neighbouring parts may be computed anywhere, if 2**l divides the index of the first of them.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ def merge_states_tree(outs: Any, lses: Any) -> tuple[Any, Any]:
     TypeError
         An argument of the wrong kind or dtype, such as outputs of 16 bits, which each merge would round.
     ValueError
-        No part at all, or numbers of parts or shapes that differ.
+        No parts, or numbers of parts or shapes that differ.
 
     See Also
     --------

@@ -64,7 +64,7 @@ __all__ = [
 
 AnyKind = TypeVar("AnyKind")  # the kind of the arrays that a call was given
 
-# What NsaCache takes beside its own arguments.
+# What NsaCache takes besides its own arguments.
 RULES = (
     "num_selected_blocks", "window_size", "gate_proj_weight", "causal", "scale", "q_tile_size", "num_cmp_selected_blocks",
     "select_block_size", "init_blocks", "local_blocks",
@@ -104,10 +104,10 @@ class NSAContext(Generic[AnyKind]):
     lse : dict
         Log-sum-exp by branch (``"compressed"``, ``"selected"``, ``"window"``): ``(B, N, H)`` or ``(T, H)``.
     shape : tuple of int
-        Of the result.
+        The shape of the result.
     call, branches, groups, like
-        What else the gradients need: the arrays and rules of the call, the results of the branches, and the arrays as they were given. They
-        are not for callers, and may change.
+        Further things that the gradients need: the arrays and rules of the call, the results of the branches, and the arrays as they were
+        given. They are not for callers, and may change.
     """
 
     block_indices: np.ndarray
@@ -124,12 +124,12 @@ class NSAContext(Generic[AnyKind]):
 
 
 def _context(call: Call, kept: Results, like: tuple[Any, ...]) -> NSAContext[Any]:
-    """The context of a call over the arrays that the call fills."""
+    """The context of a call, with the arrays that the call fills."""
     real, tokens = real_of(call.common.kind), call.q.shape[:-1]
     gates = kept.gates if call.gates.array is None else call.gates.array
     if gates is None:
         gates = np.broadcast_to(np.array(1 / 3, real), (*tokens, 3))
-    lists = kept.lists if call.lists is None else call.lists.copy()  # which may be the caller's
+    lists = kept.lists if call.lists is None else call.lists.copy()  # they may be the caller's array
     assert lists is not None
     lse = {name: x for name, x in zip(BRANCHES, kept.lse, strict=True) if x is not None}
     return NSAContext(lists, gates, lse, (*tokens, call.v.shape[-1]), call, kept.outs, kept.groups, like)
@@ -190,8 +190,8 @@ def nsa(
     Parameters
     ----------
     q : array
-        ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64. D from 1 to 576. It may have fewer tokens
-        than `k`: they are the last ones.
+        ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64. D from 1 to 576. Where it has fewer
+        tokens than `k`, they are the last ones.
     k : array
         ``(B, N, Hkv, D)``, same dtype. H must be a multiple of Hkv; query head h reads key head ``h // (H // Hkv)``.
     v : array
@@ -199,7 +199,7 @@ def nsa(
     compress_block_size : int
         Number l of tokens per compressed block. Tokens after the last complete block are in no compressed block.
     num_selected_blocks : int
-        Largest number n of blocks that are selected, including forced ones. The lists in a context always have n places.
+        Largest number n of blocks that are selected, including forced ones. The lists in a context always have n entries.
     window_size : int
         Number W of keys in the window, which ends with the query's own key. Not causal: ``W // 2`` keys before the query, as many after it,
         and its own.
@@ -210,8 +210,8 @@ def nsa(
     gates : array, optional
         ``(B, N, H, 3)``: the gates themselves, in place of `gate_proj_weight`. Without either, every gate is 1/3.
     causal : bool
-        False: compressed blocks and selectable blocks are all visible, and the window reaches both ways; in paper mode the forced local
-        blocks are those from ``local_blocks // 2`` before the query's own on, as far as they exist.
+        False: compressed blocks and selectable blocks are all visible, and the window reaches both ways; in paper mode the `local_blocks`
+        forced blocks begin ``local_blocks // 2`` blocks before the query's own; those that do not exist are left out.
     scale : float, optional
         Factor of ``q k^T`` in every branch. Default: ``1 / sqrt(D)``.
     q_tile_size : int
@@ -238,7 +238,8 @@ def nsa(
         ``(sequences + 1,)`` numbers that rise from 0 to T: the sequences lie one after the other, and do not see each other. A sequence may
         have any length.
     cu_seqlens_q : sequence of int, optional
-        The same of `q`, where it has the last tokens of each sequence, while `cu_seqlens` counts those of `k`. Default: `cu_seqlens`.
+        The same for `q`, where it has only the last tokens of each sequence; `cu_seqlens` then counts the tokens of `k`. Default:
+        `cu_seqlens`.
     kv_lens : sequence of int, optional
         Without `cu_seqlens`: ``(B,)`` numbers of tokens of `k` and `v` that are valid, such as those of a cache with room for more. The
         queries of each sequence are the last of these. `compressed_kv` may have room for more blocks, too.
@@ -264,7 +265,7 @@ def nsa(
     TypeError
         An argument of the wrong kind: not an array, an unknown or mixed dtype, a fraction where an integer belongs.
     ValueError
-        An argument of the wrong shape or out of range. The text names the argument, what was expected and what came. Nothing has been
+        An argument of the wrong shape or out of range. The text names the argument, what was expected and what was given. Nothing has been
         written then.
     MemoryError
         The scratch memory could not be allocated.
@@ -287,7 +288,7 @@ def nsa(
     of queries and query head selects by the product of the compressed keys with the tile's mean query, among complete blocks that begin
     before the tile's end. Where upstream's fast path differs from its own reference, this function follows the reference: selected blocks
     are not widened to 128 tokens, the window has W keys, not W + 1, and reaches both ways where not causal, and the backward pass uses the
-    lists of the forward pass. Cases that the reference does not define are defined: N need not be a multiple of anything; unused places
+    lists of the forward pass. Cases that the reference does not define are defined: N need not be a multiple of anything; unused entries
     of a selection are -1 and attend to nothing, where upstream repeats block 0; a query that sees no selected token gets 0 from that
     branch, where upstream gives NaN.
 
@@ -296,7 +297,7 @@ def nsa(
     earlier ones there. With `compressed_kv`, such a call reads the compressed keys and values, the selected blocks and the window, and no
     other tokens.
 
-    Of blocks with equal scores the lower is selected. Sums are made in float32 (float64 for float64). A long call without a context is
+    Of blocks with equal scores, the lower is selected. Sums are made in float32 (float64 for float64). A long call without a context is
     computed in pieces of queries, so that the results of the three branches never exist as a whole; memory is linear in the number of
     tokens.
 
@@ -357,7 +358,7 @@ def _computed(q: Any, k: Any, v: Any, options: Options, out: Any, return_context
     o, call = options, checked(q, k, v, options)
     return_context = _arrays.flag(return_context, "return_context")
     if return_context and not (call.compresses and call.sequences.whole and o.kv_lens is None):
-        raise ValueError("return_context: expected False where q has not all tokens, or with compressed_kv or kv_lens, got True")
+        raise ValueError("return_context: expected False where q has fewer tokens than k, or with compressed_kv or kv_lens, got True")
     kind, shape = call.common.kind, (*call.q.shape[:-1], call.v.shape[-1])
     result = Result(shape, kind, q, out, "out", dtype_of(o.dtype))
     refuse_overlaps(
@@ -382,7 +383,7 @@ def _computed(q: Any, k: Any, v: Any, options: Options, out: Any, return_context
     return result.value, _context(call, kept, (q, k, v, o.w_k_compress, o.w_v_compress, o.gate_proj_weight, o.gates))
 
 
-# What makes `Options` of a call that names none.
+# The fields of `Options` for a call that names no option.
 USUAL = {name: value for name, value in (nsa.__kwdefaults__ or {}).items() if name not in ("out", "return_context")}
 
 
@@ -395,8 +396,8 @@ class NsaCache:
     Memory doubles when it is full, so that appending a token costs the same however long the sequences are. A block is compressed once,
     when its last token comes. A call that fails or is interrupted leaves the cache as it was.
 
-    Results are those of `nsa` over the tokens so far, bit for bit. (A call over more tokens computes the first few of a sequence, up to
-    eight queries of a key head, by another kernel, so that they may differ from these by rounding.)
+    Results are those of `nsa` over the tokens so far, bit for bit. (In a call over more tokens, another kernel computes the first few
+    tokens of a sequence, up to eight queries of a key head, so that their results may differ from these by rounding.)
 
     Parameters
     ----------
@@ -407,7 +408,7 @@ class NsaCache:
     num_threads : int, optional
         Threads for each call. Default: see `set_num_threads`.
     **options
-        What else `nsa` takes as rules: `num_selected_blocks`, `window_size`, `gate_proj_weight`, `causal`, `scale`, `select_block_size`,
+        The other rules that `nsa` takes: `num_selected_blocks`, `window_size`, `gate_proj_weight`, `causal`, `scale`, `select_block_size`,
         `init_blocks`, `local_blocks`, and in mslk mode `q_tile_size` and `num_cmp_selected_blocks`.
 
     Raises
@@ -475,7 +476,7 @@ class NsaCache:
         k, v : array
             ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``: float32, float16, bfloat16 or float64, the same B, Hkv, D, Dv and dtype each time.
         lens : sequence of int, optional
-            ``(B,)``: only so many of a sequence's N tokens are new ones, and the others are not looked at. Default: all.
+            ``(B,)``: only the first ``lens[b]`` of a sequence's N tokens are new ones; the others are not looked at. Default: all.
 
         Raises
         ------
@@ -499,7 +500,7 @@ class NsaCache:
     def crop(self, lens: IntOrIntegers) -> None:
         """Takes back the last tokens of sequences, such as draft tokens that a model has rejected.
 
-        What follows is as if they had never been appended, bit for bit. No memory is freed.
+        All later results are as if they had never been appended, bit for bit. No memory is freed.
 
         Parameters
         ----------
@@ -529,7 +530,7 @@ class NsaCache:
         self._store.crop(lens)
 
     def reorder(self, indices: Integers) -> None:
-        """Puts other sequences in the places of sequences, as beam search does.
+        """Rearranges, repeats and drops sequences, as beam search does.
 
         Parameters
         ----------
@@ -565,11 +566,11 @@ class NsaCache:
         Parameters
         ----------
         q : array
-            ``(B, N, H, D)``: the queries of the N tokens that were appended last, or of fewer or of more of them. Without `lens`, no
-            sequence may have fewer than N tokens. Without sequences, N may be any number.
+            ``(B, N, H, D)``: the queries of the last N tokens of each sequence, whether these were appended at once or not. Without
+            `lens`, no sequence may have fewer than N tokens. If B is 0, N may be any number.
         lens : sequence of int, optional
-            ``(B,)``: only the first so many of a sequence's N rows are queries, those of its last tokens. The others have no influence,
-            and their results are 0. From 0 to N, and to the tokens of the sequence. Default: N.
+            ``(B,)``: only the first ``lens[b]`` of a sequence's N rows are queries, those of its last ``lens[b]`` tokens. The other rows
+            have no influence, and their results are 0. At least 0, at most N and at most the tokens of the sequence. Default: N.
         gates, out
             As in `nsa`.
 
@@ -627,14 +628,14 @@ class NsaCache:
 
 
 def nsa_backward(dout: Array, ctx: NSAContext[AnyKind], *, num_threads: int | None = None) -> NSAGradients[AnyKind]:
-    """Gradients of what `nsa` was given. The selection counts as constant.
+    """Gradients of the arrays that `nsa` was given. The selection counts as constant.
 
     Parameters
     ----------
     dout : array
         Gradient of the result, of its shape and dtype.
     ctx : NSAContext
-        What ``nsa(..., return_context=True)`` returned beside the result. It can be used any number of times.
+        What ``nsa(..., return_context=True)`` returned besides the result. It can be used any number of times.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -647,7 +648,7 @@ def nsa_backward(dout: Array, ctx: NSAContext[AnyKind], *, num_threads: int | No
     Raises
     ------
     TypeError
-        `ctx` is not a context, or `dout` has another kind or dtype than the result.
+        `ctx` is not a context, or `dout` is of another kind or dtype than the result.
     ValueError
         `dout` has another shape than the result of the call that made the context.
 
@@ -706,7 +707,7 @@ def nsa_backward(dout: Array, ctx: NSAContext[AnyKind], *, num_threads: int | No
         dqs.append(np.empty(call.q.shape, storage(kind)))
         grads = (dqs[-1], into[0], into[1])
         attend_backward(douts[c], call.q, keys, values, ctx.branches[c], ctx.lse[BRANCHES[c]], grads, common, branch, accumulate=True)
-        douts[c] = None  # frees it
+        douts[c] = None  # frees the array
         if c == 0:  # from compressed keys and values back to the tokens, where the other branches add theirs
             sizes = call.rules.size, call.rules.stride, call.sequences
             for n, (x, w) in enumerate(((call.k, call.w_k), (call.v, call.w_v))):

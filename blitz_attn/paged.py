@@ -54,7 +54,7 @@ def quantize_kv(x: Array, kv_dtype: DType, *, dtype: DType | None = None) -> tup
         `x` is not an array of floats, or not of `dtype`.
     ValueError
         `kv_dtype` names another format, `x` has a NaN, an infinity or a number too large for a float32 scale, or D is above ``2**24``.
-        The sentence says where such a number is; it counts rows over all axes but the last.
+        The sentence says where such a number is; it counts rows over all axes except the last.
 
     Notes
     -----
@@ -100,8 +100,8 @@ def dequantize_kv(values: Array, scale: ArrayLike) -> ndarray:
     values : array
         ``(..., D)``: int8, or float8 e4m3 as an array of that dtype or as uint8 bits.
     scale : array_like
-        ``(...)``: the factor of each row; or fewer numbers, which NumPy's rules repeat: one, or one per head, ``(Hkv,)`` where heads are
-        the last axis of the rows, and ``(Hkv, 1)`` in HND.
+        ``(...)``: the factor of each row; or an array that NumPy broadcasts to this shape: one number, or one per head,
+        ``(Hkv,)`` where heads are the last axis of the rows, and ``(Hkv, 1)`` in HND.
 
     Returns
     -------
@@ -173,7 +173,7 @@ def append_paged_kv(
 ) -> None:
     """Write the keys and values of new tokens into a paged cache, and update its summaries.
 
-    Numbers are rounded once, to the nearest of the cache's dtype, ties to even. Either `slot_mapping` says where each token goes, or
+    Numbers are rounded once, to the nearest number of the cache's dtype, ties to even. Either `slot_mapping` says where each token goes, or
     `block_tables` and `seq_lens` do as in `paged_attention`: call this function, then `paged_attention` with the same tables and lengths.
 
     Parameters
@@ -181,7 +181,7 @@ def append_paged_kv(
     k, v : array
         ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``: float32, float16, bfloat16 or float64, in memory of their own.
     k_cache, v_cache : array
-        See `paged_attention`. NumPy arrays or torch tensors, written in place. They may be views of one array, where no element is in both.
+        See `paged_attention`. NumPy arrays or torch tensors, written in place. They may be views of one array, if no element is in both.
         Where the values are part of the keys, as in MLA, `v` and `v_cache` are None.
     slot_mapping : sequence of int, optional
         ``(T,)``: the slot of each token, ``page * page_size + place``; -1 leaves a token out.
@@ -196,8 +196,8 @@ def append_paged_kv(
         each row gets the scale that `quantize_kv` computes. One number, or one per head, is read: ``x / scale`` is rounded, and what lies
         beyond the dtype's largest number, 127 or 448, becomes that number.
     maxblocks, minblocks, meanblocks, metadata_block_tables : array, optional
-        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again; those of 8-bit caches from what is in
-        the cache, in float32. Only with `block_tables`, which must then be an array.
+        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again; in 8-bit caches, from the quantised
+        keys, in float32. Only with `block_tables`, which must then be an array.
     dtype, kv_dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits.
         Either defaults to the other where that is bfloat16.
@@ -212,9 +212,9 @@ def append_paged_kv(
 
     Notes
     -----
-    A call that Ctrl-C or another signal handler interrupts has written the slots of some of the new tokens, and no other slots: the tokens
-    before are as they were. The summaries of blocks that get new tokens may not fit these blocks. The same call again completes it, and
-    leaves what an uninterrupted call does.
+    A call that Ctrl-C or another signal handler interrupts has written the slots of some of the new tokens, and no other slots: earlier
+    tokens are unchanged. The summaries of blocks that get new tokens may not fit these blocks. Repeating the call completes it, with the
+    result of an uninterrupted call.
 
     Examples
     --------

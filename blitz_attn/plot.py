@@ -143,12 +143,12 @@ def speedups(rows: list[dict[str, Any]]) -> tuple[dict[tuple, list[tuple[float, 
         (B, H, s_q, s_kv, D, block_shape) to points (sparsity, reference latency at sparsity 0 / latency), by rising
         sparsity.
     skipped : list of tuple
-        Keys that have no reference latency at sparsity 0.
+        Keys without a reference latency at sparsity 0, or without a latency of ours.
 
     Raises
     ------
     TypeError, ValueError
-        What is not a list of dicts, or a row without one of these columns or with something else in it.
+        `rows` is not a list of dicts, or a row lacks one of these columns or holds something else in it.
 
     Examples
     --------
@@ -176,7 +176,7 @@ def speedups(rows: list[dict[str, Any]]) -> tuple[dict[tuple, list[tuple[float, 
 
 
 def _figure(size: tuple[float, float], dpi: float) -> Any:
-    """A figure that no window of pyplot holds, and that a notebook shows where it is the value of a cell."""
+    """A figure that pyplot does not know, and that a notebook shows as the value of a cell."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=dpi, layout="constrained")
@@ -190,8 +190,8 @@ def _png(figure: Any) -> bytes:
     return memory.getvalue()
 
 
-def _place(title: Any, ax: Any, dpi: Any) -> float:
-    """The resolution, after the checks of what all figures take."""
+def _resolution(title: Any, ax: Any, dpi: Any) -> float:
+    """`dpi` as a number, after the checks of the arguments that all figures take."""
     from matplotlib.axes import Axes
 
     if title is not None and not isinstance(title, str):
@@ -246,7 +246,7 @@ def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: An
     curves, skipped = speedups(rows)
     if not curves:
         raise ValueError(f"rows: expected a reference latency at sparsity 0, got none in any of {len(skipped)} groups")
-    dpi = _place(title, ax, dpi)
+    dpi = _resolution(title, ax, dpi)
     if ax is None:
         ax = _figure((12, 7), dpi).add_subplot()
     problems = list(dict.fromkeys(key[:5] for key in curves))
@@ -305,9 +305,10 @@ def plot_mask(
     columns : int, optional
         Number of key blocks. Default: the least that holds every entry.
     block_shape : (int, int), optional
-        Label the axes in tokens of this shape. Default: that of the list, where it knows one; else the axes count blocks.
+        Number of tokens per block of queries and of keys: the axes then count tokens. Default: that of the list, where it knows one; else
+        the axes count blocks.
     max_heads : int
-        Most panels drawn, at least 1.
+        Largest number of panels, at least 1.
     title : str, optional
         Title of the figure.
     ax : matplotlib.axes.Axes, optional
@@ -336,7 +337,7 @@ def plot_mask(
     mask, most = to_block_mask(sabi, columns), at_least_one(max_heads, "max_heads")
     block_shape = block_shape_for(sabi, block_shape)
     tall, wide = (1, 1) if block_shape is None else checked_shape(block_shape)
-    dpi = _place(title, ax, dpi)
+    dpi = _resolution(title, ax, dpi)
     heads = list(np.ndindex(*mask.shape[:-2]))[: 1 if ax is not None else most]
     rows, count = mask.shape[-2:]
     if not heads or not rows or not count:

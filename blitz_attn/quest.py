@@ -134,7 +134,7 @@ def _quest(
     query: Any, maxblocks: Any, minblocks: Any, tables: Any, seq_lens: Any, k: Any, block_size: Any, per_query_head: Any, sink: int,
     since: Any, ascending: Any, selected_indices: Any, dtype: Any, num_threads: Any,
 ) -> Any:  # fmt: skip
-    if selected_indices is not None:  # the core copies lengths, and cannot tell where they lay
+    if selected_indices is not None:  # the core copies lengths, so it cannot see that their memory overlaps
         refuse_overlaps({"selected_indices": selected_indices}, seq_lens=seq_lens, tokens_since_metadata_update=since)
     try:
         selected = _core.select_blocks(
@@ -210,7 +210,7 @@ def quest_block_select_paged(
     -------
     array
         int32 ``(B, N, k)``, with `per_query_head` ``(B, H, k)``: numbers of blocks within the request; a torch tensor where `query` is one,
-        else a NumPy array. Of blocks with equal scores the lower comes first. Unused places hold -1.
+        else a NumPy array. Of blocks with equal scores the lower comes first. Unused entries hold -1.
 
     Raises
     ------
@@ -225,7 +225,7 @@ def quest_block_select_paged(
     Notes
     -----
     Upstream [1]_ differs. Its zero rows that fill a summary page compete, and win where all blocks score below 0, so that it returns
-    numbers beyond the last block; so it does for requests with fewer than k blocks. The order of blocks with equal scores is open,
+    numbers beyond the last block; it also does so for requests with fewer than k blocks. It leaves open the order of equal scores,
     float16 scores are summed in float16, and it takes only D = block_size = 128, multiples of 8 as k, and at most 6 summary pages per
     request. This function returns only blocks that exist, sums in float32 and takes all sizes.
 
@@ -323,7 +323,7 @@ def quest_block_select_paged_in_out_w(
 
     The newest blocks are those that were not complete when the summaries were last made: with m = seq_len -
     tokens_since_metadata_update, ``ceil(seq_len / block_size) - floor(m / block_size)`` of them. The summaries do not
-    cover all of their tokens. They stand in the last places of a row in use, the newest last.
+    cover all of their tokens. They are the last of the used entries of a row, and the newest block is at the end.
 
     Parameters
     ----------
@@ -333,7 +333,7 @@ def quest_block_select_paged_in_out_w(
         Number of tokens that each request has got since its summaries were last made: one number for all, or ``(B,)``. The number -1 turns
         the whole rule off; within a sequence, -1 forces no newest block of that request.
     selected_indices : array of int32
-        ``(B, N, k)``, written in place. The shape ``(B, H, k)`` selects for each query head. Unused places hold -1.
+        ``(B, N, k)``, written in place. The shape ``(B, H, k)`` selects for each query head. Unused entries hold -1.
 
     Raises
     ------
@@ -347,10 +347,10 @@ def quest_block_select_paged_in_out_w(
     - Upstream counts ``(m % block_size != 0) + seq_len // block_size - m // block_size`` newest blocks. That is one too few when m is
       a multiple of block_size and seq_len is not: the block that holds the newest tokens is then not forced. It is one too many when
       seq_len is a multiple and m is not.
-    - Upstream lists a block twice that is forced and also has one of the best scores; this function does not.
-    - Upstream can overwrite the first block where the newest blocks take all places. Here, too, the newest blocks come before it, but no
-      other block does.
-    - All that `quest_block_select_paged` lists.
+    - Upstream lists a block twice if it is forced and also has one of the best scores; this function does not.
+    - Upstream can overwrite the first block where the newest blocks take all entries. Here, too, the newest blocks take precedence over
+      it, but no other block does.
+    - The differences that `quest_block_select_paged` lists apply here, too.
     - This function takes one number per request, and any number of tokens since the update.
 
     References
@@ -465,13 +465,14 @@ def select_blocks(
         Number of tokens that each request has got since its summaries were last made, see `quest_block_select_paged_in_out_w`: blocks that
         the summaries do not cover are selected even where `recent` is smaller. -1: the summaries cover all tokens.
     q_lens : sequence of int, optional
-        ``(B,)``: queries of each request, 0 to ``seq_lens[b]``, which are its last tokens: speculative decoding, chunked prefill. They
+        ``(B,)``: number of queries of each request, 0 to ``seq_lens[b]``; they are its last tokens, as in speculative decoding. They
         share one list per key/value head (or query head): see the notes. A request without queries selects no block. Default: one each.
     ascending : bool
         Order the blocks of a row by number. False: sinks, then the others by falling score, then recent blocks.
     block_size : int, optional
         Number of tokens per block. Default: the number of rows of a summary page; for max, the number of tokens of a page. Give it where
-        pages of keys have another size than pages of summaries: no other argument shows it, and blocks of a wrong size are chosen.
+        pages of keys have another size than pages of summaries: no other argument shows it, and without it blocks of a wrong size are
+        chosen.
     kv_layout : {"NHD", "HND"}
         Layout of the key cache for max.
     return_scores : bool
@@ -487,13 +488,13 @@ def select_blocks(
     Returns
     -------
     selected : array
-        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``; no block twice, -1 in unused places. K is the
+        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``; no block twice, -1 in unused entries. K is the
         largest number of blocks that any request may select.
     counts : array
-        int32, ``(B, Hkv)`` or ``(B, H)``: number of places in use.
+        int32, ``(B, Hkv)`` or ``(B, H)``: number of entries in use.
     scores : array
-        With `return_scores`: float32, of the shape of `selected`, the score of each selected block, also of those that are always selected;
-        ``-inf`` in unused places.
+        With `return_scores`: float32, of the shape of `selected`, the score of each selected block, including those that are always
+        selected; ``-inf`` in unused entries.
 
     Raises
     ------
@@ -513,7 +514,7 @@ def select_blocks(
     With `q_lens`, the score of a block is the largest of its scores by each query of the request (by default, each token's mean over the
     heads of a group), and NaN where one of them is. `recent` counts back from the block of each query's own token: unless it is 0, all
     blocks that hold tokens of the queries are selected, and `recent` - 1 before them. So a list has all blocks that each of its queries,
-    decoded alone, would have forced, as far as k allows. A query scores blocks of tokens behind it like the others.
+    decoded alone, would have forced, as far as k allows. Blocks of tokens after a query get a score from it like the others.
 
     A block's score depends on the queries of its request and on that block alone. Where the blocks of a request are shared out, for example
     over processes, the best k of all are among the best k of each share: join the candidates of all shares and take the k with the highest
@@ -674,7 +675,7 @@ def select_and_attend(
     Notes
     -----
     Blocks are chosen without `window`, `sinks`, `softcap`, `kv_ranges`, `attn_mask` and `alibi_slopes`; attention over them then has all
-    of these. So a block in which no token is seen may be chosen, and takes one of the places. `attn_mask` has a column for each token of
+    of these. So a block in which no token is seen may be chosen, and counts towards the budget. `attn_mask` has a column for each token of
     the request, as in `paged_attention`, whichever blocks are chosen.
 
     Queries are the last tokens of their requests, from which `recent` blocks are counted. Where the cache holds a stretch of a longer
@@ -715,7 +716,7 @@ def select_and_attend(
 
 
 def _opened(q: Any, k_cache: Any, kv_layout: Any, block_tables: Any, seq_lens: Any, q_lens: Any) -> Opened:
-    """The tables of `select_and_attend` that are (indptr, indices, last_page_len), with as many queries as `q` has."""
+    """Opens tables of `select_and_attend` that are (indptr, indices, last_page_len), and checks that they have as many queries as `q`."""
     page_size, shape = cache_sizes(k_cache, kv_layout)[1], _arrays.shape_of(q)
     try:
         opened, batch, num_queries = open_requests(*tables_for_core(block_tables, seq_lens), q_lens, None, page_size)

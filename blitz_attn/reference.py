@@ -1,9 +1,9 @@
 """Slow float64 NumPy twins of the public operations: the oracle of the tests and the specification in code.
 
 Every function here has the name and the signature of the operation it mirrors and returns float64 arrays. Nothing but the
-signatures and the reading of some arguments is shared with the library, so that the two cannot be wrong together. Arguments
-are those that the operation takes: of wrong ones, those are refused in a sentence that would otherwise have a wrong result,
-and others fail with an error of NumPy. Score matrices are built a strip of query rows at a time: memory stays bounded for
+signatures and the reading of some arguments is shared with the library, so that the two cannot be wrong together. Each
+function takes the arguments of its operation. A wrong argument that would give a wrong result is refused in a sentence;
+others fail with an error of NumPy. Score matrices are built a strip of query rows at a time: memory stays bounded for
 sequences of tens of thousands of tokens.
 
 `dense_same_precision`, `dense_same_precision_backward`, `paged_same_precision` and `nsa_same_precision` are the yardsticks of the

@@ -4,16 +4,16 @@ A block list is an integer array (B or 1, H or Hkv or 1, R, W): for each of the 
 column numbers of the blocks of keys that it attends to. A row ends at its first pad, which is 65535 in uint16 and any negative number in
 the signed types. Builders return (1, 1, R, W), or more where they are given heads or batches, with columns rising, in int32, padded with
 -1. Token rules (causal, window, lengths) cut exactly inside the listed blocks when they are passed to the attention call: a builder lists
-every block that such a rule leaves at least one token of.
+every block in which such a rule leaves at least one token.
 
-Lists that are made for a block shape know it (`BlockList`), so that attention needs no `block_shape` beside them. Of a list's four axes,
-the first two may be missing: they are 1 then, as NumPy broadcasts.
+Lists that are made for a block shape know it (`BlockList`), so that attention needs no `block_shape` with them. The first one or two of
+a list's four axes may be missing: they then count as 1, as in NumPy's broadcasting.
 
-``dtype="uint16"`` halves the memory of lists over fewer than 65535 columns. Such a list that is cast to a wider type keeps its 65535, which
-is a column there and no pad.
+``dtype="uint16"`` halves the memory of lists over fewer than 65535 columns. When such a list is cast to a wider type, its pads stay
+65535, which is a column there and not a pad.
 
-`causal`, `sliding_window`, `sink_local` and `document` make lists of at most 2**28 entries, which is the number of rows times the width
-of the fullest one. Long sequences with small blocks are therefore within their reach where rows are short. The other builders, and
+`causal`, `sliding_window`, `sink_local` and `document` make lists of at most 2**28 entries, which is the number of rows times the
+number of blocks in the fullest one. They can therefore list small blocks of long sequences if rows are short. The other builders, and
 functions that convert or combine lists, hold a whole grid of rows and columns, of at most 2**28 blocks in all.
 """
 

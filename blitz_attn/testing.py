@@ -164,7 +164,7 @@ def random_sabi(spec: MaskSpec, *, seed: int = 1234, dtype: DType | None = None)
 
 
 def _clamped(sparsity: Any) -> float:
-    """The sparsity that upstream takes another one for. NaN stays, and is refused."""
+    """The sparsity clamped to 0..1, as upstream does it. NaN stays, and is refused."""
     return min(max(number(sparsity, "sparsity"), 0.0), 1.0)
 
 
@@ -360,7 +360,7 @@ def make_qkv(
     v_dim : int, optional
         Last dimension of v; default `head_dim`.
     dtype : str
-        float32, float16, bfloat16 or float64. bfloat16 comes as in `round_to`.
+        float32, float16, bfloat16 or float64. bfloat16 as `round_to` returns it.
     layout : str
         BNSD, BSND, BSH, or TND: `batch` sequences of equal lengths one after the other. The values do not depend on it.
     seed : int
@@ -467,8 +467,7 @@ class Errors(NamedTuple):
 def error_of(values: Any, exact: np.ndarray, dtype: Any = None) -> Errors:
     """Error of `values` against `exact`.
 
-    Infinities in equal places count as equal; a NaN, or an infinity that the other side does not have, gives an infinite
-    error.
+    Equal infinities at the same index count as equal; any other infinity, and a NaN, gives an infinite error.
 
     Parameters
     ----------
@@ -510,7 +509,7 @@ def error_of(values: Any, exact: np.ndarray, dtype: Any = None) -> Errors:
 
 
 def error_rule(out: Any, q: Any, k: Any, v: Any, sabi: Any = None, **options: Any) -> tuple[Errors, Errors]:
-    """Error of an attention output beside the error of the same-precision dense computation.
+    """Error of an attention output, and the error of the same-precision dense computation.
 
     The rule of the test suites is that the first is at most twice the second, in both measures.
 

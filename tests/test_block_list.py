@@ -172,7 +172,7 @@ def test_arrays_of_another_layout_get_a_hint():
         blitz_attn.block_sparse_attention(q, k, v, blocks())
     with pytest.raises(ValueError, match=r"got \(1, 1, 1, 1\)$"):  # too few rows: no hint
         blitz_attn.block_sparse_attention(*arrays(), sabi.causal(32, block_shape=(32, 32)))
-    with pytest.raises(TypeError, match=r"^sabi: expected an array, got a FunctionMask, whose _asdict\(\) has it and the arguments beside it$"):
+    with pytest.raises(TypeError, match=r"^sabi: expected an array, got a FunctionMask: its _asdict\(\) has the list and the arguments that go with it$"):
         blitz_attn.block_sparse_attention(*arrays(), sabi.from_function(lambda b, h, i, j: i >= j, SIZE))
 
 

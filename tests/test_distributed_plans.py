@@ -297,7 +297,7 @@ BAD = [
     ({"rate": "x"}, TypeError, "rate: expected a number, got str"),
     ({"s_q": 1 << 40}, ValueError, "block_shape: expected blocks so large that there are at most 4194304 rows and columns, got 8589934592 x 8589934592"),
     ({"s_q": 1 << 24, "sabi": np.zeros((1, 1, 1, 1), int)}, ValueError,
-     "block_shape: expected blocks so large that a grid has at most 4294967296 blocks beside a list, got 131072 x 131072"),
+     "block_shape: expected blocks so large that a grid has at most 4294967296 blocks with a list, got 131072 x 131072"),
 ]  # fmt: skip
 
 

@@ -132,8 +132,8 @@ def test_masks_without_a_rule(name, block, eager):
     mask, options = arguments_of(NO_RULE[name], block, batch)
     assert options.keys() == {"sabi", "block_shape", "attn_mask"}
     assert (options["attn_mask"].dtype, options["attn_mask"].shape) == (torch.bool, (batch or 1, 2, 90, 90))
-    sentence = "block_mask: expected partial blocks that causal and window cut exactly beside the given lengths or documents"
-    with pytest.raises(ValueError, match=f"^{sentence}, got a mask_mod that does not$"):
+    sentence = "block_mask: expected partial blocks that causal and window cut exactly together with the given lengths or documents"
+    with pytest.raises(ValueError, match=f"^{sentence}, got a mask_mod that cuts them otherwise$"):
         from_flex_block_mask(mask, kv_lens=[90] * mask.kv_num_blocks.shape[0])
 
 
@@ -314,19 +314,19 @@ def test_bad_lists():
         to_flex_block_mask(np.full((1, 1, 6, 1), 6), 90, block_shape=(16, 16))
     with pytest.raises(ValueError, match=r"^kv_lens: expected the batch of sabi, q_lens and kv_ranges, got batches of \[2, 3\]"):
         to_flex_block_mask(np.zeros((3, 1, 6, 1), np.int32), 90, block_shape=(16, 16), kv_lens=[1, 2])
-    with pytest.raises(ValueError, match="^q_lens: expected None beside documents, got lengths$"):
+    with pytest.raises(ValueError, match="^q_lens: expected None with documents, got lengths$"):
         to_flex_block_mask(None, 90, q_lens=[3], cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS)
-    with pytest.raises(ValueError, match="^kv_ranges: expected None beside documents, got ranges$"):
+    with pytest.raises(ValueError, match="^kv_ranges: expected None with documents, got ranges$"):
         to_flex_block_mask(None, 90, kv_ranges=np.zeros((90, 2), int), cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS)
     with pytest.raises(ValueError, match=r"^kv_ranges: expected shape \(B, 90, 2\) or \(90, 2\), got \(9, 2\)"):
         to_flex_block_mask(None, 90, kv_ranges=np.zeros((9, 2), int))
 
 
 def test_a_block_mask_is_no_argument_of_attention():
-    """The sentence names what makes arguments of it."""
+    """The sentence names what makes arguments from it."""
     mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, device="cpu")
     q = torch.randn(1, 2, 64, 16)
-    sentence = "expected an array, got a BlockMask: blitz_attn.integrations.torch.from_flex_block_mask makes arguments of it$"
+    sentence = "expected an array, got a BlockMask: blitz_attn.integrations.torch.from_flex_block_mask makes arguments from it$"
     for call in (block_sparse_attention, scaled_dot_product_attention, blitz_attn.block_sparse_attention):
         for name in ("sabi", "attn_mask"):
             with pytest.raises(TypeError, match=f"^{name}: {sentence}"):

@@ -236,7 +236,7 @@ PROFILE = select.Profile(4, 2, 16, select.Pooled(), (64, 64), "top_p", ((0.9,) *
 REFUSED = {
     "profile and budget": (
         lambda: SparseConfig(profile=PROFILE, top_p=0.9),
-        "profile: expected no other budget beside a profile, got top_p",
+        "profile: expected no other budget with a profile, got top_p",
     ),
     "no profile": (lambda: SparseConfig(profile={}), "profile: expected a blitz_attn.select.Profile, got dict"),
     "profile's numbers": (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     # Options that functions take by name, for overloads here and elsewhere.
 
     class Places(TypedDict, total=False):
-        """Which keys a query may see, and in which order the axes stand."""
+        """Which keys a query may see, and the order of the axes."""
 
         scale: float | None
         layout: Layout
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         softcap: float | None
 
     class Slice(TypedDict, total=False):
-        """Where queries stand that are a part of a longer call's."""
+        """Where the queries stand if they are a slice of those of a longer call."""
 
         q_begin: IntOrIntegers | None
         q_total: IntOrIntegers | None
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         dtype: DType | None
 
     class AttentionRules(Places, Biases, total=False):
-        """All rules of attention over sequences but for the list."""
+        """All rules of attention over sequences except the list."""
 
         sinks: ArrayLike | None
 
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
         block_shape: tuple[int, int] | None
         dlse: Array | None
-        grads: tuple[Array | None, ...] | None  # three
+        grads: tuple[Array | None, ...] | None  # of q, k and v
         accumulate: bool
         dtype: DType | None
 
@@ -151,15 +151,15 @@ def block_sparse_attention(
         Values, ``(B, Hkv, Skv, Dv)``, same dtype. Dv from 1 to 576 and may differ from D.
     sabi : array of int, optional
         Sparse attention block indices, an array of four axes: B or 1; H, Hkv or 1; ``ceil(Sq / block_shape[0])`` rows; W. So there is a
-        list for each query head, for each key head, whose query heads share it, or for all. The first axis, or the first two, may be
-        missing: they are 1 then. With layout TND, B is the number of sequences,
-        rows are counted from the start of each sequence, and there are ``ceil(longest / block_shape[0])`` of them, for the sequence with
-        the most queries. Each row lists the columns of the key blocks that a block of queries sees, in any order, none of them twice. A row
-        ends at the first pad: 65535 for uint16, any negative entry for int16, int32 and int64. None: every block is listed.
+        list for each query head, for each key head, whose query heads share it, or for all heads. The first axis, or the first two, may be
+        missing: they then count as 1. With layout TND, B is the number of sequences, rows are counted from the start of each sequence, and
+        their number is ``ceil(longest / block_shape[0])``, where longest is the largest number of queries of a sequence. Each row lists the
+        columns of the key blocks that a block of queries sees, in any order, none of them twice. A row ends at the first pad: 65535 for
+        uint16, any negative entry for int16, int32 and int64. None: every block is listed.
     block_shape : (int, int), optional
         Number of tokens per block of queries and per block of keys, at least 1 each: the shape that `sabi` was made for. The last block of
-        either axis may be partial. Default: that of the list, where it knows one (`blitz_attn.sabi.BlockList`), else (128, 128). Another
-        one than the list's is refused.
+        either axis may be partial. Default: that of the list, where it knows one (`blitz_attn.sabi.BlockList`), else (128, 128). A shape
+        other than the list's is refused.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     layout : {"BNSD", "BSND", "BSH", "TND"}
@@ -168,7 +168,7 @@ def block_sparse_attention(
     causal : bool
         Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``, or ``j <= i + q_begin``.
     window : (int, int), optional
-        Number of tokens that are seen before and after that diagonal; -1 sets no bound.
+        Number of tokens that are seen before and after the diagonal of `causal`; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional
         ``(B,)``: number of valid tokens of each batch entry. Rows from ``q_lens[b]`` on give output 0 and
         log-sum-exp ``-inf``.
@@ -185,23 +185,22 @@ def block_sparse_attention(
         for the whole call: see the notes. Default: the queries are the whole.
     kv_ranges : array of int, optional
         ``(B, Sq, 2)``, or ``(1, Sq, 2)`` or ``(Sq, 2)`` for all batch entries, or ``(T, 2)`` for layout TND; int32 or int64: query i sees
-        key j only when ``kv_ranges[b, i, 0] <= j < kv_ranges[b, i, 1]``, counted in its own sequence, and the other rules allow it. Any
-        run of keys per query can be said in this way: documents, chunks, a prefix that sees itself as a whole, images whose tokens see one
-        another (there with ``causal=False``). Ranges may be empty, and reach beyond the keys.
+        key j only when ``kv_ranges[b, i, 0] <= j < kv_ranges[b, i, 1]``, counted in its own sequence, and the other rules allow it. This
+        expresses every rule that gives each query one run of keys: documents, chunks, a prefix that sees itself as a whole, images whose
+        tokens see one another (then with ``causal=False``). Ranges may be empty, and reach beyond the keys.
     attn_mask : array, optional
         ``(B, H, Sq, Skv)``, or any shape that broadcasts to it, in every layout; with layout TND, Sq and Skv are the lengths of the longest
-        sequences, and a sequence reads its corner. Of bool, where False hides the key from the query as the other rules do; or of float32,
-        float16, bfloat16 or float64, numbers that are added to the scores (after `scale` and `softcap`), where -inf hides the key. Unless
+        sequences, and a sequence reads the first rows and columns. Either bool, where False hides the key from the query as the other rules
+        do; or float32, float16, bfloat16 or float64, added to the scores (after `scale` and `softcap`), where -inf hides the key. Unless
         `q` is float64, a number below about -2.3e38, such as the lowest of float32, counts as -inf, and one above about 2.3e38 makes the
-        result NaN, as infinity does.
-        A mask is read as a whole: blocks that it hides from all queries are better left out of `sabi`, and runs of keys said by
-        `kv_ranges`.
+        result NaN, as infinity does. A mask is read as a whole: it is better to leave blocks that it hides from all queries out of `sabi`,
+        and to express runs of keys by `kv_ranges`.
     alibi_slopes : array_like, optional
-        ``(H,)`` float32: ``-alibi_slopes[h] * abs(d - j)`` is added to the score of query i and key j, where d is the query's place among
-        the keys, as in `causal`.
+        ``(H,)`` float32: ``-alibi_slopes[h] * abs(d - j)`` is added to the score of query i and key j, where d is the query's position
+        among the keys, as in `causal`.
     sinks : array_like, optional
-        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. One
-        beyond about +-2.3e38 counts as infinite, unless `q` is float64.
+        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. A
+        sink beyond about +-2.3e38 counts as infinite, unless `q` is float64.
     softcap : float, optional
         Replaces each score by ``softcap * tanh(score / softcap)``; positive, 1e-37 to 1e37 (for float64
         1e-300 to 1e300). None or 0: scores are not capped.
@@ -226,7 +225,7 @@ def block_sparse_attention(
     lse : array
         With `return_lse`: natural log of the sum of ``exp(score)`` over the keys seen, where a score is ``scale * q.k``, capped with
         `softcap`, plus what `attn_mask` and `alibi_slopes` add: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs
-        float64. With `sinks`, the sum has one more term, also where no key is seen.
+        float64. With `sinks`, the sum has one more term, even where no key is seen.
 
     Raises
     ------
@@ -235,7 +234,7 @@ def block_sparse_attention(
         integer belongs.
     ValueError
         An argument of the wrong shape or out of range, such as a block listed twice or beyond the last key, or an
-        array whose last axis is not contiguous. The text names the argument, what was expected and what came. No output
+        array whose last axis is not contiguous. The text names the argument, what was expected and what was given. No output
         has been written then.
     MemoryError
         The scratch memory, which does not grow with the square of the length, could not be allocated.
@@ -253,10 +252,10 @@ def block_sparse_attention(
     their last axis is contiguous; nothing of size Sq x Skv is ever built. The result is the same bit for bit whatever
     the number of threads and whatever else is in the batch.
 
-    The result of a slice of the queries, from row a on, is bit-identical to these rows of the whole call's, however many rows it has: give
-    it the same keys, the rows ``a // block_shape[0]`` and later of `sabi`, where a is a multiple of ``block_shape[0]``,
-    ``q_begin = a + kv_len - q_len`` of the whole call, and ``q_total = q_len``. Without `q_total`, a slice may differ by rounding, because
-    a few queries have a kernel of their own.
+    The result of a slice of the queries, from row a on, can be bit-identical to the same rows of the whole call, however many rows the
+    slice has. Give the slice the same keys, the rows ``a // block_shape[0]`` and later of `sabi`, where a is a multiple of
+    ``block_shape[0]``, and with the lengths of the whole call ``q_begin = a + kv_len - q_len`` and ``q_total = q_len``. Without `q_total`,
+    a slice may differ by rounding, because calls of a few queries have a kernel of their own.
 
     Gradients come from the log-sum-exp, so `block_sparse_attention_backward` needs no `sinks`; their own gradient is
     ``-(np.exp(sinks - lse) * (dout * out).sum(-1))``, summed over the queries of a head.
@@ -299,8 +298,8 @@ def block_sparse_attention(
         and out is out_dtype is dtype is None
         and not (is_registered(q) or is_registered(k) or is_registered(v))
     ):
-        # CPython 3.11 first makes a dict of the keywords of a call, which slows small calls down, where the positional
-        # arguments and twice the keyword arguments are more than 30. So the first ones are passed by position, here and below.
+        # If the number of positional arguments plus twice that of keyword arguments is above 30, CPython 3.11 first makes a dict of
+        # the keywords, which slows small calls down. So the first arguments are passed by position, here and below.
         return _core.block_sparse_attention(
             empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads,
             num_kv_heads, None, num_threads, q_begin, kv_ranges, q_total, attn_mask, alibi_slopes, softcap, sinks=sinks,
@@ -310,7 +309,7 @@ def block_sparse_attention(
     family = _arrays.family_of(q)
     out, lse_out = _arrays.split_out(out, return_lse)
     has_lengths = not (q_lens is kv_lens is cu_seqlens_q is cu_seqlens_kv is q_begin is q_total is None)
-    if has_lengths and not (out is lse_out is None):  # the core copies lengths, and cannot tell where they lay
+    if has_lengths and not (out is lse_out is None):  # the core copies lengths, so it cannot see that they overlap
         refuse_overlaps(
             {"out": out, "lse": lse_out}, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
             q_begin=q_begin, q_total=q_total,
@@ -387,11 +386,11 @@ def block_sparse_attention_backward(
     """Gradients of `block_sparse_attention` with respect to q, k and v, and with `bias_grads` to what is added to the scores.
 
     With ``P = exp(scale * q k^T + bias - lse)`` where a query sees a key and 0 elsewhere, and with the bias of `attn_mask` and
-    `alibi_slopes`: ``dS = P * (dout v^T - dout . out + dlse)``,
-    ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. With a `softcap`, ``T = tanh(scale * q k^T / softcap)``,
-    ``softcap * T`` takes the place of ``scale * q k^T``, and in dq and dk dS is multiplied by ``1 - T^2``. `dk` and `dv` are sums over the
-    query heads that read a key head. The gradient of a number of `attn_mask` is the sum of dS over all pairs that it is added to, and that
-    of a slope the sum of ``-abs(d - j) * dS``. A query that sees no key has gradient 0 and adds nothing to any other gradient.
+    `alibi_slopes`: ``dS = P * (dout v^T - dout . out + dlse)``, ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. With a
+    `softcap` and ``T = tanh(scale * q k^T / softcap)``, ``softcap * T`` takes the place of ``scale * q k^T``, and dS is multiplied by
+    ``1 - T^2`` in dq and dk. `dk` and `dv` are sums over the query heads that read a key head. The gradient of an element of `attn_mask` is
+    the sum of dS over all pairs that it is added to, and the gradient of a slope is the sum of ``-abs(d - j) * dS``. A query that sees no
+    key has gradient 0 and adds nothing to any other gradient.
 
     Parameters
     ----------
@@ -417,7 +416,7 @@ def block_sparse_attention_backward(
         array of the call; any of them may be None.
     bias_grads : bool
         Also return the gradients of `attn_mask` and `alibi_slopes`, for biases that are learned (a table of relative positions, say). They
-        are a pass of their own: the call takes 1.5 to 3 times as long. Default: False.
+        take a pass of their own: the call takes 1.5 to 3 times as long. Default: False.
     accumulate : bool
         Add the gradients of k and v to what `dk` and `dv` of `grads` hold, which must then be given and be float32 (float64 for float64),
         whatever the dtype of k and v. Rows of blocks that no list names are neither read nor written. Sums over several calls are then
@@ -434,9 +433,8 @@ def block_sparse_attention_backward(
         `grads`.
     dattn_mask, dalibi_slopes : array or None
         With `bias_grads`: of the shape and dtype of `attn_mask`, and ``(H,)`` of float32, both the kind of array that `attn_mask` is, or
-        `q` where there is no mask. None for one that is not given, and for a mask of
-        bool. Where the mask has one number for several heads, batch entries, queries or keys, that gets the sum of their gradients. A
-        number of -inf gets 0.
+        `q` where there is no mask. None for a bias that is not given, and for a mask of bool. An element of the mask that serves several
+        heads, batch entries, queries or keys gets the sum of their gradients. An element of -inf gets 0.
 
     Raises
     ------
@@ -445,7 +443,7 @@ def block_sparse_attention_backward(
         integer belongs.
     ValueError
         An argument of the wrong shape or out of range, such as an `lse` or `out` that does not fit `q`. The text names the
-        argument, what was expected and what came. Nothing has been written then.
+        argument, what was expected and what was given. Nothing has been written then.
     MemoryError
         The scratch memory could not be allocated.
 
@@ -461,8 +459,8 @@ def block_sparse_attention_backward(
     bit for bit whatever the number of threads and whatever else is in the batch. With every block listed, `dq` is that
     of ``sabi=None`` bit for bit; so are `dk` and `dv` where ``block_shape[0]`` is a multiple of 128. For other sizes their sums are
     taken in another order. `dq` of a slice of the queries is bit-identical to that part of the whole call's (see the notes of
-    `block_sparse_attention`); `dk` and `dv` are the slice's share of the sums. What a query does not see, NaN and infinity included, adds
-    exactly nothing.
+    `block_sparse_attention`); `dk` and `dv` are the slice's share of the sums. Keys and values that a query does not see, NaN and
+    infinity included, add exactly nothing to its gradients.
 
     The recomputation and the role of ``dout . out`` follow FlashAttention-2 [1]_, algorithm 2.
 

@@ -1,4 +1,4 @@
-"""Arrays of native sparse attention: what callers give and get."""
+"""Arrays of native sparse attention: reads those that callers give, and writes those that callers get."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._sentences import refusal, shown
 
 
 def dtype_of(dtype: Any) -> str | None:
-    """The name that a caller's dtype argument gives."""
+    """The name of the dtype that a caller's `dtype` argument gives."""
     name = _arrays.dtype_name(dtype)
     if name is not None and name not in FLOATS:
         raise ValueError(f"dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got {shown(name)}")
@@ -22,7 +22,8 @@ def dtype_of(dtype: Any) -> str | None:
 
 
 def leading(x: Any, name: str, dtype: str | None) -> tuple[np.ndarray, str]:
-    """View of the floating-point array whose dtype a call has, and the name of that dtype. `dtype` is what the caller says that it is."""
+    """View of the floating-point array that sets the dtype of a call, and the name of this dtype. `dtype`: the one that the caller
+    named."""
     array, kind = floats(x, name, dtype)
     if dtype is not None and kind != dtype:
         raise refusal(TypeError, name, f": expected {dtype} as ", "dtype", f" says, got {kind}")
@@ -30,7 +31,7 @@ def leading(x: Any, name: str, dtype: str | None) -> tuple[np.ndarray, str]:
 
 
 def same_kind(x: Any, name: str, dtype: Any, kind: str, like: str, written: bool = False) -> np.ndarray:
-    """View of a floating-point array that has dtype `kind`, as the array that is called `like` has."""
+    """View of a floating-point array, refused unless it has dtype `kind`, which is that of the argument `like`."""
     array, own = floats(x, name, dtype, written)
     if own != kind:
         raise refusal(TypeError, name, f": expected dtype {kind} like ", like, f", got {own}")
@@ -59,7 +60,8 @@ def reals(x: Any, name: str, dtype: Any, kind: str) -> tuple[np.ndarray, str]:
 
 
 def expect_shape(x: np.ndarray, name: str, shape: tuple[int, ...], text: str, other: str = "", rest: str = "") -> None:
-    """`text` says what has this shape; it may go on with the name of another argument, `other`, and the `rest`."""
+    """Refuses another shape. `text` says what has the expected one; it may go on with the name of another argument, `other`, and the
+    `rest`."""
     if x.shape != shape:
         raise refusal(ValueError, name, f": expected shape {shape}, {text}", other, f"{rest}, got {x.shape}")
 
@@ -85,7 +87,7 @@ ROUNDED_AT_A_TIME = 1 << 12  # tokens: conversion to bfloat16 needs memory for s
 
 
 def sums_for(x: np.ndarray, kind: str) -> np.ndarray:
-    """Where the sums of a result `x` of dtype `kind` are made: `x` itself where that is the dtype of sums, else an array of its own."""
+    """The array in which a result `x` of dtype `kind` is summed: `x` itself if sums have that dtype, else a new array."""
     return x if kind == real_of(kind) else np.empty(x.shape, real_of(kind))
 
 
@@ -97,10 +99,10 @@ def round_into(x: np.ndarray, sums: np.ndarray, kind: str) -> None:
 
 
 def add_rounded(summands: Sequence[np.ndarray], into: np.ndarray, kind: str, threads: int | None) -> None:
-    """Writes the sum of arrays of dtype `kind`, whose axes are those of q, to an array like them. They are added in their order, in the
-    dtype of sums, and the sum is rounded once."""
+    """Writes the sum of arrays of dtype `kind`, which have the axes of q, to `into`. They are added in their order, in the dtype of sums,
+    and the sum is rounded once."""
     batched = (None,) if into.ndim == 3 else ()  # packed sequences get a batch axis, since sums need not know where sequences begin
-    # The gradient of block means adds further arrays to it. Without blocks, these are all that it adds.
+    # The core's gradient of block means adds further arrays to its result. Without blocks, it adds these alone.
     _core.block_means_backward(
         None, into[batched], tuple(x[batched] for x in summands), block_size=1, stride=1, dtype=kind, num_threads=threads
     )

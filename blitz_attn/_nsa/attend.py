@@ -89,8 +89,8 @@ def _by_head(lse: np.ndarray, branch: Branch) -> np.ndarray:
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None, common: Common, branch: Branch
 ) -> None:  # fmt: skip
-    """Fills `out`, and `lse` of shape (B, N, H) or (T, H) where it is given. Results of a few queries are bit-identical to those that they
-    have among as many as their sequence has tokens."""
+    """Fills `out`, and `lse` of shape (B, N, H) or (T, H) where it is given. Results of some of a sequence's
+    queries are bit-identical to those in a call with all of its queries."""
     lse_out = None if lse is None else _by_head(lse, branch)
     try:
         _core.block_sparse_attention(

@@ -43,7 +43,7 @@ class Checked(NamedTuple):
 def _arrays_of(
     q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, packed: bool, dtype: Any, num_threads: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Common]:
-    """Queries, keys, values, and what they have in common. `names`: the caller's, of the keys and the values."""
+    """Queries, keys, values, and what they have in common. `names`: the caller's names of keys and values."""
     dtype = dtype_of(dtype)
     queries, kind = leading(q, "q", dtype)
     keys, values = (same_kind(x, name, dtype, kind, "q") for x, name in zip((k, v), names, strict=True))
@@ -53,7 +53,7 @@ def _arrays_of(
 
 
 def _tokens_of(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, cu_seqlens_q: Any, whole: bool, tile: int = 1) -> Sequences:
-    """The sequences of queries `q`, which are the last of tokens `k`. `whole`: there are as many of both."""
+    """The sequences of queries `q`, which are the last of tokens `k`. `whole`: there must be equally many of both."""
     if cu_seqlens is not None:
         if cu_seqlens_q is None:
             _same_tokens(k, q)
@@ -186,8 +186,8 @@ def compressed_attention(
     tokens : int, optional
         Number of tokens of each sequence, of which `q` has the last. Default: as many as `q` has. Only without `cu_seqlens`.
     cu_seqlens_q : sequence of int, optional
-        The same for packed sequences: ``(sequences + 1,)`` numbers of queries, where `q` has the last tokens of each sequence, and
-        `cu_seqlens` counts all of them.
+        The same for packed sequences: ``(sequences + 1,)`` numbers of queries, where `q` has only the last tokens of each sequence;
+        `cu_seqlens` counts all tokens.
     return_lse : bool
         Also return the log-sum-exp.
     dtype : str or dtype, optional
@@ -244,9 +244,9 @@ def compressed_attention_backward(
     dout : array
         Gradient of `out`.
     q, k_cmp, v_cmp, compress_block_size, stride, causal, scale, cu_seqlens, mode, dtype, num_threads
-        Its arguments.
+        The arguments of the forward call.
     out, lse : array
-        Its results.
+        The results of the forward call.
 
     Returns
     -------
@@ -307,9 +307,10 @@ def selected_attention(
     ----------
     q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
-        `q` may have fewer tokens than `k` and `v`: the last ones.
+        Where `q` has fewer tokens than `k` and `v`, they are the last ones.
     block_indices : array_like of int
-        ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``: no block twice per row, which ends at its first -1.
+        ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``: a row names no block
+        twice and ends at its first -1.
     block_size : int
         Number of tokens per block, at least 1.
     q_tile_size : int
@@ -368,9 +369,9 @@ def selected_attention_backward(
     dout : array
         Gradient of `out`.
     q, k, v, block_indices, block_size, q_tile_size, causal, scale, cu_seqlens, dtype, num_threads
-        Its arguments.
+        The arguments of the forward call.
     out, lse : array
-        Its results.
+        The results of the forward call.
 
     Returns
     -------
@@ -432,7 +433,7 @@ def window_attention(
     ----------
     q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
-        `q` may have fewer tokens than `k` and `v`: the last ones.
+        Where `q` has fewer tokens than `k` and `v`, they are the last ones.
     window_size : int
         Number W of keys that a query sees, at least 1; the last is its own.
     causal : bool
@@ -484,9 +485,9 @@ def window_attention_backward(
     dout : array
         Gradient of `out`.
     q, k, v, window_size, causal, scale, cu_seqlens, dtype, num_threads
-        Its arguments.
+        The arguments of the forward call.
     out, lse : array
-        Its results.
+        The results of the forward call.
 
     Returns
     -------

@@ -23,7 +23,7 @@ BRANCHES = ("compressed", "selected", "window")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Options:
-    """What a caller gives `nsa` beside q, k, v and the places of results, as it is given."""
+    """What a caller gives `nsa` besides q, k, v and arrays for results, unchanged."""
 
     compress_block_size: Any
     num_selected_blocks: Any
@@ -101,12 +101,12 @@ class Call:
 
     @property
     def width(self) -> int:
-        """Places in a row of the selection that can be in use: as many as are asked for, or as the longest sequence has blocks."""
+        """Entries of a row of the selection that can be in use: as many as are asked for, or as the longest sequence has blocks."""
         return max(1, self.rules.init + self.rules.local, min(self.rules.count, -(-self.sequences.longest // self.rules.select)))
 
     @property
     def group_width(self) -> int:
-        """The same of groups of compressed keys."""
+        """The same for groups of compressed keys."""
         assert self.most_groups is not None
         return max(1, min(self.most_groups, -(-self.k_cmp.shape[-3] // CMP_GROUP)))
 
@@ -115,7 +115,7 @@ class Call:
         return (*list_shape(self.q, heads, self.rules, self.sequences), width)
 
     def branches(self, lists: np.ndarray | None, groups: np.ndarray | None) -> list[tuple[np.ndarray, np.ndarray, Branch]]:
-        """(keys, values, which of them are seen) of each of `BRANCHES`."""
+        """(keys, values, which of them are seen) for each of `BRANCHES`."""
         return [
             (self.k_cmp, self.v_cmp, compressed_branch(self.rules, self.sequences, groups)),
             (self.k, self.v, selected_branch(self.rules, self.sequences, lists)),
@@ -139,7 +139,7 @@ def checked(q: Any, k: Any, v: Any, options: Options) -> Call:
     w_v = check_weight(o.w_v_compress, "w_v_compress", v.shape, dtype, kind)
     w_gate = weight_of(o.gate_proj_weight, q, dtype, kind)
     if o.gates is not None and w_gate.array is not None:
-        raise ValueError("gates: expected None beside gate_proj_weight, got both")
+        raise ValueError("gates: expected None with gate_proj_weight, got both")
     gates = Reals(None, kind) if o.gates is None else gates_as_reals(o.gates, q.shape, dtype, kind)
     lists = None
     if o.block_indices is not None:
@@ -154,10 +154,10 @@ def checked(q: Any, k: Any, v: Any, options: Options) -> Call:
 
 
 def _sequences(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, o: Options, rules: Rules) -> Sequences:
-    """The sequences of a call, whose queries are their last tokens."""
+    """The sequences of a call. Queries are the last tokens of their sequence."""
     if cu_seqlens is not None:
         if o.kv_lens is not None:
-            raise ValueError("kv_lens: expected None beside cu_seqlens, got some")
+            raise ValueError("kv_lens: expected None with cu_seqlens, got some")
         if o.cu_seqlens_q is None and len(k) != len(q):
             raise refusal(ValueError, "k", f": expected the {len(q)} tokens of ", "q", " without ", "cu_seqlens_q", f", got {k.shape}")
         cu, own = packed_cuts(cu_seqlens, o.cu_seqlens_q, len(q), len(k))
@@ -168,7 +168,8 @@ def _sequences(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, o: Options, rules:
         lengths = np.full(len(q), room) if o.kv_lens is None else o.kv_lens
         counts = lengths_within(o.lens, "lens", len(q), 0, queries, f"0 to the {queries} tokens of q")
         lengths_within(counts, "lens", len(q), 0, lengths, "0 to the tokens that each sequence has")
-        return Sequences.batch(counts, np.where(counts > 0, lengths, 0))  # one without queries needs no tokens, and begins with a tile
+        # A sequence without queries needs no tokens, and its beginning is that of a tile.
+        return Sequences.batch(counts, np.where(counts > 0, lengths, 0))
     if o.kv_lens is None:
         return Sequences.batch(queries, room)
     bounds = f"the {queries} tokens of q to the {room} of k"
@@ -184,7 +185,7 @@ def _given_compressed(
         raise TypeError(f"compressed_kv: expected a pair (k_cmp, v_cmp), got {type(pair).__name__}")
     for name in ("w_k_compress", "w_v_compress"):
         if getattr(o, name) is not None:
-            raise ValueError(f"{name}: expected None beside compressed_kv, got some")
+            raise ValueError(f"{name}: expected None with compressed_kv, got some")
     arrays = []
     for x, like, name in zip(pair, (k, v), ("k_cmp", "v_cmp"), strict=True):
         array = same_kind(x, name, dtype, kind, "q")
@@ -218,9 +219,9 @@ def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, packed: bool, pad
 
 
 class Results(NamedTuple):
-    """What a call, or a piece of one, computes beside its output. None: not computed, or not kept."""
+    """What a call, or a piece of one, computes besides its output. None: not computed, or not kept."""
 
-    outs: list[np.ndarray]  # of each branch
+    outs: list[np.ndarray]  # one for each branch
     lse: list[np.ndarray | None]
     lists: np.ndarray | None
     groups: np.ndarray | None
@@ -241,7 +242,7 @@ def kept_results(call: Call) -> Results:
 
 
 class Room:
-    """Arrays for the results of one piece after the other: parts of those that are kept, else memory that all pieces share."""
+    """Arrays for the results of each piece: parts of the arrays that are kept, or else memory that all pieces share."""
 
     def __init__(self, kept: Results | None) -> None:
         self.kept = kept
@@ -254,14 +255,15 @@ class Room:
         return self.memory[name][:count].reshape(shape)
 
     def results(self, call: Call, piece: Piece, kv_heads: int) -> Results:
-        """The results of a piece, whose part of the call is `call`. `kv_heads`: those of the whole call."""
+        """Arrays for the results of a piece. `call`: the part of the call for this piece; `kv_heads`: KV heads of the whole call."""
         kept = self.kept
         lists = None
         if call.selects and (kept is None or kept.lists is None):
             lists = self._shared("lists", call.list_shape(call.width), np.int32)
         if kept is None:
             real, kind = real_of(call.common.kind), storage(call.common.kind)
-            tokens, by_lse = call.q.shape[:-1], call.rules.by_query and call.lists is None  # the selection needs that log-sum-exp
+            # A selection per query needs the log-sum-exp of the compressed branch.
+            tokens, by_lse = call.q.shape[:-1], call.rules.by_query and call.lists is None
             return Results(
                 outs=[self._shared(name, (*tokens, call.v.shape[-1]), kind) for name in BRANCHES],
                 lse=[self._shared("lse", tokens, real) if by_lse else None, None, None],
@@ -299,12 +301,12 @@ def _select(call: Call, lse: np.ndarray | None, results: Results) -> None:
 
 
 def run(call: Call, results: Results, out: np.ndarray) -> None:
-    """All of a piece: fills `results` and `out`."""
-    if call.selects and not call.rules.by_query:  # by mean queries
+    """Computes a piece: fills `results` and `out`."""
+    if call.selects and not call.rules.by_query:  # mslk mode selects by mean queries
         _select(call, None, results)
     lists = results.lists if call.lists is None else call.lists
     for c, (keys, values, branch) in enumerate(call.branches(lists, results.groups)):
-        if BRANCHES[c] == "selected" and call.selects and call.rules.by_query:  # by the compressed branch's probabilities
+        if BRANCHES[c] == "selected" and call.selects and call.rules.by_query:  # paper mode selects by probabilities
             _select(call, results.lse[0], results)
         attend(call.q, keys, values, results.outs[c], results.lse[c], call.common, branch)
     weight = call.w_gate.array

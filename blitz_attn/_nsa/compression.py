@@ -22,15 +22,15 @@ __all__ = ["compress_kv", "compress_kv_backward"]
 
 
 def compressed_shape(x: np.ndarray, size: int, stride: int, sequences: Sequences) -> tuple[int, ...]:
-    """Shape of what `compress_kv` makes of tokens `x`."""
+    """Shape of the blocks that `compress_kv` makes from tokens `x`."""
     if sequences.blocks is not None:
         return (int(sequences.blocks[-1]), *x.shape[1:])
     return (x.shape[0], block_count(x.shape[1], size, stride), *x.shape[2:])
 
 
 def check_compressed(x: np.ndarray, size: int, stride: int, sequences: Sequences, name: str = "k_cmp") -> None:
-    """Refuses other numbers of compressed keys than `compress_kv` makes of the tokens of the sequences. Too few of them could belong to a
-    shorter sequence or to another stride, and the result would be wrong without a word."""
+    """Refuses another number of compressed keys than `compress_kv` makes from the tokens of the sequences. Fewer could belong to a shorter
+    sequence or to another stride, and the result would be silently wrong."""
     if sequences.blocks is not None:
         expected = int(sequences.blocks[-1])
     else:
@@ -122,7 +122,7 @@ def compress_kv(
     Means and products are made in float32 (float64 for float64) and rounded once. No position encoding is added.
 
     A mean depends on the tokens of its block alone. So the blocks that new tokens complete can be made by themselves, bit-identical to
-    those of a call over all tokens: of a sequence of which ``m`` blocks are known,
+    those of a call over all tokens: for a sequence of which ``m`` blocks are known,
     ``compress_kv(k[:, m * stride :], v[:, m * stride :], ...)`` returns the others. `NsaCache` does so.
 
     References
@@ -166,8 +166,8 @@ ROWS_AT_A_TIME = 64  # blocks: their means and gradients stay in a cache
 
 @in_usual_mode
 def _weight_gradient(means: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """The sum over all blocks of each mean times its gradient, (Hkv, D, D), some blocks after the other. The operator ``@`` would leave
-    the order to BLAS and to its number of threads."""
+    """The sum over all blocks of each mean times its gradient, (Hkv, D, D), in a fixed order of blocks. The operator ``@`` would leave the
+    order to BLAS and its number of threads."""
     heads = means.shape[-2]
     rows, douts = (x.reshape(-1, heads, x.shape[-1]) for x in (means, dy))
     total = np.zeros((heads, rows.shape[-1], douts.shape[-1]), rows.dtype)
@@ -182,8 +182,8 @@ def compress_gradients(
     dy: np.ndarray, x: np.ndarray, weight: np.ndarray | None, dx: np.ndarray, kind: str, size: int, stride: int, sequences: Sequences,
     threads: int | None, names: tuple[str, str, str] = ("dout", "x", "weight"),
 ) -> np.ndarray | None:  # fmt: skip
-    """Fills `dx` with the gradient of `x`, and returns the gradient of the weight. `dy` and all gradients are in the dtype of sums: that
-    of a mean is the sum of the gradients of all its tokens, which float16 may not hold.
+    """Fills `dx` with the gradient of `x`, and returns the gradient of the weight. `dy` and all gradients are in the dtype of sums: the
+    gradient of a mean is the sum of the gradients of its tokens, which may overflow float16.
 
     `names`: the caller's names of `dy`, `x` and `weight`, for errors."""
     dweight, real = None, real_of(kind)
@@ -192,7 +192,7 @@ def compress_gradients(
         compress_into(x, None, means, kind, size, stride, sequences, threads, names[1:])
         dweight = _weight_gradient(means, dy)
         turned = np.ascontiguousarray(weight.swapaxes(1, 2))
-        dmeans = means  # whose values are not needed any more
+        dmeans = means  # the same memory: the means are not needed any more
         alone = _sequences(dy, [0, dy.shape[0]] if dy.ndim == 3 else None)
         compress_into(dy, turned, dmeans, real, 1, 1, alone, threads, (names[0], names[2]))
         dy = dmeans
@@ -226,9 +226,9 @@ def compress_kv_backward(
     Parameters
     ----------
     dk_cmp, dv_cmp : array
-        Gradients of its results, of their shapes and dtype.
+        Gradients of the results of `compress_kv`, of the same shapes and dtype.
     k, v, block_size, w_k, w_v, stride, cu_seqlens, dtype, num_threads
-        Its arguments.
+        The arguments of `compress_kv`.
 
     Returns
     -------
@@ -244,7 +244,7 @@ def compress_kv_backward(
 
     Notes
     -----
-    Each token sums over the blocks that it is in, so the result does not depend on the number of threads.
+    The gradient of a token is summed over its blocks in a fixed order, so the result does not depend on the number of threads.
 
     Examples
     --------

@@ -9,7 +9,7 @@ from typing import Any
 from .. import _arrays
 from .._float_mode import in_usual_mode
 
-MOST = 2**30 - 1  # of any size and number: the core's limit
+MOST = 2**30 - 1  # the largest size or number: the core's limit
 CMP_GROUP = 128  # compressed keys that num_cmp_selected_blocks counts as one block
 
 
@@ -48,10 +48,10 @@ class Rules:
     size: int  # l: tokens per compressed block
     stride: int  # d: tokens from the start of one compressed block to the next
     select: int  # l': tokens per selected block
-    count: int  # n: places in a row of a selection
+    count: int  # n: entries of a row of a selection
     tile: int  # queries that share a selection
-    init: int
-    local: int
+    init: int  # blocks at the start of the keys, which are always selected
+    local: int  # blocks that end with the query's own (not causal: that lie around it), which are always selected
     causal: bool
 
     @property

@@ -28,7 +28,7 @@ def list_heads(q: np.ndarray, kv_heads: int, rules: Rules) -> int:
 
 
 def list_shape(q: np.ndarray, heads: int, rules: Rules, sequences: Sequences) -> tuple[int, ...]:
-    """Shape of the lists of a selection, without their places."""
+    """Shape of the lists of a selection, without the axis of their entries."""
     if sequences.rows is not None:
         return (heads, int(sequences.rows[-1]))
     return (q.shape[0], heads, rules.rows(q.shape[1]))
@@ -70,7 +70,7 @@ def score_and_select_blocks(
     k_cmp : array
         Compressed keys of all tokens of the sequences, as `compress_kv` returns them, same dtype.
     num_selected_blocks : int
-        Number n of places in a row of the result, at least 1.
+        Number n of entries of a row of the result, at least 1.
     compress_block_size : int
         Number l of tokens per compressed block.
     causal : bool
@@ -91,7 +91,8 @@ def score_and_select_blocks(
         Paper mode: ``(B, N, H)`` or ``(T, H)`` log-sum-exp of the compressed branch, as `compressed_attention` returns it. Default:
         computed here.
     tokens, cu_seqlens_q
-        Where `q` has only the last tokens of the sequences, see `compressed_attention`. In mslk mode they begin where a tile begins.
+        Where `q` has only the last tokens of the sequences, see `compressed_attention`. In mslk mode, queries must begin where a tile
+        begins.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
     num_threads : int, optional
@@ -101,8 +102,8 @@ def score_and_select_blocks(
     -------
     numpy.ndarray
         int32, blocks in rising order, then -1: paper ``(B, Hkv, N, n)``, mslk ``(B, H, tiles, n)``; with `cu_seqlens`
-        ``(Hkv, T, n)`` and ``(H, all tiles, n)``. Of blocks with equal scores the lower is selected. A score of NaN comes last. In
-        mslk mode, a block whose score is -inf is not selected, even where places are left.
+        ``(Hkv, T, n)`` and ``(H, all tiles, n)``. Of blocks with equal scores, the lower is selected. A score of NaN comes last. In
+        mslk mode, a block whose score is -inf is not selected, even where a row has entries left.
 
     Raises
     ------
@@ -150,10 +151,10 @@ def score_and_select_blocks(
 
 
 def last_tokens(q: np.ndarray, tokens: Any, cu_seqlens: Any, cu_seqlens_q: Any, rules: Rules) -> Sequences:
-    """The sequences of queries `q`, where the number of tokens is not that of an array of tokens."""
+    """The sequences of queries `q`, in a call without an array of tokens that would show how many there are."""
     if cu_seqlens is not None:
         if tokens is not None:
-            raise ValueError(f"tokens: expected None beside cu_seqlens, got {shown(tokens)}")
+            raise ValueError(f"tokens: expected None with cu_seqlens, got {shown(tokens)}")
         cu, own = packed_cuts(cu_seqlens, cu_seqlens_q, q.shape[0], None)
         return Sequences.packed(cu, rules.size, rules.stride, rules.tile, own)
     refuse_cuts_of_queries(cu_seqlens_q)
@@ -163,7 +164,7 @@ def last_tokens(q: np.ndarray, tokens: Any, cu_seqlens: Any, cu_seqlens_q: Any, 
 
 
 def check_tiles(rules: Rules, sequences: Sequences) -> None:
-    """Refuses queries that begin within a tile, whose selection depends on queries that are not there."""
+    """Refuses queries that begin within a tile: its selection would depend on queries that the call does not have."""
     if rules.tile == 1:
         return
     within = np.atleast_1d(np.asarray(sequences.begin) % rules.tile != 0)
@@ -200,7 +201,7 @@ def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], q: np.nda
 
 
 def _of_sequences(lists: np.ndarray, sequences: Sequences) -> Iterator[tuple[np.ndarray, int]]:
-    """The rows of each sequence, or of all that have as many tokens, and this number of tokens."""
+    """(rows of lists, number of tokens) for each sequence, or once where all sequences have the same number of tokens."""
     if isinstance(sequences.lengths, int):
         yield lists, sequences.lengths
         return

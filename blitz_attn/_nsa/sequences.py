@@ -17,7 +17,7 @@ def sums_of(cu_seqlens: Any, name: str = "cu_seqlens") -> Any:
 
 
 def cuts(cu_seqlens: Any, total: int | None, name: str = "cu_seqlens") -> np.ndarray:
-    """Checked cumulative lengths of `total` tokens, int64. None: they say themselves how many there are."""
+    """Checked cumulative lengths of `total` tokens, int64. With None, the last one is the number of tokens."""
     cu = sums_of(cu_seqlens, name)
     expected = f"{name}: expected numbers rising from 0{'' if total is None else f' to {total}'}"
     if cu.ndim != 1 or cu.size == 0:
@@ -42,28 +42,29 @@ def block_count(tokens: Any, block_size: int, stride: int) -> Any:
 
 
 class Sequences(NamedTuple):
-    """Where each sequence begins in packed arrays, and where its queries stand among its tokens: they are its last ones.
+    """Where each sequence begins in packed arrays, and where its queries stand among its tokens: they are its last tokens, or in a piece of
+    a call any stretch of its tokens.
 
-    The first four fields are cumulative numbers of queries, tokens, compressed keys and list rows. None: sequences have a batch axis.
+    The first four fields are cumulative numbers of queries, tokens, compressed keys and list rows; None where sequences have a batch axis.
     """
 
     queries: np.ndarray | None
     tokens: np.ndarray | None
     blocks: np.ndarray | None
     rows: np.ndarray | None
-    begin: int | np.ndarray  # token number of each sequence's first query; a number for all of them
+    begin: int | np.ndarray  # token number of each sequence's first query; one number where it is the same for all
     lengths: int | np.ndarray  # tokens of each sequence, likewise
 
     @classmethod
     def packed(cls, cu: np.ndarray, block_size: int = 1, stride: int = 1, tile: int = 1, queries: np.ndarray | None = None) -> Sequences:
-        """Sequences one after the other. `queries`: their cumulative numbers, where a sequence has fewer of them than tokens."""
+        """Sequences one after the other. `queries`: cumulative numbers of queries, where sequences have fewer queries than tokens."""
         own, lengths = cu if queries is None else queries, np.diff(cu)
         rows = cumulative(-(-np.diff(own) // tile))
         return cls(own, cu, cumulative(block_count(lengths, block_size, stride)), rows, lengths - np.diff(own), lengths)
 
     @classmethod
     def batch(cls, queries: int | np.ndarray, lengths: int | np.ndarray) -> Sequences:
-        """Sequences with a batch axis: the number of queries and of tokens of all, or arrays with those of each."""
+        """Sequences with a batch axis: the numbers of queries and of tokens, the same for all sequences or an array with one for each."""
         return cls.stretch(lengths - queries, lengths)
 
     @classmethod
@@ -72,7 +73,7 @@ class Sequences(NamedTuple):
         return cls(None, None, None, None, begin, lengths)
 
     def runs(self, batch: int) -> list[tuple[int, int, int]]:
-        """(first, end, queries of each) of consecutive sequences of a batch that have as many queries, which are their last tokens."""
+        """(first, end, number of queries) of each run of sequences of a batch with equally many queries, which are their last tokens."""
         counts = np.broadcast_to(np.asarray(self.lengths) - self.begin, batch)
         ends = [*(np.flatnonzero(np.diff(counts)) + 1).tolist(), batch]
         return [(first, end, int(counts[first])) for first, end in pairwise([0, *ends]) if first < end]
@@ -94,7 +95,7 @@ class Sequences(NamedTuple):
 
 
 def lengths_within(x: Any, name: str, count: int, least: int, most: int | np.ndarray, expected: str) -> np.ndarray:
-    """Checked lengths of `count` sequences, int64. `most`: of all of them, or of each; `expected`: the bounds, for a sentence."""
+    """Checked lengths of `count` sequences, int64. `most`: one bound, or one for each; `expected`: the bounds, for a sentence."""
     lengths = _arrays.integers(x, name)
     if lengths.shape != (count,):
         raise ValueError(f"{name}: expected one number per sequence, ({count},), got {lengths.shape}")
@@ -105,7 +106,7 @@ def lengths_within(x: Any, name: str, count: int, least: int, most: int | np.nda
 
 
 def refuse_cuts_of_queries(cu_seqlens_q: Any) -> None:
-    """Refuses cumulative numbers of queries in a call without those of tokens."""
+    """Refuses `cu_seqlens_q` in a call without `cu_seqlens`."""
     if cu_seqlens_q is not None:
         raise ValueError("cu_seqlens_q: expected None without cu_seqlens, got some")
 
@@ -120,7 +121,8 @@ def check_queries(queries: Any, lengths: Any, name: str) -> None:
 
 
 def packed_cuts(cu_seqlens: Any, cu_seqlens_q: Any, queries: int, tokens: int | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Checked cumulative lengths of packed tokens and, where they are given, of queries. `tokens`: of all sequences, None: not known."""
+    """Checked cumulative lengths of packed tokens and, where they are given, of queries. `tokens`: how many all sequences have; None if
+    that is not known."""
     if cu_seqlens_q is None:
         return cuts(cu_seqlens, queries), None
     own, cu = cuts(cu_seqlens_q, queries, "cu_seqlens_q"), cuts(cu_seqlens, tokens)
@@ -133,7 +135,7 @@ def packed_cuts(cu_seqlens: Any, cu_seqlens_q: Any, queries: int, tokens: int | 
 class Piece(NamedTuple):
     """A part of a call that is computed by itself: some sequences, or some heads and consecutive queries of one sequence.
 
-    The first four fields are the indices of its part of arrays of queries, of keys, of compressed keys and of gate weights.
+    The first four fields are the indices of the piece's part in arrays of queries, of keys, of compressed keys and of gate weights.
     """
 
     queries: tuple[Any, ...]
@@ -173,7 +175,7 @@ def pieces(batch: int, sequences: Sequences, tile: int, most: int, heads: tuple[
     """The whole call in pieces of about `most` rows of queries, cut between heads and between tiles.
 
     Each piece reads all keys of its heads, so heads are separated first, and queries are cut only where one head has too many.
-    How a sequence is cut depends on its own shape alone, never on its batch mates, and so do the bits of its result.
+    How a sequence is cut depends on its own shape alone, never on its batch mates. So do the bits of its result.
     """
     if sequences.queries is None:
         begins, lengths = sequences.begin, sequences.lengths

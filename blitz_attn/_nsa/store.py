@@ -14,12 +14,12 @@ from .rules import Rules
 from .sequences import Sequences, block_count, lengths_within
 
 MOST = 1 << 30  # more queries than a call takes
-LEAST = 64  # tokens that a store has room for from the first one on
+LEAST = 64  # tokens that a store has room for, as soon as it holds any
 COPIED_AT_A_TIME = 1 << 24  # bytes: a few milliseconds
 
 
 class Held(NamedTuple):
-    """What a store holds at one moment. No record changes; what lies behind the tokens of a sequence may be written at any time."""
+    """What a store holds at one moment. A record never changes, but memory after the tokens of a sequence may be written at any time."""
 
     lens: np.ndarray  # tokens of each sequence
     kind: str
@@ -28,7 +28,7 @@ class Held(NamedTuple):
 
     @property
     def ragged_lens(self) -> np.ndarray | None:
-        """Tokens of each sequence; None where all have as many."""
+        """Tokens of each sequence; None where all have equally many."""
         return None if self.even else self.lens
 
     @property
@@ -50,8 +50,8 @@ def copy(source: np.ndarray, into: np.ndarray) -> None:
 class Store:
     """Arrays of a batch that have room for more than they hold. Full arrays are copied into arrays of twice the size.
 
-    Each method makes all that is new where nobody looks, in other arrays or behind the tokens that are held, and publishes it by one
-    assignment at its end. An exception before that, of whatever kind and wherever it comes, leaves the store as it was.
+    Each method writes new data where it is not visible yet, in other arrays or behind the tokens that are held, and publishes it by one
+    assignment at its end. Any exception before this assignment leaves the store as it was.
     """
 
     def __init__(self, rules: Rules, w_k: Any, w_v: Any, dtype: str | None, threads: int | None) -> None:
@@ -64,10 +64,10 @@ class Store:
         return self._held.lens
 
     def held(self, queries: int) -> tuple[Held, list[np.ndarray]]:
-        """What the store holds, and its keys, values and their compressed blocks up to the last of the longest sequence. Before the first
-        tokens there are no arrays.
+        """What the store holds, and its keys, values and their compressed blocks up to the end of the longest sequence. Before the
+        first tokens there are no arrays.
 
-        Where there are no sequences, none has fewer tokens than `queries`, and the arrays have as many.
+        Without sequences, the arrays have `queries` tokens, so that queries of any number fit them.
         """
         held = self._held
         longest = held.longest if len(held.lens) else min(queries, MOST)
@@ -78,7 +78,7 @@ class Store:
         return block_count(tokens, self.rules.size, self.rules.stride)
 
     def _used(self, tokens: int) -> list[int]:
-        """Tokens or blocks of each array that so many tokens of a sequence fill."""
+        """How many tokens or blocks of each array are filled by `tokens` tokens of a sequence."""
         return 2 * [tokens] + 2 * [self._blocks(tokens)]
 
     def append(self, k: Any, v: Any, lens: Any) -> None:
@@ -108,7 +108,7 @@ class Store:
             raise ValueError(f"q: expected at most {MOST} tokens, got {array.shape[1]}")
 
     def crop(self, lens: Any) -> None:
-        """Each sequence keeps its first tokens, and the blocks that lie in them. What is appended next is written over the others."""
+        """Each sequence keeps its first tokens, and the blocks that lie in them. Tokens that are appended next overwrite the others."""
         held = self._held
         if isinstance(lens, (int, np.integer)) and not isinstance(lens, bool):
             most = _arrays.integer(lens, "lens")
@@ -150,7 +150,7 @@ class Store:
             compress_into(x[some, tokens], weight.array, into, held.kind, rules.size, rules.stride, alone, self.threads, names)
 
     def _with_room(self, held: Held, tokens: int) -> Held:
-        """The same with arrays that have room for so many tokens per sequence."""
+        """`held` with arrays that have room for `tokens` tokens per sequence."""
         have = held.room[0].shape[1] if held.room else tokens
         if tokens <= have:
             return held
@@ -164,7 +164,7 @@ class Store:
         return held._replace(room=room)
 
     def _checked(self, k: Any, v: Any, lens: Any) -> tuple[Held, list[np.ndarray], np.ndarray]:
-        """What the store holds, the new tokens, and how many of them each sequence gets. The first tokens say what the store holds."""
+        """What the store holds, the new tokens, and how many of them each sequence gets. The first tokens set dtype and shapes."""
         keys, kind = leading(k, "k", self.dtype)
         values = same_kind(v, "v", self.dtype, kind, "k")
         for x, name in ((keys, "k"), (values, "v")):
@@ -179,7 +179,7 @@ class Store:
         return self._begun(keys, values, kind), [keys, values], counts
 
     def _begun(self, keys: np.ndarray, values: np.ndarray, kind: str) -> Held:
-        """What the store holds, which fits these new tokens. Before the first ones: sequences without tokens."""
+        """What the store holds, after a check that the new tokens fit. Before the first ones: sequences without tokens."""
         held = self._held
         if not held.room:
             pairs = zip((keys, values), self._given.items(), strict=True)

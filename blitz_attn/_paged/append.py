@@ -21,7 +21,7 @@ class Summaries(NamedTuple):
 
 
 def _is_written(scale: Any) -> bool:
-    """Whether appending writes k_scale or v_scale, which it does where there is one per token and head, and reads it otherwise."""
+    """Whether appending writes k_scale or v_scale: it writes an array with one per token and head, and reads any other."""
     return scale is not None and len(_arrays.shape_of(scale)) > 1
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         selected_size: int | None
 
     class PagedOutputs(Outputs, total=False):
-        """The options of results, and of caches whose dtype is another than that of queries."""
+        """The options of results, of the order of summation, and of the dtype of caches."""
 
         kv_split: int | None
         kv_dtype: DType | None
@@ -66,7 +66,7 @@ __all__ = ["paged_attention", "paged_select_attention"]
 _CORE_NAMES = {"selected_counts": "counts"}
 _OTHER_FLOATS = ("float64", "float16", "bfloat16")
 _STORED = {name: name for name in ("float32", "float16", "float64", "int8")} | {"bfloat16": "uint16", "float8_e4m3": "uint8"}
-_NO_REQUESTS = zeros((0, 1), "int32"), (), None, None, None, None, None  # what `attend_requests` takes for none
+_NO_REQUESTS = zeros((0, 1), "int32"), (), None, None, None, None, None  # the `requests` of `attend_requests` where there are none
 
 
 class Rules(NamedTuple):
@@ -83,7 +83,7 @@ class Rules(NamedTuple):
 
 
 def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
-    """k_scale or v_scale as the core can read it: numbers and other floats as arrays of float32. Beside a `cache` of 16 bits or more, which
+    """k_scale or v_scale as the core can read it: numbers and other floats as arrays of float32. For a `cache` of 16 bits or more, which
     has no scale, the number 1 means none."""
     if type(scale) is ndarray:
         number = scale.ndim == 0
@@ -100,8 +100,8 @@ def open_requests(
     block_tables: Any, seq_lens: Any, indptr: Any, last_page_len: Any, q_lens: Any, q_begin: Any, page_size: Any, num_pages: Any = None,
     kv_split: Any = None,
 ) -> tuple[tuple[Any, ...], int, int]:  # fmt: skip
-    """Checks and copies requests once for many calls. Returns what `attend_requests` takes as `requests`, the number of requests, and that
-    of their queries."""
+    """Checks and copies requests once for many calls. Returns what `attend_requests` takes as `requests`, the number of requests, and the
+    number of their queries."""
     opened, batch, num_queries = _core.open_page_tables(
         block_tables, seq_lens, indptr, last_page_len, q_lens, q_begin, page_size, num_pages, kv_split
     )
@@ -114,8 +114,8 @@ def attend_requests(
     return_lse: Any = False, out: Any = None, selected_size: Any = None,
 ) -> Any:  # fmt: skip
     """Attention over a paged cache by one call of the core, with arrays of any kind; over all blocks where `selected` is None. `requests`:
-    what `tables_for_core` gives, `q_lens`, `q_begin` and `kv_split`, or what `open_requests` gives; `rules`: `Rules`, or the first ones of
-    their values as a plain tuple, which takes less time to make."""
+    what `tables_for_core` gives, `q_lens`, `q_begin` and `kv_split`, or what `open_requests` gives; `rules`: `Rules`, or the first of its
+    values as a plain tuple, which takes less time to make."""
     if k_scale is not None or v_scale is not None:
         k_scale, v_scale = scales_for_core(k_scale, "k_scale", k_cache), scales_for_core(v_scale, "v_scale", v_cache)
     if sinks is not None:
@@ -160,11 +160,11 @@ def size_of_selected(selected_size: Any) -> int | None:
 
 
 def check_rules(rules: Rules) -> None:
-    """Makes a call without requests, whose sentences refuse options that no call can have. Its arrays have the dtypes that the options
-    name. Where they name none, they are float64, which allows the widest range of softcaps."""
+    """Refuses options that no call can have, by making a call without requests. The arrays of this call have the dtypes that the options
+    name; where they name none, float64, which allows the widest range of softcaps."""
     dtype, kv_dtype = rules.dtype, rules.kv_dtype
     kind = dtype or (kv_dtype if kv_dtype in FLOATS else None) or rules.out_dtype or ("float64" if kv_dtype is None else "float32")
-    kind = kind if kind in FLOATS else "float32"  # the call says what it does not know
+    kind = kind if kind in FLOATS else "float32"  # the call refuses a dtype that it does not know
     q, cache = (empty(shape, _STORED.get(name, "float32")) for shape, name in (((0, 1, 1), kind), ((0, 1, 1, 1), kv_dtype or kind)))
     factor = None if kv_dtype is None else 1
     if dtype is None and kind == "bfloat16":
@@ -252,7 +252,7 @@ def paged_attention(
     kv_layout : {"NHD", "HND"}
         HND caches are ``(pages, Hkv, page_size, D)``, their scales ``(pages, Hkv, page_size)``.
     q_lens : sequence of int, optional
-        ``(B,)``: queries of each request, 0 to ``seq_lens[b]``: chunked prefill, speculative decoding.
+        ``(B,)``: number of queries of each request, 0 to ``seq_lens[b]``, as in chunked prefill and speculative decoding.
     window : int, optional
         Number of tokens before itself that a query sees, at least 0. Default, and -1: all.
     q_begin : sequence of int, optional
@@ -265,22 +265,22 @@ def paged_attention(
         empty, and reach beyond the tokens.
     attn_mask : array, optional
         ``(B, H, Q, T)``, or any shape that broadcasts to it, with Q at least the most queries of a request and T at least the most tokens:
-        row i is that of a request's query i, column j that of its token j. Of bool, where False hides the token as the causal rule does, or
-        of numbers that are added to the scores, as in `block_sparse_attention`: a tree of draft tokens, for example. A mask of one axis
+        row i belongs to a request's query i, column j to its token j. Either bool, where False hides the token as the causal rule does, or
+        numbers that are added to the scores, as in `block_sparse_attention`; for example for a tree of draft tokens. A mask of one axis
         has one element per token of the longest request and no more, so that a flattened mask of queries and tokens is refused.
     alibi_slopes : array_like, optional
         ``(H,)`` float32: ``-alibi_slopes[h] * abs(p - j)`` is added to the score of token j, where p is the query's own token number.
     sinks : array_like, optional
-        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. One
-        beyond about +-2.3e38 counts as infinite, unless `q` is float64.
+        ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. A
+        sink beyond about +-2.3e38 counts as infinite, unless `q` is float64.
     softcap : float, optional
         Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default, and 0: scores are not capped.
     k_scale, v_scale : array of float32, or float, optional
         The factors of int8 and float8 e4m3 caches: ``(pages, page_size, Hkv)``, one for each token and head, ``(Hkv,)``, one for each head,
         or one number. Arrays of other floats are converted. For other caches only the number 1 is accepted, and has no effect.
     kv_split : int, optional
-        Attend to each request in chunks of so many tokens, a multiple of page_size, and merge the states of its chunks by a fixed tree: see
-        the notes. Default: requests are cut as suits the machine.
+        Number of tokens of a chunk, a multiple of page_size: each request is attended to in chunks, whose states are merged by a fixed
+        tree, see the notes. Default: requests are cut as suits the machine.
     return_lse : bool
         Also return the log-sum-exp.
     out_dtype : str or dtype, optional
@@ -327,11 +327,10 @@ def paged_attention(
     whatever else is in the batch and whatever the number of threads.
 
     With `kv_split`, chunk c of a request is its tokens ``c * kv_split`` to ``(c + 1) * kv_split - 1``. Attention over each chunk is
-    computed by itself, and its result and log-sum-exp (float32, for float64 queries float64) are merged with others by
-    `merge_states_tree`; then `sinks` take part, and the result is rounded once. So the result is bit-identical to that of calls over single
-    chunks, each as a request of its own with `q_begin` and unrounded results (``out_dtype="float32"`` for queries of 16 bits), which are
-    merged in the same way: it does not matter who computes which chunk. Of `attn_mask`, each chunk has the columns of its tokens, which are
-    read where they lie.
+    computed by itself, and the results and log-sum-exps of the chunks (float32, for float64 queries float64) are merged by
+    `merge_states_tree`; then `sinks` take part, and the result is rounded once. So it does not matter who computes which chunk: calls over
+    single chunks, each as a request of its own with `q_begin` and unrounded results (``out_dtype="float32"`` for queries of 16 bits), give
+    bit-identical results when they are merged in the same way. Each chunk has the columns of `attn_mask` that belong to its tokens.
 
     A prefix that many requests share can be read once for all of them: attend to the prefix with all queries in one call, to the rest of
     each request in a second call, and merge the two results with `blitz_attn.merge_states` (see the second example).
@@ -469,7 +468,7 @@ def paged_select_attention(
 
     Notes
     -----
-    The last block of a request may be listed at any place; only its valid tokens are seen. With a list of all blocks, the result is
+    The last block of a request may be listed anywhere in a row; only its valid tokens are seen. With a list of all blocks, the result is
     bit-identical to that of `paged_attention`. One list per key/value head is faster than one per query head, whose heads do not share
     reads of the cache.
 

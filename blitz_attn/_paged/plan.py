@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedPlan"]
 
-_USUAL_RULES = Rules()  # of a plan that names none, which need no check
+_USUAL_RULES = Rules()  # the rules of a plan that is given none: they need no check
 _NO_DTYPES = (None, None, None)
 
 
@@ -135,7 +135,7 @@ class PagedPlan:
         maxblocks, minblocks, meanblocks, metadata_block_tables : array, optional
             Summaries of that layer and their tables, kept up to date as by `append_paged_kv`.
         dtype : str or dtype, optional
-            Of `k` and `v`, see `append_paged_kv`. Default: the plan's.
+            The dtype of `k` and `v`, see `append_paged_kv`. Default: the plan's.
 
         Raises
         ------
@@ -350,7 +350,7 @@ class PagedPlan:
         k_cache, v_cache : array
             The caches of one layer, with the `page_size` of the plan.
         source, metadata_block_tables : optional
-            Summaries of that layer and their tables, see `select_blocks`. None for max.
+            Summaries of that layer and their tables, see `select_blocks`. None for ``method="max"``.
         k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
             See `select_blocks`.
         sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out

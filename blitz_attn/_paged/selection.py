@@ -1,4 +1,5 @@
-"""The core's call that selects blocks of a paged cache, with arrays of any kind, and what it is given where these blocks are attended."""
+"""The core's call that selects blocks of a paged cache, with arrays of any kind, and its arguments where attention over these blocks
+follows."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ _NAMES = {
 
 
 class Opened(NamedTuple):
-    """Opened page tables in the place of `seq_lens`. They replace `q_lens`, the block size and, for the method max, the tables, too."""
+    """Opened page tables in place of `seq_lens`. They replace `q_lens`, the block size and, for the method max, the tables, too."""
 
-    tables: Any  # of the core
+    tables: Any  # opened by the core
     page_size: int
 
 
@@ -32,7 +33,7 @@ def integer_empty(like: Any) -> Any:
 
 
 def budgets(k: Any, budget: Any, dense_below: int | None, seq_lens: Any, size: int) -> tuple[Any, list[int] | None]:
-    """(width of the result, number of blocks of each request). None in place of the second: all requests get as many as the width."""
+    """(width of the result, number of blocks of each request). The second is None where every request gets as many as the width."""
     if (k is None) == (budget is None):
         raise ValueError(f"budget: expected exactly one of budget and k, got {'neither' if k is None else 'both'}")
     one, name = (k, "k") if k is not None else (budget, "budget")
@@ -112,7 +113,7 @@ def select_to_attend(
     q: Any, k_cache: Any, block_tables: Any, seq_lens: Any, source: Any, metadata_block_tables: Any, k: Any, *, method: Any,
     kv_layout: Any, k_scale: Any, dtype: Any, kv_dtype: Any, **choice: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The selection of `select_and_attend`. `seq_lens` may be opened page tables, which have the block tables."""
+    """The selection of `select_and_attend`. `seq_lens` may be opened page tables, which include the block tables."""
     size = seq_lens.page_size if isinstance(seq_lens, Opened) else None
     if isinstance(method, str) and method == "max":
         for name, given in (("source", source), ("metadata_block_tables", metadata_block_tables)):

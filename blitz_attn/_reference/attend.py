@@ -1,6 +1,6 @@
 """Softmax attention of one sequence, and its gradients: the equations that the twins of all kinds of attention share.
 
-Arrays of a sequence are (heads, tokens, dim), and what is said of pairs of a query and a key is (KV heads, group, queries, keys). They are
+Arrays of a sequence are (heads, tokens, dim); arrays over pairs of a query and a key are (KV heads, group, queries, keys). They are
 float64, or float32 where a twin imitates a program of lower precision, which rounds every array that it stores (`common.rounding_of`).
 """
 
@@ -18,7 +18,7 @@ from .common import Rounding, to_float64
 Array = np.ndarray
 
 _STRIP_ELEMENTS = 1 << 22  # most scores in memory at a time: 32 MiB of float64
-_FAR = 1 << 60  # more tokens than there are
+_FAR = 1 << 60  # more tokens than any sequence has
 
 
 # ---- What a query sees --------------------------------------------------------------------------------------------
@@ -28,13 +28,13 @@ _FAR = 1 << 60  # more tokens than there are
 class Bias:
     """What is added to the scores, after the scale and the softcap."""
 
-    mask: Array | None  # (heads, queries, keys): True where a key takes part, or numbers, of which -inf hides the key
-    slopes: Array | None  # (heads,): what a token of distance takes from the score
+    mask: Array | None  # (heads, queries, keys): True where a key takes part; or numbers, where -inf hides the key
+    slopes: Array | None  # (heads,): how much each token of distance lowers the score
     begin: int  # the key on the diagonal of query 0
     least: float  # numbers of the mask below it count as -inf
 
     def of(self, rows: Array, keys: Array) -> Array:
-        """(heads, rows, keys)"""
+        """The bias of some queries and keys: (heads, rows, keys)."""
         bias = np.zeros((1, rows.size, keys.size))
         if self.mask is not None:
             part = self.mask[:, rows[:, None], keys]
@@ -46,7 +46,7 @@ class Bias:
 
 
 class Strip(NamedTuple):
-    """Some queries, the keys that any of them may see, which each of them sees, and what is added to the scores."""
+    """Some queries; the keys that any of them may see; which of these keys each query sees; and what is added to the scores."""
 
     rows: slice
     keys: Any  # a slice, or an array of positions
@@ -56,12 +56,12 @@ class Strip(NamedTuple):
 
 @dataclass
 class Sequence:
-    """One batch entry, and which keys a query sees: those from `low` to `high` in the blocks that are kept, but for what a bias hides."""
+    """One batch entry, and which keys a query sees: those from `low` to `high` in the blocks that are kept, unless a bias hides them."""
 
     q: Array  # (heads, queries, dim)
     k: Array  # (KV heads, keys, dim)
     v: Array
-    q_len: int  # valid queries: others see nothing
+    q_len: int  # number of valid queries: others see nothing
     kv_len: int
     begin: int  # the token number of query 0: that of the key on its diagonal
     ranges: Array | None  # (queries, 2): the run of keys of each query, already applied in `low` and `high`
@@ -101,7 +101,7 @@ def sequence(
     q: Array, k: Array, v: Array, *, begin: int | None = None, left: int | None = None, right: int | None = None, q_len: int | None = None,
     kv_len: int | None = None, ranges: Array | None = None,
 ) -> Sequence:  # fmt: skip
-    """A sequence whose queries see `left` keys before their own and `right` behind it, None for all, within a run of keys of each.
+    """A sequence whose queries see `left` keys before their own and `right` keys after it (None: all), within each query's run in `ranges`.
 
     By default, the queries are the last tokens.
     """
@@ -123,7 +123,7 @@ def grouped(x: Array, kv_heads: int) -> Array:
 
 
 def named(lists: Array, columns: int) -> Array:
-    """bool (..., columns): which blocks each row of a list names, whose other places hold -1."""
+    """bool (..., columns): which blocks each row of a list names. Unused entries of a list hold -1."""
     mask = np.zeros((*lists.shape[:-1], columns + 1), np.bool_)
     np.put_along_axis(mask, np.where(lists < 0, columns, lists), True, axis=-1)
     return mask[..., :-1]
@@ -140,20 +140,21 @@ def matmul(a: Array, b: Array) -> Array:
 
 
 def product(weights: Array, x: Array, seen: Array) -> Array:
-    """weights @ x, in which a NaN or infinity of a row of x reaches only the results that see the row: 0 times it would reach all."""
-    odd = np.flatnonzero(~np.isfinite(x).all(axis=(0, 1, 3)))
-    if odd.size == 0:
+    """weights @ x, where a NaN or infinity in a row of x reaches only results that see the row. In a plain
+    product, a weight of 0 does not keep it out."""
+    nonfinite = np.flatnonzero(~np.isfinite(x).all(axis=(0, 1, 3)))
+    if nonfinite.size == 0:
         return matmul(weights, x)
     plain = x.copy()
-    plain[:, :, odd] = 0
+    plain[:, :, nonfinite] = 0
     out = matmul(weights, plain)
-    for j in odd:
+    for j in nonfinite:
         out += np.where(seen[..., j, None], weights[..., j, None] * x[:, :, j, None], 0)
     return out
 
 
 def _of(x: Array, strip: Strip) -> Array:
-    """(KV heads, 1, keys, dim): what x holds of a strip's keys."""
+    """(KV heads, 1, keys, dim): the rows of x that belong to a strip's keys."""
     return x[:, None, strip.keys] if isinstance(strip.keys, slice) else np.take(x, strip.keys, axis=1)[:, None]
 
 
@@ -178,7 +179,7 @@ class ScoreRules(NamedTuple):
 
 
 def _scores(s: Sequence, strip: Strip, rules: ScoreRules, r: Rounding) -> tuple[Array, Array | None]:
-    """S = softcap * tanh(scale * q k^T / softcap) + bias, -inf where a query does not see the key; and the tangent."""
+    """S = softcap * tanh(scale * q k^T / softcap) + bias, -inf where a query does not see the key; and the tanh, None without a softcap."""
     products = matmul(grouped(s.q, len(s.k))[:, :, strip.rows], _of(s.k, strip).swapaxes(-1, -2))
     scores, tangent = products * rules.factor(s.q.shape[2]), None
     if rules.softcap:

@@ -19,7 +19,8 @@ __all__ = ["block_sparse_attention_backward", "dense_same_precision_backward"]
 
 
 class _BiasSums:
-    """The gradients of a mask (B or 1, H or 1, Sq or 1, Skv or 1) and of the slopes (H,), None for one that is not given, or is of bool."""
+    """The gradients of a mask (B or 1, H or 1, Sq or 1, Skv or 1) and of the slopes (H,), None for a bias that is not given or is of
+    bool."""
 
     def __init__(self, attn_mask, alibi_slopes):
         self.shape = None if attn_mask is None or dtype_name(attn_mask.dtype) == "bool" else np.shape(attn_mask)
@@ -40,7 +41,7 @@ class _BiasSums:
 
 
 def _numbers(x: Any, real: type, layout: str, offsets: Any, entries: int) -> list[Any]:
-    """(heads, tokens) of each batch entry, of an array of the shape of the log-sum-exp that may be missing."""
+    """(heads, tokens) of each batch entry, from an array of the shape of the log-sum-exp; None for each entry where the array is None."""
     return [None] * entries if x is None else split_numbers(to_float64(x).astype(real), layout, offsets)
 
 

@@ -123,7 +123,7 @@ Rounding = Callable[[np.ndarray], np.ndarray]
 
 
 def rounding_of(name: str) -> Rounding:
-    """What a program in dtype `name` does to each array that it stores, which is float64 or float32 here."""
+    """How a program in dtype `name` rounds each array that it stores. Such arrays are float64 or float32 here."""
     if name == "float16":
         return lambda x: x.astype(np.float16).astype(np.float32)
     if name == "bfloat16":
@@ -185,8 +185,8 @@ def delivered(result: np.ndarray, lse: np.ndarray, o: dict[str, Any]) -> Any:
 
 
 def with_options_of(*functions: Callable[..., Any], without: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a twin, in place of ``**options``, the options of its operation, or of other twins, but for those named in `without`; it gets
-    all of them, with their defaults. A docstring with Parameters names those, too, that came after it was written."""
+    """Replaces ``**options`` of a twin by the options of its operation, or of other twins, except those named in `without`. The twin gets
+    all of them, with their defaults. Options that the Parameters of its docstring lack are added there."""
 
     def decorate(twin: Callable[..., Any]) -> Callable[..., Any]:
         own = [p for p in inspect.signature(twin).parameters.values() if p.kind is not p.VAR_KEYWORD]

@@ -36,7 +36,7 @@ def split(x: np.ndarray, layout: str, offsets: Sequence[int] | None = None, head
 
 
 def join(parts: Sequence[np.ndarray], layout: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `split`, in float64. `shape`: that of the whole, which may have no entries."""
+    """The inverse of `split`, in float64. `shape`: that of the result, which may be empty."""
     if not parts:
         return np.zeros(shape)
     if layout == "TND":
@@ -65,7 +65,7 @@ def begins_of(q_begin: Any, q_lens: Sequence[int], kv_lens: Sequence[int]) -> li
 
 
 def _bounds(window: Any, causal: bool) -> dict[str, Any]:
-    """How many keys before and behind the diagonal a query sees; None for all."""
+    """How many keys before and after the diagonal a query sees; None for all."""
     left, right = (None if n == -1 else int(n) for n in ((-1, -1) if window is None else window))
     return {"left": left, "right": 0 if causal and (right is None or right > 0) else right}
 
@@ -111,7 +111,7 @@ def add_biases(sequences: Sequence[core.Sequence], attn_mask: Any, alibi_slopes:
         given = attn_mask if hasattr(attn_mask, "detach") else array(attn_mask, "attn_mask", "an array")
         if dtype_name(given.dtype) not in ("bool", *FLOATS):
             raise TypeError(f"attn_mask: expected bool, float32, float16, bfloat16 or float64, got {dtype_name(given.dtype)}")
-        # An array keeps its dtype: what a strip needs of it is widened there.
+        # An array keeps its dtype: each strip widens the part that it needs.
         mask = np.asarray(given) if dtype_name(given.dtype) == "bool" or isinstance(given, np.ndarray) else to_float64(given)
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         fits = [n in (1, full) or (longer and axis > 1 and n > full) for axis, (n, full) in enumerate(zip(mask.shape, sizes, strict=False))]
@@ -124,7 +124,7 @@ def add_biases(sequences: Sequence[core.Sequence], attn_mask: Any, alibi_slopes:
     slopes = per_head(alibi_slopes, "alibi_slopes")
     if slopes is not None and slopes.shape != sizes[1:2]:
         raise ValueError(f"alibi_slopes: expected shape {sizes[1:2]}, one number per head, got {slopes.shape}")
-    # In float32, such a number times log2(e) is infinite.
+    # In float32, a number below this one times log2(e) is minus infinity.
     least = -math.inf if inputs == "float64" else -float(np.finfo(np.float32).max) / math.log2(math.e)
     for s, part in zip(sequences, masks, strict=True):
         s.bias = core.Bias(part, slopes, s.begin, least)

@@ -123,8 +123,8 @@ def nsa(
     compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, block_indices=None, compressed_kv=None,
     cu_seqlens=None, cu_seqlens_q=None, kv_lens=None, out=None, return_context=False, dtype=None, num_threads=None,
 ):  # fmt: skip
-    """See `blitz_attn.nsa.nsa`. The context is of the twin's own kind, for the twin's `nsa_backward`, which takes that of any call whose
-    queries are all tokens."""
+    """See `blitz_attn.nsa.nsa`. The context is for the `nsa_backward` of this module, which takes the context of any call whose queries
+    are all tokens."""
     result, context = _run(q, k, v, "float64", locals())
     result = written(result, out)
     return (result, context) if return_context else result
@@ -143,7 +143,7 @@ def nsa_same_precision(q, k, v, *, name=None, **options):
     name : str, optional
         Precision to imitate. Default: that of q.
     **options
-        Keyword arguments of `nsa`; `out` and `return_context` are not looked at.
+        Keyword arguments of `nsa`; `out` and `return_context` are ignored.
 
     Returns
     -------
@@ -170,7 +170,7 @@ def nsa_same_precision(q, k, v, *, name=None, **options):
 
 
 def nsa_backward(dout, ctx, *, num_threads=None):
-    """See `blitz_attn.nsa.nsa_backward`. Takes a context of the twin's own `nsa`."""
+    """See `blitz_attn.nsa.nsa_backward`. Takes a context of the `nsa` of this module."""
     if not isinstance(ctx, NSAContext):
         raise TypeError(f"ctx: expected the context that nsa returned, got {type(ctx).__name__}")
     if ctx.shapes[0][:-2] != ctx.shapes[1][:-2]:

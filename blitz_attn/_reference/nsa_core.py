@@ -30,7 +30,7 @@ class Places(NamedTuple):
 
 
 def read_places(q: Any, cu_seqlens: Any, cu_seqlens_q: Any = None, tokens: int | None = None, kv_lens: Any = None) -> Places:
-    """`tokens`: of all sequences together where packed, else of each one; None: as the lengths say, or as many as there are queries."""
+    """`tokens`: of all sequences together where they are packed, else of each one. None: as `cu_seqlens` says, or as many as queries."""
     queries = np.shape(q)[-3]
     if cu_seqlens is None:
         full = [queries if tokens is None else tokens] * np.shape(q)[0]
@@ -42,7 +42,7 @@ def read_places(q: Any, cu_seqlens: Any, cu_seqlens_q: Any = None, tokens: int |
 
 
 def sizes(block_size: Any, stride: Any) -> tuple[int, int]:
-    """The tokens of a compressed block, and those from one to the next."""
+    """Tokens of a compressed block, and tokens from the start of one block to the start of the next."""
     size = number(block_size, "compress_block_size")
     return size, size if stride is None else number(stride, "compress_stride")
 
@@ -65,7 +65,8 @@ def compressed_branch(
     q: Array, k_cmp: Array, v_cmp: Array, begin: int, size: int, stride: int, mode: str, causal: bool, groups: Array | None = None,
     tile: int = 1,
 ) -> Sequence:  # fmt: skip
-    """Compressed keys that a query may see. paper: of blocks that end at or before it; mslk: that begin at or before it.
+    """Compressed keys that a query may see. paper: those of blocks that end at or before it; mslk: those of blocks that begin at or before
+    it.
 
     `groups` (heads, tiles, groups of compressed keys) restricts each tile of queries to the groups that are True.
     """
@@ -166,8 +167,8 @@ def sequence_scores(q: Array, k_cmp: Array, rules: Rules, scale: Any, begin: int
 
 
 def top_blocks(scores: Array, count: int) -> Array:
-    """int32 (..., count): the highest scores, of equal ones the lower index, ascending; -1 where there are no more."""
-    scores = np.where(np.isnan(scores), np.finfo(float).min, scores)  # a NaN can still be attended, where it will show
+    """int32 (..., count): the indices of the highest scores, of equal scores the lower one, ascending; -1 where there are no more."""
+    scores = np.where(np.isnan(scores), np.finfo(float).min, scores)  # a NaN can still be selected, so that it shows in results
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     eligible = ~np.isneginf(np.take_along_axis(scores, order, -1))
     ascending = np.sort(np.where(eligible, order, scores.shape[-1]), axis=-1)
@@ -196,7 +197,7 @@ def selector(*options: Any) -> Rules:
 
 
 def routing_parts(lists: Any, offsets: list[int] | None, tile: int) -> list[Array]:
-    """The (heads, tiles, n) of each sequence of a selection, -1 from the first -1 of a row on. `offsets`: of the queries."""
+    """The lists (heads, tiles, n) of each sequence, with -1 from the first -1 of a row on. `offsets`: cumulative numbers of queries."""
     lists = np.asarray(lists).astype(np.int64)
     lists = np.where(np.logical_or.accumulate(lists < 0, axis=-1), -1, lists)
     if offsets is None:
@@ -232,7 +233,8 @@ def combine(branches: list[Array], gates: Array, r: Rounding) -> Array:
 def gates_backward(
     q: Array, dout: Array, branches: list[Array], gates: Array, weight: Array | None, r: Rounding
 ) -> tuple[list[Array], Array, Array | None, Array | None]:
-    """Gradients of the branches, of the gates as numbers, and through the weights of q and of them. Arrays are (heads, ..., dim)."""
+    """Gradients of the branches, of the gates, and, where gates come from weights, of q and of the weights. Arrays are (heads, ...,
+    dim)."""
     dbranches = [r(gates[..., c, None] * dout) for c in range(3)]
     dgates = r(np.stack([(dout * x).sum(axis=-1) for x in branches], axis=-1))
     if weight is None:

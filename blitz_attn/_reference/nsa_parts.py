@@ -81,8 +81,8 @@ def score_blocks(
     Returns
     -------
     list of numpy.ndarray
-        A float64 array a sequence: paper mode (Hkv, queries, blocks), mslk mode (H, tiles, blocks). ``-inf``: may not be selected;
-        ``inf``: has to be.
+        One float64 array per sequence: paper mode (Hkv, queries, blocks), mslk mode (H, tiles, blocks). ``-inf``: must not be selected;
+        ``inf``: must be selected.
 
     Raises
     ------
@@ -119,7 +119,7 @@ def score_and_select_blocks(q, k_cmp, num_selected_blocks, compress_block_size, 
 
 # ---- The branches ---------------------------------------------------------------------------------------------------
 
-Branch = Callable[..., Sequence]  # of a sequence's number, q, k and v
+Branch = Callable[..., Sequence]  # called with a sequence's number, q, k and v
 
 
 def _forward(q, k, v, cu_q: Any, cu_k: Any, branch: Branch, o: dict[str, Any]) -> Any:

@@ -94,7 +94,7 @@ def by_token(cache: Any, kv_layout: str) -> np.ndarray:
 
 
 def scale_by_token(scale: Any, cache: np.ndarray, kv_layout: str) -> np.ndarray:
-    """Scales with the axes (pages, page_size, heads) of `cache`, from such scales in `kv_layout`, one per head, or one."""
+    """Scales with the axes (pages, page_size, heads) of `cache`, from scales with these axes in `kv_layout`, one per head, or one."""
     return by_token(scale, kv_layout) if np.ndim(scale) == 3 else np.broadcast_to(np.asarray(scale, np.float32), cache.shape[:3])
 
 
@@ -173,8 +173,8 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens=None, **options)
 def paged_same_precision(q, k_cache, v_cache, block_tables, seq_lens=None, selected=None, **options):
     """Paged attention as a plain array program computes it in the precision of the queries.
 
-    What `dense_same_precision` is to attention over whole arrays. Cache entries of another dtype are widened to float32
-    and not rounded to the queries' dtype.
+    It is to paged attention what `dense_same_precision` is to attention over whole arrays. Cache entries of another dtype are widened to
+    float32 and not rounded to the queries' dtype.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ def quest_prefill_metadata(
     dtype=None, meanblocks=None, num_threads=None,
 ):  # fmt: skip
     """See `blitz_attn.quest_prefill_metadata`."""
-    # A product of an 8-bit number and its scale is exact in float64: the largest and the smallest, rounded, are those of rounded products.
+    # A product of an 8-bit number and its scale is exact in float64, so rounding the largest product gives the largest rounded product.
     summaries = {kind: x for kind, x in (("max", maxblocks), ("min", minblocks), ("mean", meanblocks)) if x is not None}
     page_size = by_token(k_cache, kv_layout).shape[1]
     starts = np.zeros(len(seq_lens), int) if start_lens is None else np.asarray(start_lens)
@@ -107,7 +107,8 @@ def _page_scores(
     query, sources, tables, seq_lens, page_size, *, method, per_query_head=False, kv_layout="NHD", k_scale=None, dtype=None, kv_dtype=None,
     q_lens=None,
 ) -> list[np.ndarray]:  # fmt: skip
-    """(rows, pages) scores of each request's own pages: the largest by any of its queries, NaN where one is. No pages where it has none.
+    """(rows, pages) scores of each request's own pages: the largest score by any of its queries, NaN where one of them is. Without queries,
+    no pages.
 
     `sources` are the arrays that the method reads: (maxblocks, minblocks) for quest, (meanblocks,) for mean, (k_cache,)
     for max, where `tables` are block tables.
@@ -116,7 +117,7 @@ def _page_scores(
     layout = kv_layout if of_keys else "NHD"
     per_page, kv_heads = by_token(sources[0], layout).shape[1:3]  # tokens, or summaries
     queries = to_float64(query, dtype)
-    if not per_query_head:  # the mean of each group's
+    if not per_query_head:  # the mean query of each group
         queries = queries.reshape(len(queries), kv_heads, queries.shape[1] // kv_heads, queries.shape[2]).mean(axis=2)
     numbers = np.ones(len(seq_lens), int) if q_lens is None else np.asarray(q_lens, int)
     scores = []
@@ -154,7 +155,7 @@ def _choose(scores: np.ndarray, slots: int, sink: int, recent: int, ascending: b
 def _select(
     scores: list[np.ndarray], width: int, sink: int, recent: Any, ascending: bool = False, slots: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(selected, counts) of all rows. `slots`: the number of places that each request may fill; None: all."""
+    """(selected, counts) of all rows. `slots`: the number of entries that each request may fill; None: all."""
     rows = scores[0].shape[0] if scores else 0
     selected, counts = np.full((len(scores), rows, width), -1, np.int32), np.zeros((len(scores), rows), np.int32)
     for b, request in enumerate(scores):
@@ -165,7 +166,7 @@ def _select(
 
 
 def _unsummarised(seq_lens: Any, since: Any, size: int) -> np.ndarray:
-    """Number of pages of each request that were not complete `since` tokens ago, when their summaries were made; 0 where that is -1."""
+    """Number of pages of each request that were not complete `since` tokens ago, when their summaries were made; 0 where `since` is -1."""
     tokens = np.asarray(seq_lens, np.int64)
     since = np.broadcast_to(np.asarray(since), tokens.shape)
     return np.where(since < 0, 0, -(-tokens // size) - np.maximum(tokens - since, 0) // size)

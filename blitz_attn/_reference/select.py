@@ -1,4 +1,4 @@
-"""float64 twins of the choosers for prefill. Public through `blitz_attn.reference`."""
+"""float64 twins of choosing blocks and tokens for prefill. Public through `blitz_attn.reference`."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def _hull(visible: np.ndarray) -> tuple[int, int]:
 
 
 def _blocks_of(keys: np.ndarray, columns: int, block_kv: int) -> np.ndarray:
-    """(columns,) bool: the blocks that a query which sees these keys sees."""
+    """(columns,) bool: the blocks that a query sees if it sees the keys from keys[0] to keys[1] - 1."""
     column = np.arange(columns)
     return (column * block_kv < keys[1]) & ((column + 1) * block_kv > keys[0]) & (keys[0] < keys[1])
 
 
 def _softmax(scores: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """Of each row over what it sees. Rows that see nothing are 0; what is not a number is NaN."""
+    """The softmax of each row over what the row sees. Rows that see nothing are 0; rows with a NaN are NaN."""
     scores = np.where(seen, scores, -np.inf)
     top = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - np.where(top == -np.inf, 0, top))
@@ -138,7 +138,7 @@ def _vertical_slash(fields: dict[str, Any], q, k, visible, scale, block_shape) -
     vertical, slash = weights.sum(axis=0), np.zeros(len(q) + len(k))
     np.add.at(
         slash, looked_at[:, None] - keys + len(k), weights
-    )  # by distance, from -len(k) on: the first query's token number is no matter
+    )  # by distance, from -len(k) on: the first query's token number does not matter
     every = vertical + slash[np.arange(len(q))[:, None] - keys + len(k)]
     starts = np.arange(0, len(k), block_kv)
     return [np.add.reduceat(every[part].mean(axis=0), starts)[None] for part in _groups(len(q), block_q)]
@@ -179,14 +179,14 @@ def _order(scores: np.ndarray, free: np.ndarray) -> list[int]:
 
 
 def _tails(scores: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Of each free block the scores of it and of those behind it; -1 elsewhere."""
+    """For each free block, its score plus the scores of all free blocks after it in `_order`; -1 elsewhere."""
     order, tails = _order(scores, free), np.full(scores.size, -1.0)
     tails[order] = np.cumsum(scores[order][::-1])[::-1]
     return tails
 
 
 def _within(name: str, budget: float, scores: np.ndarray, kept: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """What a row keeps, by the budgets that look at no other row."""
+    """What a row keeps, under the budgets that apply to each row by itself."""
     if name == "threshold":
         return kept | (free & (scores >= budget))
     if name == "top_p":
@@ -197,7 +197,7 @@ def _within(name: str, budget: float, scores: np.ndarray, kept: np.ndarray, free
 
 
 def _densest(density: float, scores: np.ndarray, kept: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """What rows (..., blocks) keep together, by falling tails."""
+    """What rows (..., blocks) keep if together they have this density: the free blocks with the largest `_tails`."""
     tails = np.array([_tails(*row) for row in zip(scores.reshape(-1, scores.shape[-1]), free.reshape(-1, free.shape[-1]), strict=True)])
     wanted = math.floor(density * (kept.sum() + free.sum()) + 0.5) - int(kept.sum())
     chosen = np.zeros(tails.size, bool)

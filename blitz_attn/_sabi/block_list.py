@@ -18,9 +18,10 @@ BlockShape = tuple[int, int]
 class BlockList(np.ndarray):
     """A block list that knows its block shape: a NumPy array with one attribute more.
 
-    What makes lists for a block shape returns such arrays: `blitz_attn.sabi`'s builders and the choosers of `blitz_attn.select`. Attention
-    takes them without a `block_shape`, and refuses one that contradicts the list. A list of integers from elsewhere becomes one by
-    ``BlockList(array, block_shape)``, which shares the array's memory; so does `from_block_mask` with a `block_shape`.
+    Functions that make lists for a block shape return such arrays: the builders of `blitz_attn.sabi`, `blitz_attn.select_blocks_prefill`
+    and `blitz_attn.select.list_from_scores`. Attention takes them without a `block_shape`, and refuses a `block_shape` that contradicts the
+    list. ``BlockList(array, block_shape)`` makes one from an array of integers, whose memory it shares; `from_block_mask` with a
+    `block_shape` makes one from a mask.
 
     Parameters
     ----------
@@ -37,14 +38,14 @@ class BlockList(np.ndarray):
     Raises
     ------
     TypeError, ValueError
-        No integers, or a block shape that is not two sizes of at least 1.
+        Entries that are not integers, or a block shape that is not two sizes of at least 1.
 
     Notes
     -----
     Slices, views, ``copy``, ``astype``, ``repeat``, pickles, `numpy.concatenate`, `numpy.stack` and `numpy.broadcast_to` keep the block
-    shape; lists of several block shapes do not join. Computing drops it: arithmetic, comparisons and functions that make an array anew
-    (`numpy.array`, `numpy.asarray`, `numpy.where`) return plain arrays. Files of `numpy.save`, tensors of torch and arrays of JAX know no
-    block shape either: calls with them need ``block_shape=`` where it is not the default.
+    shape; lists of different block shapes cannot be joined. Computing drops it: arithmetic, comparisons and functions that make an array
+    anew (`numpy.array`, `numpy.asarray`, `numpy.where`) return plain arrays. Files of `numpy.save`, tensors of torch and arrays of JAX know
+    no block shape either: calls with them need ``block_shape=`` where it is not the default.
 
     Examples
     --------
@@ -91,7 +92,7 @@ class BlockList(np.ndarray):
         self._block_shape = getattr(source, "_block_shape", None)
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        return np.asarray(array)[()]  # of no axes: a number
+        return np.asarray(array)[()]  # where it has no axes, a number
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         made = super().__array_function__(func, types, args, kwargs)
@@ -143,7 +144,8 @@ def common_shape(lists: Iterable[Any]) -> BlockShape | None:
 
 
 def block_shape_for(sabi: Any, block_shape: Any, default: Any = None) -> Any:
-    """The block shape of a call: the list's, which one that is given must not contradict, else the one that is given, else the default."""
+    """The block shape of a call: that of the list where it knows one, and then a given one must agree; else the given one, else the
+    default."""
     known = shape_of(sabi)
     if known is None:
         return default if block_shape is None else block_shape
@@ -162,5 +164,5 @@ def with_block_shape(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def of_shape(block_shape: Any, change: Callable[[int, int], BlockShape]) -> BlockShape | None:
-    """`change` of the two sizes of a block shape; None stays None."""
+    """`change` applied to the two sizes of a block shape; None stays None."""
     return None if block_shape is None else change(*block_shape)

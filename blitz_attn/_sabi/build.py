@@ -56,7 +56,7 @@ def _span(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> tuple[
 
 
 def _span_mask(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> np.ndarray:
-    """The same as a mask, one row per pair."""
+    """`_span` as a mask, one row per pair of `low` and `high`."""
     first, end = _span(low, high, s_kv, block_kv)
     column = np.arange(blocks_of(s_kv, block_kv))
     return (column >= first[:, None]) & (column < end[:, None])
@@ -65,8 +65,8 @@ def _span_mask(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> n
 def _list_of_spans(
     row: np.ndarray, first: np.ndarray, end: np.ndarray, grid: tuple[int, int], block_shape: BlockShape, dtype: Any, width: Any
 ) -> BlockList:
-    """The list of one head whose row ``row[i]`` has the columns from ``first[i]`` to ``end[i] - 1``. Rows rise with i; of the spans of a
-    row that have any columns, each begins no earlier than the one before and may overlap it. The grid is never held as a mask: it may
+    """The list of one head whose row ``row[i]`` has the columns from ``first[i]`` to ``end[i] - 1``. Rows rise with i; among the spans
+    of a row that are not empty, each begins no earlier than the one before and may overlap it. The grid is never held as a mask: it may
     have far more blocks than the list."""
     kept = end > first
     row, first, end = row[kept], first[kept], end[kept]
@@ -269,7 +269,7 @@ def document(
     """Packed documents, each of which sees only itself.
 
     A block that holds tokens of two documents is listed for both, since a list cannot cut inside a block. `document_ranges` cuts exactly,
-    as `kv_ranges` of the attention call, beside this list or without any. (Layout TND cuts exactly by itself; there each document has a
+    as `kv_ranges` of the attention call, with this list or without a list. (Layout TND cuts exactly by itself; there each document has a
     list of its own.)
 
     Parameters
@@ -323,7 +323,7 @@ def document(
 def document_ranges(lengths: Integers) -> np.ndarray:
     """`kv_ranges` of packed documents, each of which sees only itself.
 
-    `causal`, `window` and a list of blocks may stand beside them in the attention call; all rules hold. Without a list, the call reads
+    The attention call may take `causal`, `window` and a list of blocks together with them; all rules hold. Without a list, the call reads
     only keys that some query of a tile sees.
 
     Parameters
@@ -334,12 +334,12 @@ def document_ranges(lengths: Integers) -> np.ndarray:
     Returns
     -------
     numpy.ndarray
-        (sum(lengths), 2) int64: of each token the first token of its document, and the place after the last one.
+        (sum(lengths), 2) int64: for each token, the first token of its document and the place after the last one.
 
     Raises
     ------
     TypeError, ValueError
-        Lengths that are no integers, are negative, or do not add up to 1 to 2**24 tokens.
+        Lengths that are not integers, are negative, or do not add up to 1 to 2**24 tokens.
 
     See Also
     --------
@@ -384,7 +384,7 @@ def dilated(
     Parameters
     ----------
     s_q, s_kv, block_shape, dtype, width
-        As in `sliding_window`. The diagonal block is that of the last key the row's last query sees when causal.
+        As in `sliding_window`. The diagonal block holds the last key that the row's last query sees in a causal call.
     stride : int
         Distance between kept blocks, in blocks, at least 1.
     reach : int, optional

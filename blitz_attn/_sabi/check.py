@@ -83,7 +83,7 @@ def check(
 
 
 def _bad_entries(rows: np.ndarray, columns: int) -> np.ndarray | None:
-    """Which entries of a list are out of range, or stand in their row before; None: no entry."""
+    """A mask of the entries that are out of range or have occurred in their row before; None if there are none."""
     bad = rows >= columns
     ordered = np.sort(rows, axis=-1)
     if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
@@ -95,7 +95,7 @@ def _bad_entries(rows: np.ndarray, columns: int) -> np.ndarray | None:
 
 
 def _check_axes(shape: tuple[int, ...], count: int, queries: int, block_q: int, batch: Any, heads: Any, kv_heads: Any) -> None:
-    """Refuses a list that has not the axes of a problem, by the core's sentence. None: not known."""
+    """Refuses a list whose axes do not fit a problem, with the core's sentence. A size that is None is not checked."""
     own = None if batch is None else {integer(batch, "batch"), 1}
     of_heads = None
     if heads is not None:
@@ -109,6 +109,6 @@ def _check_axes(shape: tuple[int, ...], count: int, queries: int, block_q: int, 
 
 
 def _either(numbers: list[int]) -> str:
-    """Numbers of which each will do, for a sentence."""
+    """The numbers that are allowed, as a sentence lists them."""
     *others, last = dict.fromkeys(numbers)
     return f"{', '.join(map(str, others))} or {last}" if others else str(last)

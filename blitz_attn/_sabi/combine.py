@@ -30,7 +30,7 @@ _TWO_FACTORS = "two positive numbers"
 
 
 def _combined(rule: np.ufunc, columns: Any, a: Any, b: Any, dtype: Any) -> np.ndarray:
-    """The list of the blocks for which `rule` is true of "`a` lists it" and "`b` lists it"."""
+    """The list of the blocks for which ``rule(listed in a, listed in b)`` is true."""
     shape_known = common_shape((a, b))
     x, y = signed(a, "a"), signed(b, "b")
     count = max(columns_of(x, columns, "a"), columns_of(y, columns, "b"))
@@ -285,7 +285,7 @@ def refine(a: ArrayLike, factors: Sequence[int], rows: int, columns: int, *, dty
     factors : (int, int)
         New blocks of queries and of keys that an old one splits into.
     rows, columns : int
-        Numbers of blocks of queries and keys of the result, which drop blocks beyond the last token.
+        Numbers of blocks of queries and of keys in the result; blocks beyond the last token are dropped.
     dtype : dtype, optional
         As in `from_block_mask`.
 

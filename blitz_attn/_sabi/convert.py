@@ -251,13 +251,14 @@ def from_token_mask(
     return from_block_mask(any_pool(_booleans(mask), checked_shape(block_shape)), dtype=dtype, width=width, block_shape=block_shape)
 
 
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # of each byte, the highest first
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the bits of each byte, the highest first
 _FIRST_BIT, _LAST_BIT, _BIT_COUNT = _BITS.argmax(axis=1), 7 - _BITS[:, ::-1].argmax(axis=1), _BITS.sum(axis=1, dtype=np.int64)
 
 
 def runs_and_counts(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row of a mask, bool (..., keys): int64 (..., 2), the first key that is seen and the place after the last one (0 and 0 where
-    there is none), and the number of keys that are seen. Where that is less than the run has, there are gaps."""
+    """For each row of a mask, bool (..., keys): its run, int64 (..., 2), which is the first key that is seen and the place after the last
+    one (0 and 0 where there is none), and the number of keys that are seen. If this is less than the length of the run, the run has
+    gaps."""
     runs, counts = np.zeros((*seen.shape[:-1], 2), np.int64), np.zeros(seen.shape[:-1], np.int64)
     for at in pieces(seen.shape) if seen.shape[-1] else ():
         eights = np.packbits(seen[at], axis=-1)
@@ -272,8 +273,8 @@ def runs_and_counts(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def listed_in_runs(listed: np.ndarray, runs: np.ndarray, shape: tuple[int, int], s_kv: int) -> np.ndarray:
-    """int64 (..., s_q): of each query's run of keys, `runs` (..., s_q, 2), how many lie in blocks of its row of `listed`, bool (..., R, C).
-    A query sees exactly these keys. Axes of size 1 in `runs` fit any number in `listed`."""
+    """int64 (..., s_q): how many keys of each query's run, `runs` (..., s_q, 2), lie in the blocks of the query's row of `listed`, bool
+    (..., R, C). A query sees exactly these keys. An axis of size 1 in `runs` fits any size in `listed`."""
     lead, s_q, (block_q, block_kv) = listed.shape[:-2], runs.shape[-2], shape
     runs = np.broadcast_to(runs, (*lead, s_q, 2))
     counts = np.empty((*lead, s_q), np.int64)
@@ -283,7 +284,7 @@ def listed_in_runs(listed: np.ndarray, runs: np.ndarray, shape: tuple[int, int],
         queries = np.arange(rows.start * block_q, min(rows.stop * block_q, s_q))
         for n in np.ndindex(tuple(x.stop - x.start for x in at[:-2])):
             head = tuple(x.start + m for x, m in zip(at[:-2], n, strict=True))
-            kept = np.append(listed[(*head, rows)], np.zeros((rows.stop - rows.start, 1), bool), axis=1)  # a column behind the last key
+            kept = np.append(listed[(*head, rows)], np.zeros((rows.stop - rows.start, 1), bool), axis=1)  # a column after the last key
             before = np.append(np.zeros((len(kept), 1), np.int64), np.cumsum(kept[:, :-1] * sizes, axis=1), axis=1)
             column, inside = np.divmod(runs[(*head, queries)], block_kv)
             own = (queries // block_q - rows.start)[:, None]
@@ -300,8 +301,8 @@ def kv_ranges_from_token_mask(mask: ArrayLike, block_shape: Sequence[int] | None
     mask : array_like of bool
         (..., s_q, s_kv), True where a query attends to a key. In each row the keys must be a run, that is, have no gap between them.
     block_shape : (int, int), optional
-        Where the ranges are used beside the list of ``from_token_mask(mask, block_shape)``. Blocks that this list leaves out may be gaps
-        in a run then. Default: no list.
+        Give it if attention gets the ranges together with the list ``from_token_mask(mask, block_shape)``. Blocks that this list leaves
+        out may then be gaps in a run. Default: no list.
 
     Returns
     -------
@@ -414,7 +415,7 @@ def from_csr(
     indptr : array_like of int
         Rising from 0 to the number of indices; one more entry than there are rows. Integers of any size, signed or not.
     indices : array_like of int
-        Columns, row after row. Likewise.
+        Columns, row after row; also integers of any size.
     lead : sequence of int
         Leading axes (batch, heads) that the rows are split over, in C order.
     columns : int, optional

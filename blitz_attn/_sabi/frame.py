@@ -135,7 +135,7 @@ def random_with_frame(
     """Random blocks inside a fixed frame, equally many in each row: upstream's rule, with upstream's results.
 
     Head h of batch entry b draws from ``random.Random(seed + b + h)``. See `frame_plan` for the counts. Sparsity 0
-    gives the full list, so that a benchmark at 0 times the sparse path.
+    gives the full list, so that a benchmark at sparsity 0 measures the sparse path.
 
     Parameters
     ----------

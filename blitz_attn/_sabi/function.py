@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FunctionMask", "from_function"]
 
-MOST_PAIRS = 1 << 38  # of tokens that are evaluated: these take minutes
-TILE = (128, 512)  # queries and keys that are evaluated at once: an int64 for each pair is half a mebibyte, which a cache holds
+MOST_PAIRS = 1 << 38  # most pairs of tokens that are evaluated: so many take minutes
+TILE = (128, 512)  # queries and keys that are evaluated at once: an int64 for each pair takes half a mebibyte, which fits in a cache
 
 
 class FunctionMask(NamedTuple):
@@ -39,7 +39,7 @@ FunctionMask.__module__ = "blitz_attn.sabi"  # where users and pickles find it
 
 
 def _steps(size: int, block: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cuts tokens into runs of at most `most`, each of which is some whole blocks, a part of one, or a last block that is shorter."""
+    """Cuts tokens into runs of at most `most`, each of which is one or more whole blocks, a part of one, or the shorter last block."""
     whole = size - size % block
     step = block * max(1, most // block)
     for begin, end in [(n, min(n + step, whole)) for n in range(0, whole, step)] + [(whole, size)] * (whole < size):
@@ -67,8 +67,8 @@ def _evaluated(mask_mod: Callable[..., Any], sizes: tuple[int, int], shape: tupl
 
 
 class _Found:
-    """What the tiles of a function have shown: which blocks hold a pair that is seen, and one that is not; and of each query the hull of
-    the keys that some head sees, and how many keys each head sees."""
+    """What the tiles of a function have shown: for each block, whether it holds a pair that is seen and whether it holds one that is not;
+    for each query, the hull of the keys that some head sees, and how many keys each head sees."""
 
     def __init__(self, lead: tuple[int, int], grid: tuple[int, int], sizes: tuple[int, int], shape: tuple[int, int]) -> None:
         self.shape = shape
@@ -126,12 +126,12 @@ def from_function(
     block_shape : (int, int)
         Number of tokens per block of queries and of keys, at least 1 each.
     batch, heads : int
-        How many batch entries and heads the function is asked for. Leave it at 1 where it makes no difference among them: the result then
-        fits any number.
+        How many batch entries and heads the function is evaluated for. Leave a number at 1 where the function does not depend on the index:
+        the result then fits any number.
     token_rule : {"kv_ranges", "attn_mask", "none"}
         What cuts within the listed blocks. ``"kv_ranges"``: a run of keys for each query; a function that no runs express is refused.
-        ``"attn_mask"``: for such a function, a mask of bool, which takes ``batch * heads * s_q * s_kv`` bytes. ``"none"``: nothing, so that
-        attention over the listed blocks may see more than the function lets it.
+        ``"attn_mask"``: if runs do not express the function, a mask of bool, which takes ``batch * heads * s_q * s_kv`` bytes. ``"none"``:
+        nothing, so that attention over the listed blocks may see keys that the function hides.
     dtype, width
         As in `from_block_mask`.
 
@@ -140,8 +140,8 @@ def from_function(
     FunctionMask
         A named tuple of arguments of `block_sparse_attention`. ``sabi``: (batch, heads, R, W), the blocks in which a query sees a key.
         ``kv_ranges``: int32 (s_q, 2), or (batch, s_q, 2) with more than one batch entry, as from `kv_ranges_from_token_mask`; None where
-        every query sees all keys of its listed blocks, under ``token_rule="none"``, and beside an ``attn_mask``. ``attn_mask``: None, or
-        bool (batch, heads, s_q, s_kv). ``block_shape``: that of the list.
+        every query sees all keys of its listed blocks, under ``token_rule="none"``, and where ``attn_mask`` is given. ``attn_mask``: None,
+        or bool (batch, heads, s_q, s_kv). ``block_shape``: that of the list.
 
     Raises
     ------
@@ -153,14 +153,14 @@ def from_function(
 
     See Also
     --------
-    from_token_mask, kv_ranges_from_token_mask : the same of a mask that is an array.
-    blitz_attn.integrations.torch.from_flex_block_mask : the same of a BlockMask.
+    from_token_mask, kv_ranges_from_token_mask : the same for a mask that is an array.
+    blitz_attn.integrations.torch.from_flex_block_mask : the same for a BlockMask.
 
     Notes
     -----
     The function is evaluated on all pairs of tokens, about 128 x 512 at a time: nothing of the size of queries times keys is kept, unless a
     mask is asked for. 16384 x 16384 pairs take about a second for each head.
-    Where keys that a query sees have gaps, another order of the tokens may close them: the tiles of a video do.
+    Where the keys that a query sees have gaps, another order of the tokens may close them, as the order by tiles does for a video.
 
     Examples
     --------
@@ -181,7 +181,7 @@ def from_function(
     grid, shape, sizes = grid_of(s_q, s_kv, block_shape), checked_shape(block_shape), tokens_of(s_q, s_kv)
     lead = count_of(batch, "batch", MOST_SIDE, 1), count_of(heads, "heads", MOST_SIDE, 1)
     rule = choice(token_rule, "token_rule", ("kv_ranges", "attn_mask", "none"))
-    result_dtype(grid[1], dtype)  # refuses it before the function is called
+    result_dtype(grid[1], dtype)  # refuses a wrong dtype before the function is called
     pairs = math.prod((*lead, *sizes))
     if math.prod((*lead, *grid)) > MOST_BLOCKS or pairs > MOST_PAIRS:
         most = f"at most {MOST_BLOCKS} blocks and {MOST_PAIRS} pairs of tokens in all"

@@ -22,7 +22,7 @@ MOST_BLOCKS = 1 << 28  # most entries of a list, and blocks of a grid that is he
 MOST_ROWS = 1 << 24  # most rows of a list
 
 MOST_TOKENS = 1 << 48  # sums of such numbers fit in 64 bits
-MOST_SIDE = 1 << 20  # of what Python loops over: heads, and rows or columns of a grid with a frame
+MOST_SIDE = 1 << 20  # most of what Python loops over: heads, and rows or columns of a grid with a frame
 
 
 def signed(sabi: Any, name: str = "sabi") -> np.ndarray:
@@ -32,7 +32,7 @@ def signed(sabi: Any, name: str = "sabi") -> np.ndarray:
         raise TypeError(f"{name}: expected an integer array, got {array.dtype}")
     if array.ndim < 2:
         raise ValueError(f"{name}: expected shape (..., rows, width), got {array.shape}")
-    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and int(array.max(initial=0)) >= 2**63:  # as int64 it would be negative: a pad
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and int(array.max(initial=0)) >= 2**63:  # would be a pad as int64
         raise ValueError(f"{name}: expected columns below 2**63 (uint64 has no pad), got {array.max()}")
     rows = np.empty(array.shape, np.int64)
     for at in pieces(rows.shape):
@@ -57,7 +57,7 @@ def counts_of(rows: np.ndarray) -> np.ndarray:
 
 
 def largest_of(rows: np.ndarray) -> int:
-    """The largest entry, -1 if there is none above."""
+    """The largest entry; -1 if there are only pads."""
     flat = rows.reshape(-1)
     return max(int(flat[at].max(initial=-1)) for at, _ in pieces((flat.size, 1)))
 
@@ -95,7 +95,7 @@ def tokens_of(s_q: Any, s_kv: Any) -> tuple[int, int]:
 
 
 def sides_of(s_q: Any, s_kv: Any, block_shape: Any) -> tuple[int, int]:
-    """Rows and columns of the block grid, after checking what makes it."""
+    """Rows and columns of the block grid, after checking the arguments."""
     block_q, block_kv = checked_shape(block_shape)
     sizes = tokens_of(s_q, s_kv)
     rows, columns = blocks_of(sizes[0], block_q), blocks_of(sizes[1], block_kv)
@@ -178,7 +178,7 @@ def columns_of(rows: np.ndarray, columns: Any, name: str = "sabi") -> int:
 
 
 def width_of(width: Any, fullest: int, rows: int) -> int:
-    """Width of a list: the one given, checked against the fullest of its rows, or that row's own."""
+    """Width of a list: the one given, checked against the fullest of its rows, or the number of blocks in that row."""
     if width is None:
         return max(1, fullest)
     width = count_of(width, "width", MOST_BLOCKS // max(1, rows))

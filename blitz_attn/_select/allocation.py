@@ -33,8 +33,8 @@ def allocate(
 ) -> Profile:
     """Find the mass that each layer and head must keep so that the model loses least at one density.
 
-    Layers and heads differ in what their errors do to the model. What a list costs is estimated as the sum over queries of ``(dout .
-    (out - out_dense))**2``, where dout is the gradient of the model's loss with respect to the attention output.
+    An error costs the model more in some layers and heads than in others. The cost of a list is estimated as the sum over queries of
+    ``(dout . (out - out_dense))**2``, where dout is the gradient of the model's loss with respect to the attention output.
 
     Parameters
     ----------
@@ -42,15 +42,15 @@ def allocate(
         For each layer the captures of some texts: queries, keys and values as `block_sparse_attention` takes them, and the gradient
         of the model's loss with respect to the dense output, shaped as the output. Pass a generator to keep only one layer in memory.
     density : float
-        Share of the blocks that all layers and heads together are to keep in the captures, above 0 and at most 1. Where the least of
-        `masses` keeps more, it is exceeded.
+        Share of the blocks that all layers and heads together are to keep in the captures, above 0 and at most 1. It is exceeded where
+        even the least of `masses` keeps more.
     chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash, or list of them
-        How blocks are scored: see `select_blocks_prefill`. Of a list, each layer gets the one with which it costs least, where the
-        work of choosing counts as much as blocks of the same arithmetic.
+        How blocks are scored: see `select_blocks_prefill`. From a list, each layer gets the chooser with the lowest cost; the
+        work of choosing counts like blocks that take the same arithmetic.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     masses : sequence of float
-        The numbers for `top_p` that are tried, rising, above 0 and at most 1.
+        The values of `top_p` that are tried, rising, above 0 and at most 1.
     **rules
         scale, layout, causal, window, num_heads, num_kv_heads, kv_ranges, dtype and num_threads of the calls: see
         `select_blocks_prefill`. Captures are whole sequences, and `kv_ranges` are the same in all.
@@ -72,10 +72,10 @@ def allocate(
 
     Notes
     -----
-    With labels drawn from the model's own predictions the gradient makes the estimate, halved, the divergence between the dense model's
-    predictions and the sparse model's to second order (Fisher information), heads taken one by one. One price per block, the same for all
-    heads, says what each head keeps; the least price that meets the density is found. A layer takes one dense call and, for each chooser,
-    ``len(masses)`` choices and sparse calls per capture. Texts that a result is reported on should not be among the captures.
+    If the labels of the loss are drawn from the model's own predictions, half of the estimate is to second order the divergence between the
+    predictions of the dense and the sparse model (Fisher information), with heads taken one by one. One price per block, the same for all
+    heads, decides what each head keeps; the lowest price that meets the density is found. A layer takes one dense call and, for each
+    chooser, ``len(masses)`` choices and sparse calls per capture. Texts that a result is reported on should not be among the captures.
 
     Examples
     --------
@@ -134,7 +134,7 @@ def _allocated(points: np.ndarray, choosers: list[Any], block_q: int, density: f
 
 
 def _costs(case: Any, heads: int, masses: np.ndarray, choosers: list[Any], block: tuple[int, int], rules: dict[str, Any]) -> np.ndarray:
-    """(choosers, 3, heads, masses) of a capture: the blocks kept under each mass, what they cost, and the blocks that there are."""
+    """(choosers, 3, heads, masses) of a capture: the blocks kept under each mass, what they cost, and the number of all visible blocks."""
     q, k, v, dout = _arrays.detached(*case)
     layout, dtype = rules.get("layout", "BNSD"), rules.get("dtype")
     rules = rules | {"block_shape": block}
@@ -154,10 +154,10 @@ def _costs(case: Any, heads: int, masses: np.ndarray, choosers: list[Any], block
 
 
 def _shared(kept: np.ndarray, cost: np.ndarray, choosing: np.ndarray, most: float) -> tuple[np.ndarray, np.ndarray]:
-    """The chooser of each layer, and the points (layers, heads) of its heads, that cost least with at most so many blocks.
+    """The chooser of each layer, and the points (layers, heads) of its heads, that cost least with at most `most` blocks.
 
     `kept` and `cost` are (choosers, layers, heads, points), `choosing` (choosers, layers) is each chooser's own work in blocks. A price
-    per block decides; of all prices, the lowest whose blocks are not too many, or else the highest.
+    per block decides: the lowest price with at most `most` blocks, or the highest price where none has so few.
     """
 
     def at(price: float) -> tuple[np.ndarray, np.ndarray, float]:
@@ -168,7 +168,7 @@ def _shared(kept: np.ndarray, cost: np.ndarray, choosing: np.ndarray, most: floa
         blocks = np.take_along_axis(kept, points[..., None], 3)[..., 0].sum(axis=2)[chooser, np.arange(len(chooser))].sum()
         return chooser, chosen, blocks
 
-    # The highest price makes the cheapest points win whatever they cost; the lowest costs nothing.
+    # At the highest price, the points with the fewest blocks win whatever they cost; at the lowest price, blocks are free.
     low, high = 0.0, 2 * float(cost.max()) + 1.0
     best = at(high)
     if at(low)[2] <= most:

@@ -30,9 +30,9 @@ class Pooled(NamedTuple):
     A softmax over the groups that the row may see, summed over the groups of a key block, is the row's share of each block. A block's
     score is the largest or the mean of these shares over the rows of the block of queries.
 
-    With bfloat16 inputs, means are rounded to bfloat16, and so are the two vectors of a group that the bound is computed from: what
-    ``qmean`` is multiplied with, ``(kmax + kmin) / 2`` or the mean of that and of ``kmean``, and what ``|qmean|`` is, ``(kmax - kmin) / 2``
-    or half of it.
+    With bfloat16 inputs, means are rounded to bfloat16, and so are the two vectors of a group from which the bound is computed: the factor
+    of ``qmean``, which is ``(kmax + kmin) / 2`` (for ``"both"`` the mean of this and ``kmean``), and the factor of ``|qmean|``, which is
+    ``(kmax - kmin) / 2`` (for ``"both"`` half of it).
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Pooled(NamedTuple):
     term : {"both", "mean", "bound"}
         What pooled queries and keys score.
     over : {"largest", "mean"}
-        How the rows of a block of queries join.
+        How the rows of a block of queries are combined.
 
     Notes
     -----
@@ -64,7 +64,7 @@ class Antidiagonal(NamedTuple):
     stride : int
         Tokens of a group. It must divide the block.
     over : {"mean", "largest"}
-        How the rows of a block of queries join.
+        How the rows of a block of queries are combined.
 
     Notes
     -----
@@ -81,9 +81,9 @@ class SampledRows(NamedTuple):
     Attributes
     ----------
     rows : int
-        Queries that are sampled of a block: the last of each of so many equal parts. It must divide the block.
+        How many queries of a block are sampled: the last query of each of `rows` equal parts. It must divide the block.
     over : {"largest", "mean"}
-        How the sampled queries join.
+        How the sampled queries are combined.
 
     Notes
     -----
@@ -128,7 +128,7 @@ def fields_of(chooser: Any) -> dict[str, Any]:
 
 
 def chooser_of(fields: Mapping[str, Any]) -> Any:
-    """The chooser whose `fields_of` is `fields`, also where JSON has made lists of tuples."""
+    """The chooser whose `fields_of` is `fields`, even after JSON has turned its tuples into lists."""
     rest = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items() if name != "kind"}
     return KINDS[fields["kind"]](**rest)
 
@@ -143,7 +143,7 @@ def _pair(x: Any, name: str) -> tuple[int, int]:
 
 
 def chooser_for(chooser: Any, block_shape: Any) -> Any:
-    """The chooser that is meant: itself, or that of a name, whose sizes become smaller where they would not divide the block."""
+    """A chooser as it is, or the default chooser of a name, with smaller sizes where its own do not divide the block."""
     if not isinstance(chooser, str):
         return chooser
     _arrays.choice(chooser, "chooser", tuple(CHOOSERS))

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Options:
-    """What a caller gives `block_sparse_attention` beside q, k, v, the list and the places of results. ``**vars(options)`` passes it on."""
+    """What a caller gives `block_sparse_attention` besides q, k, v, the list and arrays for results. ``**vars(options)`` passes it on."""
 
     block_shape: Any
     scale: Any = None
@@ -29,13 +29,13 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options among the arguments of a function, of which some may have other names."""
+        """Picks the options from all arguments of a function, by name."""
         return cls(**{name: given[name] for name in cls.__dataclass_fields__ if name in given})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JudgingOptions(Options):
-    """The same for a list that is judged, with what changes attention and not the choice of blocks."""
+    """`Options` for judging a list: also those that change attention but not the choice of blocks."""
 
     attn_mask: Any = None
     alibi_slopes: Any = None

@@ -80,8 +80,8 @@ def select_blocks_prefill(
 ) -> Any:
     """Choose the blocks of keys that each block of queries attends to, from the queries and keys themselves.
 
-    Scores of a row of blocks are not negative and add up to 1: what a chooser takes for the share of the row's softmax mass that
-    lies in each block. Exactly one of `density`, `top_p`, `threshold` and `top_k` says which blocks are kept beside the forced ones.
+    The scores of a row of blocks are a chooser's estimate of the share of the row's softmax mass that lies in each block: they are not
+    negative and add up to 1. Exactly one of `density`, `top_p`, `threshold` and `top_k` says which blocks are kept besides forced ones.
 
     Parameters
     ----------
@@ -91,16 +91,16 @@ def select_blocks_prefill(
         Keys, ``(B, Hkv, Skv, D)``, same dtype. H must be a multiple of Hkv.
     chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash, or callable
         How blocks are scored: ``"pooled"``, ``"antidiagonal"``, ``"sampled_rows"`` or ``"vertical_slash"`` with the defaults of the
-        class of that name, or an instance of it. Where a name is given and a default size does not divide the block, the greatest common
-        divisor of both is taken: a block of 12 x 20 is pooled by 4. The smaller that is, the longer choosing takes.
+        class of that name, or an instance of it. If a name is given whose default size does not divide the block, the greatest common
+        divisor of both is taken: a block of 12 x 20 is pooled by 4. The smaller the divisor, the longer choosing takes.
         A function is called as ``chooser(q, k, **options)``, with the arrays of this call and all options that `blitz_attn.select.scores`
-        takes but `chooser`, once everything else has been checked. It returns scores as `blitz_attn.select.list_from_scores` takes them,
-        ``(B, H, rows, columns)``; with `per_kv_head`, Hkv heads will do. What it raises is passed on.
+        takes except `chooser`, after everything else has been checked. It returns scores as `blitz_attn.select.list_from_scores` takes
+        them, ``(B, H, rows, columns)``; with `per_kv_head`, Hkv heads are enough. What it raises is passed on.
     density : float or sequence of float, optional
         Share of the blocks that the rules let a sequence see, from above 0 to 1. The blocks are kept as if one common `top_p` were
         applied to all rows and heads of the sequence, chosen so that this share of the visible blocks is kept, rounded to whole
         blocks. Forced blocks count; where they alone are more, the share is exceeded. With one number per head, each head has its own
-        share. `blitz_attn.sabi.density` counts all pairs of blocks instead: of a causal list it gives about half of this number.
+        share. `blitz_attn.sabi.density` counts all pairs of blocks instead: for a causal list it gives about half of this number.
     top_p : float or sequence of float, optional
         Each row keeps its fewest best blocks that hold this much of its scores, forced blocks first: from above 0 to 1. One
         number, or one per head.
@@ -118,7 +118,7 @@ def select_blocks_prefill(
     causal : bool
         Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``, or ``j <= i + q_begin``.
     window : (int, int), optional
-        Tokens that are seen before and after that diagonal; -1 sets no bound.
+        Tokens that are seen before and after the diagonal of `causal`; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional
         ``(B,)``: how many tokens of each batch entry are valid.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
@@ -160,8 +160,8 @@ def select_blocks_prefill(
         ``(B, H, ceil(Sq / block_shape[0]), W)``: the kept columns of each row, rising, then pads (-1, for uint16 65535). W is the
         length of the longest row, at least 1. A torch tensor where `q` is one.
     scores : array
-        With `return_scores`: ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32; 0 where a row may not look.
-        With `per_kv_head`, Hkv heads.
+        With `return_scores`: ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32; 0 for
+        blocks that a row may not see. With `per_kv_head`, Hkv heads.
 
     Raises
     ------
@@ -169,33 +169,33 @@ def select_blocks_prefill(
         An argument of the wrong kind.
     ValueError
         An argument of the wrong shape or out of range: a pool, stride or number of rows that does not divide the block, no
-        budget or two, a density or mass outside (0, 1]. The text names the argument, what was expected and what came.
+        budget or two, a density or mass outside (0, 1]. The text names the argument, what was expected and what was given.
     MemoryError
         The scratch memory could not be allocated.
 
     See Also
     --------
     select_and_attend_prefill : this and the attention in one call.
-    blitz_attn.sabi : pictures, statistics and other makers of block lists.
+    blitz_attn.sabi : pictures, statistics and other functions that make block lists.
     blitz_attn.select_blocks : the same for decode over a paged cache.
     blitz_attn.reference.select_blocks_prefill : the same in plain float64 NumPy.
 
     Notes
     -----
     A row that sees any block keeps at least one: the best, where none is forced. Of blocks that tie, the lower column is kept;
-    under `density`, the lower head, then row, then column. A NaN score counts as 0; a row whose scores are all NaN scores all blocks that
-    it sees alike. Scores are computed in float32 (float64 for float64) and kept as float32; they, and the list, are the same bit for bit
+    under `density`, the lower head, then row, then column. A NaN score counts as 0; if all scores of a row are NaN, the blocks that it
+    sees count alike. Scores are computed in float32 (float64 for float64) and kept as float32; they, and the list, are the same bit for bit
     whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens, and under `density`
-    with the number of pairs of blocks, four bytes each and 600 bytes per row of them.
+    with the number of pairs of blocks, by four bytes per pair and 600 bytes per row of pairs.
 
-    With `kv_ranges`, blocks that no query of a row sees are neither kept nor counted as visible, also where they lie between blocks that
-    it sees. Queries that a chooser pools to one see all keys from the first to the last that one of them sees, and pools are not cut where
-    ranges begin and end. Documents that fill whole blocks get the lists that they would get alone, up to rounding, under `top_p`,
+    With `kv_ranges`, blocks that no query of a row sees are neither kept nor counted as visible, even where they lie between blocks that
+    it sees. Queries that a chooser pools into one see all keys from the first to the last that any of them sees, and pools are not cut
+    where ranges begin and end. Documents that fill whole blocks get the lists that they would get alone, up to rounding, under `top_p`,
     `threshold` and `top_k`; under `density`, all documents of a batch entry share the blocks.
 
     A slice of the queries, from row a on, has the lists of these rows in the whole call, bit for bit, where a is a multiple of
-    ``block_shape[0]`` and ``q_begin = a + kv_len - q_len`` of the whole call. This does not hold for what looks at all queries: `density`,
-    `VerticalSlash`, `first_rows` and `last_rows` take those of the slice.
+    ``block_shape[0]`` and ``q_begin = a + kv_len - q_len`` of the whole call. This does not hold for what depends on all queries:
+    `density`, `VerticalSlash`, `first_rows` and `last_rows` look only at the queries of the slice.
 
     `Pooled` extends the mean pooling of SpargeAttn [4]_ and the bound of Quest [1]_ to fine rows, `Antidiagonal` is after
     XAttention [2]_, `VerticalSlash` after MInference [3]_.
@@ -226,7 +226,7 @@ def select_blocks_prefill(
     keys = _arrays.readable(k, "k")
     returned = []
 
-    def asked() -> np.ndarray:  # by the core
+    def asked() -> np.ndarray:  # the core calls it
         returned.append(chooser(q, k, per_kv_head=per_kv_head, **options))
         made = _arrays.detached(returned[0])[0] if return_scores is False else returned[0]
         return _floats(made, "chooser")
@@ -272,7 +272,7 @@ def scores(
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> Any:
-    """What a chooser takes for the share of softmax mass of each block of keys, for each block of queries.
+    """A chooser's estimate of the share of softmax mass in each block of keys, for each block of queries.
 
     Parameters
     ----------
@@ -285,8 +285,9 @@ def scores(
     -------
     array
         ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32, with `per_kv_head` Hkv heads: the scores that
-        `select_blocks_prefill` returns with ``return_scores=True``. They are at least 0, never NaN, 0 where a row may not look, and add up
-        to 1 in each row that sees anything. In layout TND, B is the number of sequences, and rows and columns those of the longest.
+        `select_blocks_prefill` returns with ``return_scores=True``. They are at least 0, never NaN, 0 for blocks that a row may not
+        see, and add up to 1 in each row that sees anything. In layout TND, B is the number of sequences, and rows and columns are those of
+        the longest.
 
     Raises
     ------
@@ -295,7 +296,7 @@ def scores(
 
     See Also
     --------
-    list_from_scores : the list that a budget makes of them.
+    list_from_scores : the list that a budget makes from them.
 
     Examples
     --------
@@ -341,14 +342,15 @@ def list_from_scores(
     index_dtype: str = "int32",
     num_threads: int | None = None,
 ) -> Any:
-    """Block list of scores, by the budgets and forced blocks of `select_blocks_prefill`.
+    """Block list from scores, by the budgets and forced blocks of `select_blocks_prefill`.
 
     Parameters
     ----------
     scores : array
         ``(B, H, ceil(s_q / block_shape[0]), ceil(s_kv / block_shape[1]))``, float32, or another float, which is rounded to it: at least 0
-        and finite. NaN and minus infinity count as 0, and so does what a row may not look at. Within a row, only ratios count: each row is
-        divided by the sum of what it sees, unless this is 1 to within 1e-4. A row of zeros scores all blocks that it sees alike.
+        and finite. NaN and minus infinity count as 0, and so do blocks that a row may not see. Only ratios within a row matter: each row is
+        divided by the sum over the blocks that it sees, unless this is 1 to within 1e-4. In a row of zeros, the blocks that it sees count
+        alike.
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     density, top_p, threshold, top_k, block_shape, causal, window, q_lens, kv_lens, q_begin, kv_ranges, sink, recent, last_columns
@@ -359,8 +361,8 @@ def list_from_scores(
     Returns
     -------
     array
-        ``(B, H, ceil(s_q / block_shape[0]), W)``, as from `select_blocks_prefill`: exactly the list that it makes of the same scores.
-        Scores of Hkv heads make the lists of these. A torch tensor where `scores` is one.
+        ``(B, H, ceil(s_q / block_shape[0]), W)``, as from `select_blocks_prefill`: exactly the list that it makes from the same
+        scores. Scores of Hkv heads give lists of Hkv heads. A torch tensor where `scores` is one.
 
     Raises
     ------
@@ -373,7 +375,7 @@ def list_from_scores(
 
     Notes
     -----
-    Of layout TND, give the length of the longest sequence as `s_q` and `s_kv`, and all lengths as `q_lens` and `kv_lens`.
+    For layout TND, give the length of the longest sequence as `s_q` and `s_kv`, and all lengths as `q_lens` and `kv_lens`.
 
     Examples
     --------
@@ -484,14 +486,14 @@ def select_and_attend_prefill(
     q, k, v : array
         As in `block_sparse_attention`: ``(B, H, Sq, D)``, ``(B, Hkv, Skv, D)`` and ``(B, Hkv, Skv, Dv)`` for layout BNSD.
     chooser, density, top_p, threshold, top_k
-        How blocks are scored and how many are kept: see `select_blocks_prefill`. Exactly one of the last four.
+        How blocks are scored and how many are kept: see `select_blocks_prefill`. Give exactly one of the last four.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, q_total, kv_ranges
         What is computed: see `block_sparse_attention`.
     attn_mask, alibi_slopes, sinks, softcap
-        What attention adds to the scores or makes of them: see `block_sparse_attention`. The blocks are chosen as without these, from
-        queries and keys alone: a block that `attn_mask` hides may be chosen, in the place of one that it shows.
+        Further options of attention: see `block_sparse_attention`. The choice of blocks ignores them and looks at queries and keys alone:
+        a block that `attn_mask` hides may be chosen in place of one that it shows.
     sink, recent, last_columns, first_rows, last_rows
         Blocks that are always kept: see `select_blocks_prefill`.
     per_kv_head : bool
@@ -530,7 +532,7 @@ def select_and_attend_prefill(
 
     Notes
     -----
-    Use the two calls apart where one list serves several calls: a backward pass, or layers that share it.
+    Make the two calls yourself where one list serves several calls: a backward pass, or layers that share it.
 
     Examples
     --------

@@ -26,7 +26,7 @@ RULES = ("scale", "layout", "causal", "window", "num_heads", "num_kv_heads", "kv
 
 
 class Profile(NamedTuple):
-    """What each layer and head of one model is to keep: from `calibrate`, or a file.
+    """What each layer and head of one model is to keep: from `calibrate`, `allocate` or a file.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Profile(NamedTuple):
     numbers : tuple of tuple of float
         A number for each layer and head.
     measure : {"mass", "error", "loss"}
-        What the numbers were found by: ``"loss"`` by `allocate`.
+        What the numbers were chosen by; `allocate` chooses by ``"loss"``.
     target : float
         The kept mass, or the error of the output, that each head is to meet, or the density of the whole model.
     """
@@ -74,7 +74,7 @@ class Profile(NamedTuple):
         Raises
         ------
         TypeError, ValueError
-            The model has another shape, or no such layer; something that is no integer.
+            The model has another shape or no such layer, or an argument is not an integer.
 
         Examples
         --------
@@ -148,7 +148,7 @@ class Profile(NamedTuple):
         TypeError
             `path` is not a path.
         ValueError
-            The file holds something else, or a field that no profile has: of the wrong kind, out of range, or of the wrong length.
+            The file holds something else, or a field of the profile is of the wrong kind, out of range, or of the wrong length.
         OSError
             There is no such file, or it cannot be read.
 
@@ -168,7 +168,7 @@ class Profile(NamedTuple):
 
 
 def _opened(path: Any, mode: str) -> IO[str]:
-    """The file of a profile. Numbers, by which `open` would take a file that is open already, are no paths."""
+    """The file of a profile. Refuses a number, which `open` would take for the descriptor of an open file."""
     try:
         name = os.fspath(path)
     except TypeError as error:
@@ -218,7 +218,7 @@ def profile_of(fields: Any) -> Profile:
 
 
 def _field(fields: dict[str, Any], name: str, is_right: Callable[[Any], bool], expected: str) -> Any:
-    """A field of a profile that `is_right`. What JSON gives may have any type."""
+    """A field of a profile, refused unless it `is_right`. A value from JSON may have any type."""
     value = fields.get(name)
     if not is_right(value):
         raise ValueError(f"path: expected a profile whose {name} is {expected}, got {shown(value) if name in fields else 'none'}")
@@ -238,7 +238,7 @@ def _is_list(x: Any, count: int) -> bool:
 
 
 class _Capture:
-    """A capture of a layer, and what attention over all keys makes of it, which is computed once: no budget changes it."""
+    """A capture of a layer, and the result of attention over all its keys, which is computed once: no budget changes it."""
 
     def __init__(self, case: tuple[Any, Any, Any], measure: str, every: int, chooser: Any, options: Options) -> None:
         self.q, self.k, self.v = _arrays.detached(*case)
@@ -267,7 +267,7 @@ def _found(captures: list[_Capture], heads: int, target: float, steps: int, budg
     """
     error = captures[0].measure == "error"
     candidates = np.arange(1, 2**steps + 1) / 2**steps
-    if budget == "threshold":  # down to the smallest positive score, which is float32
+    if budget == "threshold":  # down to the smallest positive float32, since scores are float32
         candidates = np.concatenate([candidates[::-1], 2.0 ** -np.arange(steps + 1, 150)])
     low, high = np.full(heads, -1), np.full(heads, len(candidates) - 1)
     while (high - low > 1).any():
@@ -298,8 +298,8 @@ def calibrate(
         For each layer the captures of some texts, as `block_sparse_attention` takes them. Pass a generator to keep only one layer in
         memory.
     target : float
-        What each head is to meet in the mean over the captures: the kept softmax mass, or the relative error of the output. Over the
-        batch entries of one capture it is the mean, and of errors the root mean square.
+        What each head is to meet in the mean over the captures: the kept softmax mass, or the relative error of the output. Over
+        the batch entries of one capture, the mean of masses is taken, and the root mean square of errors.
     measure : {"mass", "error"}
         What `target` is: see `recall` and `output_error`.
     budget : {"top_p", "density", "threshold"}
@@ -309,7 +309,8 @@ def calibrate(
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     steps : int
-        Halvings of the range from 0 to 1: numbers are multiples of ``2**-steps``, from 1 to 20. Thresholds below that are powers of two.
+        How often the range from 0 to 1 is halved, 1 to 20 times: numbers are multiples of ``2**-steps``, and lower thresholds powers of
+        two.
     every : int
         Only every n-th block of queries is looked at: see `recall`.
     **rules
@@ -319,8 +320,9 @@ def calibrate(
     Returns
     -------
     Profile
-        The smallest numbers (with ``budget="threshold"`` the largest) that meet the target, and the shape of the model. A head that no
-        number satisfies gets the one that keeps the most: 1, or ``2**-149`` of thresholds, which keeps every block whose score is not 0.
+        The smallest numbers (with ``budget="threshold"`` the largest) that meet the target, and the shape of the model. A head for
+        which no number meets it gets the number that keeps the most: 1, or the threshold ``2**-149``, which keeps every block whose score
+        is not 0.
 
     Raises
     ------
@@ -366,15 +368,15 @@ def calibrate(
 
 
 def refuse_unknown(function: str, rules: dict[str, Any]) -> None:
-    """Refuses keywords that are no rules, as Python does."""
+    """Refuses keywords that are not among RULES, as Python does."""
     for name in rules:
         if name not in RULES:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def captures_of(layers: Any, names: tuple[str, ...], rules: dict[str, Any]) -> Iterator[tuple[list[Any], tuple[int, int, int]]]:
-    """The captures of at least one layer, one layer after the other, with the shape of their model, which all of them have. `names`: of
-    the arrays of a capture, of which q and k are the first."""
+    """The captures of each layer, one layer after the other, with the shape of the model, which must be the same in all. Refuses an
+    empty sequence of layers. `names` are those of the arrays of a capture; q and k are the first."""
     if not isinstance(layers, (tuple, list)) and not hasattr(layers, "__next__"):
         raise TypeError(f"layers: expected a sequence or a generator of the layers' captures, got {type(layers).__name__}")
     shape: tuple[int, int, int] | None = None

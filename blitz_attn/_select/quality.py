@@ -1,4 +1,4 @@
-"""What a block list keeps: of the softmax mass, and of the output."""
+"""How much a block list keeps of the softmax mass, and how near its output is to that of dense attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["output_error", "recall"]
 
 
 def _spans(layout: str, batch: int, tokens: int, q_lens: Any, cu_seqlens_q: Any) -> list[tuple[int, int, int]]:
-    """Of each sequence: its batch entry in the arrays, and the first and the end of its valid queries there."""
+    """For each sequence: its batch entry in the arrays, and the first and the end of its valid queries there."""
     if layout == "TND":
         cuts = _arrays.integers(cu_seqlens_q, "cu_seqlens_q").tolist()
         return [(0, a, b) for a, b in pairwise(cuts)]
@@ -90,7 +90,7 @@ def narrow(k: Any, layout: str) -> Any:
         return k
     try:
         return k[..., :1]
-    except Exception:  # of an array that has no views: the call says what is wrong with it, if anything is
+    except Exception:  # the array has no views; if anything is wrong with it, the call says so
         return k
 
 
@@ -262,7 +262,7 @@ def output_error(
     q, k, v : array
         As in `block_sparse_attention`.
     sabi, block_shape, every
-        The block list, and what of it is looked at: see `recall`.
+        The block list, and which of its rows are looked at: see `recall`.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges
         As in the attention call: see `block_sparse_attention`.
     attn_mask, alibi_slopes, sinks, softcap, dtype
@@ -273,8 +273,8 @@ def output_error(
     Returns
     -------
     numpy.ndarray
-        ``(B, H)`` float64: the norm of the difference to the output over all keys, over the norm of that output, both over all
-        valid queries that are looked at; 0 where that output is 0.
+        ``(B, H)`` float64: the norm of the difference to the output over all keys, divided by the norm of that output, both over
+        all valid queries that are looked at; 0 where that output is 0.
 
     Raises
     ------

@@ -95,16 +95,16 @@ def select_tokens(
     top_k : int
         How many keys each query gets, at least 1.
     scale : float, optional
-        Factor of the products. Default: ``1 / sqrt(D)``. (Where it is positive it changes no choice, but for rounding.)
+        Factor of the products. Default: ``1 / sqrt(D)``. (A positive scale changes no choice, except by rounding.)
     causal : bool
         A query sees the tokens up to its own. The last query stands at the last token, unless `q_begin` says otherwise.
     q_lens, kv_lens : sequence of int, optional
-        ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. Not with packed arrays, but that with a
-        `pool_size` above 1 `kv_lens` says how many tokens the pools of each sequence have. Default: all, in complete pools.
+        ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. Not with packed arrays, except that with
+        a `pool_size` above 1, `kv_lens` says how many tokens the pools of each sequence have. Default: all, in complete pools.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
         ``(B + 1,)``: where the sequences of packed arrays begin and end, as rows of q and of k (with `pool_size`, these are pools).
     q_begin : int or sequence of int, optional
-        The token number of the first query, where the queries are a part of their sequence: of all sequences, or ``(B,)``.
+        The token number of the first query, where the queries are a part of their sequence: one for all sequences, or ``(B,)``.
     ascending : bool
         Keys rise in each row. Default: their scores fall.
     pool_size : int

@@ -1,1 +1,1 @@
-"""What `blitz_attn.testing` is made of, beside its own functions. Public through it."""
+"""The parts of `blitz_attn.testing` that are in files of their own. Public through it."""

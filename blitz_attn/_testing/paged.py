@@ -1,4 +1,4 @@
-"""Makers and comparisons for paged caches. Public through `blitz_attn.testing`."""
+"""Test inputs for calls over paged caches. Public through `blitz_attn.testing`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def make_paged(
     table_seed: int = 0,
     index_dtype: str = "int32",
 ) -> Paged:
-    """Normally distributed queries and a paged cache, whose requests own random pages of a pool half as large again.
+    """Normally distributed queries and a paged cache, whose requests own random pages of a pool that is half as large again.
 
     Parameters
     ----------
@@ -92,20 +92,20 @@ def make_paged(
     v_dim : int, optional
         Last dimension of V; default `head_dim`.
     dtype : str
-        Of the queries, as in `make_qkv`.
+        The dtype of the queries, as in `make_qkv`.
     kv_dtype : str, optional
-        Of the cache; default `dtype`. ``"int8"`` and ``"float8_e4m3"`` come quantised, the latter as bits, with scales.
+        The dtype of the cache; default `dtype`. ``"int8"`` and ``"float8_e4m3"`` come quantised, the latter as bits, with scales.
     kv_layout : str
         NHD or HND. No value depends on it.
     seed, table_seed : int
         Seeds of the values and of which pages a request owns. No value of a token depends on `table_seed` or `page_size`.
     poison : bool
-        Fill what no request owns, and what lies behind a request's last token in its last page, with NaN (quantised caches:
-        the scales too), and unused table entries with numbers of no page. Else zeros.
+        Fill pages that no request owns, and the rest of each request's last page, with NaN (in quantised caches, the scales
+        too), and unused table entries with a number that no page has. False: zeros instead.
     q_lens : sequence of int, optional
         Queries of each request; None is one each, in the (B, H, D) form.
     index_dtype : str
-        Of the tables.
+        The dtype of the tables.
 
     Returns
     -------

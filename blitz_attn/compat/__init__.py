@@ -1,1 +1,1 @@
-"""Upstream packages' own names, argument order and defaults over this library: one module a package."""
+"""Upstream packages' own names, argument order and defaults over this library: one module per package."""

@@ -4,12 +4,12 @@ Names, order of arguments, defaults and shapes are upstream's; results are those
 ``"mslk"``, which is not strictly causal. Each function names the function of this library that it calls: shapes, dtypes and errors are
 described there, and errors name upstream's arguments. Arrays are ``(B, N, H, D)``, or ``(T, H, D)`` with `cu_seqlens`, an integer array
 ``(sequences + 1,)`` of offsets from 0 to T. They may be torch tensors, which may require gradients of `nsa`, or any array that
-`blitz_attn.nsa` takes. `n_block_size`, `chunk_size` and `max_seqlen` direct upstream's kernels and are ignored here.
+`blitz_attn.nsa` takes. `n_block_size`, `chunk_size` and `max_seqlen` tune upstream's kernels and are ignored here.
 
 Upstream's fast path differs from its own reference, and this module follows the reference: selected blocks are not widened to 128 tokens,
 the window holds `window_size` keys and not one more, the window of a call that is not causal reaches both ways, and no block counts twice.
-Where upstream repeats block 0 to fill a selection up, there is -1. Lengths need not be multiples of anything. The functions that build
-block lists for upstream's GPU kernels (``build_fa4_block_sparse_tensors`` and its like) have no counterpart.
+Where upstream fills a selection up with repeats of block 0, this module has -1. Lengths need not be multiples of anything. The functions
+that build block lists for upstream's GPU kernels (``build_fa4_block_sparse_tensors`` and its like) have no counterpart.
 
 >>> import numpy as np
 >>> from blitz_attn.compat import mslk
@@ -96,7 +96,7 @@ def _detached(x: Any) -> Any:
     return x.detach() if _is_torch(x) else x
 
 
-# ---- The whole --------------------------------------------------------------------------------------------------------
+# ---- The whole operation --------------------------------------------------------------------------------------------------------
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wants_gradient(*tensors: Any) -> bool:
-    """Whether torch records a gradient for a call on these."""
+    """Whether torch records a gradient for a call on these tensors."""
     given = [x for x in tensors if x is not None]
     if not all(map(_is_torch, given)) or not any(x.requires_grad for x in given):
         return False
@@ -185,10 +185,10 @@ def compute_block_indices_reference(
     softmax_scale: float | None = None, q_tile_size: int = 256,
 ) -> np.ndarray:  # fmt: skip
     """See `blitz_attn.reference.score_and_select_blocks`: int64 (B, H, tiles, n), for `_block_indices` of `nsa_forward_reference`."""
-    _refuse_wrong(Q, K, K, _options(locals()) | {"window_size": 1})  # any: a selection has no window
+    _refuse_wrong(Q, K, K, _options(locals()) | {"window_size": 1})  # any size: a selection has no window
     k_cmp, _ = _named(reference.compress_kv, K, K, compress_block_size, W_k_compress)
     how = {"scale": softmax_scale, "causal": causal, "q_tile_size": q_tile_size, "mode": "mslk"}
-    count = _places(num_selected_blocks, k_cmp)
+    count = _entries(num_selected_blocks, k_cmp)
     return _named(reference.score_and_select_blocks, Q, k_cmp, count, compress_block_size, **how).astype(np.int64)
 
 
@@ -196,7 +196,7 @@ def compute_block_indices_reference(
 
 
 def _cuts(cu_seqlens: Any, step: Callable[[int], int]) -> np.ndarray:
-    """Where each sequence's rows begin, when a sequence of n tokens has step(n) of them."""
+    """Where each sequence's rows begin, when a sequence of n tokens has step(n) rows."""
     sums = _arrays.integers(cu_seqlens, "cu_seqlens")
     if sums.ndim != 1 or sums.size == 0 or sums[0] != 0 or _arrays.falls(sums).any():
         raise ValueError(f"cu_seqlens: expected numbers rising from 0, got {shown(sums.tolist())}")
@@ -215,7 +215,7 @@ def _stack(rows: Any, cuts: np.ndarray, fill: int) -> Any:
 
 
 def _unstack(stacked: Any, name: str, cuts: np.ndarray) -> Any:
-    """The rows that `_stack` made `stacked` of."""
+    """The inverse of `_stack`: the rows of all sequences, one sequence after the other."""
     shape, sequences, most = _arrays.shape_of(stacked), len(cuts) - 1, int(np.diff(cuts).max(initial=0))
     if len(shape) != 4 or shape[0] != sequences or shape[1] < most:
         raise ValueError(f"{name}: expected shape ({sequences} sequences, {most} or more blocks, H, D), got {shape}")
@@ -241,7 +241,7 @@ def compress_kv(K: Any, V: Any, block_size: int, W_k: Any = None, W_v: Any = Non
 def fused_compress_kv(
     K: Any, V: Any, block_size: int, W_k: Any = None, W_v: Any = None, cu_seqlens: Any = None, max_seqlen: int | None = None
 ) -> tuple[Any, Any]:
-    """See `blitz_attn.nsa.compress_kv`. Of packed sequences: (sequences, most blocks, H_kv, D), 0 after a sequence's own blocks."""
+    """See `blitz_attn.nsa.compress_kv`. For packed sequences: (sequences, most blocks, H_kv, D), 0 after a sequence's own blocks."""
     if cu_seqlens is None:
         return compress_kv(K, V, block_size, W_k, W_v)
     packed = _named(_library.compress_kv, K, V, block_size, W_k, W_v, cu_seqlens=cu_seqlens)
@@ -265,8 +265,8 @@ def fused_compress_kv_backward(
 # ---- Selection --------------------------------------------------------------------------------------------------------
 
 
-def _places(num_selected_blocks: Any, k_cmp: Any) -> int:
-    """Places of a row of the selection: no more than there are blocks."""
+def _entries(num_selected_blocks: Any, k_cmp: Any) -> int:
+    """The number of entries in a row of the selection: no more than there are blocks."""
     wanted, shape = number(num_selected_blocks, "num_selected_blocks"), _arrays.shape_of(k_cmp)
     return min(wanted, shape[1]) or wanted if len(shape) > 1 else wanted
 
@@ -275,8 +275,8 @@ def score_and_select_blocks(
     Q: Any, K_cmp: Any, num_selected_blocks: int, compress_block_size: int, causal: bool = True, q_tile_size: int = 256,
     softmax_scale: float | None = None,
 ) -> Any:  # fmt: skip
-    """See `blitz_attn.nsa.score_and_select_blocks`: rows have min(num_selected_blocks, blocks) places, unused ones are -1. A block whose
-    score is -inf is not selected, even where places are left."""
+    """See `blitz_attn.nsa.score_and_select_blocks`: rows have min(num_selected_blocks, blocks) entries, unused ones are -1. A block whose
+    score is -inf is not selected, even where a row has entries left."""
     return fused_score_and_select_blocks(Q, K_cmp, num_selected_blocks, compress_block_size, causal, q_tile_size, softmax_scale)
 
 
@@ -284,14 +284,14 @@ def fused_score_and_select_blocks(
     Q: Any, K_cmp: Any, num_selected_blocks: int, compress_block_size: int, causal: bool = True, q_tile_size: int = 256,
     softmax_scale: float | None = None, cu_seqlens: Any = None, max_seqlen: int | None = None,
 ) -> Any:  # fmt: skip
-    """See `blitz_attn.nsa.score_and_select_blocks`. Of packed sequences: `K_cmp` of `fused_compress_kv`, the result (sequences, H,
-    most tiles, n) with -1 after a sequence's own tiles. The last tile of a sequence may be short; upstream leaves it out."""
+    """See `blitz_attn.nsa.score_and_select_blocks`. For packed sequences, `K_cmp` is that of `fused_compress_kv`, and the result is
+    (sequences, H, most tiles, n) with -1 after a sequence's own tiles. The last tile of a sequence may be short; upstream leaves it out."""
     keys = K_cmp
     if cu_seqlens is not None:
         size, tile = number(compress_block_size, "compress_block_size"), number(q_tile_size, "q_tile_size")
         keys = _unstack(K_cmp, "K_cmp", _cuts(cu_seqlens, lambda n: n // size))
     chosen = _named(
-        _library.score_and_select_blocks, Q, keys, _places(num_selected_blocks, K_cmp), compress_block_size, causal=causal,
+        _library.score_and_select_blocks, Q, keys, _entries(num_selected_blocks, K_cmp), compress_block_size, causal=causal,
         q_tile_size=q_tile_size, scale=softmax_scale, mode="mslk", cu_seqlens=cu_seqlens,
     )  # fmt: skip
     if cu_seqlens is not None:

@@ -60,9 +60,9 @@ def _sums(value: Any, name: str) -> list[int]:
     if value is None:
         raise ValueError(f"{name}: expected cumulative sums of lengths with layout TND, got None")
     sums = [0, *_list(value, name)]
-    for place, (before, here) in enumerate(pairwise(sums)):
+    for i, (before, here) in enumerate(pairwise(sums)):
         if here < before:
-            raise ValueError(f"{name}: expected sums that rise from 0 on, got {here} after {before} at [{place}]")
+            raise ValueError(f"{name}: expected sums that rise from 0 on, got {here} after {before} at [{i}]")
     return sums
 
 
@@ -74,7 +74,7 @@ def _list(value: Any, name: str) -> list[int]:
 
 
 def _lengths(value: Any, name: str, batch: int) -> list[int] | None:
-    """Upstream's rule: one length is for all batch entries; of more lengths than batch entries, the first count."""
+    """Upstream's rule: one length is for all batch entries; if there are more lengths than batch entries, the first ones count."""
     if value is None:
         return None
     lengths = _list(value, name)
@@ -104,7 +104,7 @@ def _token_rules(mode: int, layout: str, sizes: _Sizes, pre_tokens: int, next_to
 def _check_mode(sparse_mode: Any, atten_mask: Any) -> int:
     """The mode without its precision. Refuses modes that need a full mask."""
     sparse_mode = 0 if sparse_mode is None else _arrays.integer(sparse_mode, "sparse_mode")
-    mode = sparse_mode - 10 if 10 <= sparse_mode <= 14 else sparse_mode  # 10 more means high precision, which is the only one here
+    mode = sparse_mode - 10 if 10 <= sparse_mode <= 14 else sparse_mode  # 10 to 14: the modes in high precision
     if not 0 <= mode <= 4:
         raise ValueError(f"sparse_mode: expected 0 to 4 or 10 to 14, got {sparse_mode}")
     if mode == 1:
@@ -173,7 +173,8 @@ def blitz_sparse_attention(
         Default: 0, which means as many as query heads.
     sparse_mode : int, optional
         0 (default): no token rule. 2: causal from the top left (not with layout TND). 3: causal to the bottom right. 4: band around the
-        diagonal to the bottom right. 10 more means high precision, which is the only one here.
+        diagonal to the bottom right. 10 to 14: the same modes in high precision, which here is that of all
+        modes.
     softmax_lse_flag : bool, optional
         Default: False.
     block_shape : sequence of int, optional

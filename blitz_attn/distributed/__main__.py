@@ -18,7 +18,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         ranks = Alone() if options.alone else communicator()
-    except ImportError as error:  # whose sentence says what to install
+    except ImportError as error:  # the error says what to install
         sys.exit(f"{error}, or pass --alone")
     sys.exit(run(ranks, options.check))
 

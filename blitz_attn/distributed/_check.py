@@ -163,7 +163,7 @@ def check_prefill(comm: Any) -> None:
 
 
 def check_decode(comm: Any) -> None:
-    """Decoding is bit-identical to that of one process for any owner."""
+    """Decoding is bit-identical to that of one process, whoever holds which pages."""
     for kind in ("float32", "float16", "bfloat16"):
         for interleave in (None, TURN):
             c = _Cache(comm, [1500, 17, 777], kind, interleave)
@@ -200,7 +200,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def outcome(comm: Any, check: Callable[[Any], None]) -> str:
-    """ "" where a check passes on all ranks, else what the lowest rank that it fails on says. Collective."""
+    """An empty string if a check passes on all ranks, else the error of the lowest rank on which it fails. Collective."""
     try:
         check(comm)
         text = ""
@@ -240,7 +240,7 @@ def bandwidth(comm: Any) -> list[str]:
     ]
 
 
-# ---- All of it ----------------------------------------------------------------------------------------------------
+# ---- The report ---------------------------------------------------------------------------------------------------
 
 
 def run(comm: Any, check: bool) -> int:

@@ -20,7 +20,7 @@ from .. import _core
 from .._sentences import shown
 
 _METHODS = ("Get_rank", "Get_size", "Allgather", "Allgatherv", "Alltoallv", "Isend", "Irecv")
-_MOST_BYTES = 1 << 30  # of one run in a datatype, whose lengths are 32-bit numbers in MPI 3
+_MOST_BYTES = 1 << 30  # most bytes of one run in a datatype: lengths are 32-bit numbers in MPI 3
 
 
 # ---- MPI ----------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def import_mpi() -> Any:
 
 
 def communicator(comm: Any = None) -> Any:
-    """`comm` itself where it has what this package calls; None is MPI's ``COMM_WORLD``."""
+    """`comm` itself if it has the methods that this package calls; MPI's ``COMM_WORLD`` for None."""
     if comm is None:
         return import_mpi().COMM_WORLD
     missing = [name for name in _METHODS if not callable(getattr(comm, name, None))]
@@ -176,9 +176,9 @@ _LIBRARY = _noted("library", f"blitz_attn {_core.__version__} for the levels {',
 class Agreement:
     """A ``with`` block of checks after which all ranks go on, or all of them raise the same error.
 
-    What raises in the block on one rank, raises on all ranks at its end. So does a value that was given to `same` and differs between them,
-    and a difference of release, processor architecture or instruction set level, whose bits differ. It costs one Allgather of 32 bytes
-    where all is well. The block itself must not communicate. A rank that never comes to the block makes the others wait.
+    An error in the block on one rank is raised on all ranks at the end of the block. An error is also raised if ranks differ in a value
+    that was given to `same`, or in release, processor architecture or instruction set level, whose bits differ. It costs one Allgather of
+    32 bytes where all is well. The block itself must not communicate. A rank that never comes to the block makes the others wait.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ class Agreement:
         self.same("call", call)
 
     def same(self, name: str, value: Any) -> None:
-        """Note that `value`, an array or a plain value, must be the same on all ranks. `name` begins the sentence where it is not."""
+        """Note that `value`, an array or a plain value, must be the same on all ranks. If it is not, the error begins with `name`."""
         self._values.append(_noted(name, value))
 
     def __enter__(self) -> Agreement:
@@ -257,7 +257,7 @@ def _of_levels(levels: Sequence[str]) -> str:
 
 
 def gather_bytes(comm: Any, mine: bytes, lengths: Sequence[int] | ndarray) -> list[bytes]:
-    """The bytes of every rank, on every rank. `lengths` are known."""
+    """The bytes of every rank, on every rank. `lengths`: their numbers, which all ranks know."""
     counts = [int(n) for n in lengths]
     ends = np.cumsum([0, *counts]).tolist()
     place = np.empty(ends[-1], np.uint8)
@@ -295,9 +295,9 @@ def block_type(starts: Iterable[int], lengths: Iterable[int]) -> Any:
 class Waiter:
     """Completes transfers, in a thread of its own where that hides them behind the caller's work.
 
-    An MPI library moves long messages only while somebody waits for them. A waiting thread does, so that they go on while kernels
-    run; it costs a core's share of time, and MPI must allow calls from several threads. On one machine, where moving bytes is itself a
-    core's work, there is nothing to hide: then `wait` of a transfer completes it in the caller's thread.
+    An MPI library moves long messages only while a thread waits for them. With a thread that waits, they go on while kernels run; the
+    thread takes a share of a core's time, and MPI must allow calls from several threads. On one machine, where moving bytes is itself a
+    core's work, there is nothing to hide: then `wait` completes a transfer in the caller's thread.
 
     Parameters
     ----------
@@ -312,7 +312,7 @@ class Waiter:
             self._thread.start()
 
     def submit(self, requests: Sequence[Any]) -> Transfer:
-        """Transfers that have been started, to be completed in the order of these calls."""
+        """Take transfers that have been started. They are completed in the order of these calls."""
         transfer = Transfer(list(requests))
         if self._jobs is not None:
             transfer.done = threading.Event()
@@ -350,7 +350,7 @@ class Transfer:
         self._error: BaseException | None = None
 
     def complete(self) -> None:
-        """Wait for the requests, and keep what that raises."""
+        """Wait for the requests, and keep an error for `wait`."""
         if not self.requests:
             return
         statuses: list[Any] = []
@@ -432,7 +432,7 @@ def spans_hosts(comm: Any) -> bool:
 
 
 def shared_cpus(ranks: Sequence[Place]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Pairs of ranks of one host that may use the same CPUs, with those: ``(rank, rank, cpus)``, the first pair of each rank alone."""
+    """Pairs of ranks of one host that may use the same CPUs: ``(rank, rank, shared cpus)``, for each rank only its first pair."""
     found = []
     for i, place in enumerate(ranks):
         for j in range(i):

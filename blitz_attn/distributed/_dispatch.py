@@ -1,4 +1,4 @@
-"""Who computes what: cuts of a chain of block rows, and of items of KV head and block row, among ranks. Arithmetic on arrays alone."""
+"""Which rank computes what: cuts of a chain of block rows, or of items (KV head, block row), for ranks. Only arithmetic on arrays."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from numpy import ndarray
 
 EVEN = 1.05  # a cut at whole rows whose busiest rank has more than this times the mean is cut finer
-SNAP = 0.03  # share of the busiest rank's work that a cut of items may cost where it moves to a border of heads
+SNAP = 0.03  # the busiest rank may get this share of work more where a cut of items moves to a border of heads
 
 
 class Cut(NamedTuple):
-    """A chain in stretches: stretch i, from ``at[i]`` to ``at[i + 1]``, is rank ``rank[i]``'s. None is empty."""
+    """A chain cut into stretches: stretch i, from ``at[i]`` to ``at[i + 1]``, belongs to rank ``rank[i]``. No stretch is empty."""
 
     at: ndarray
     rank: ndarray
@@ -23,7 +23,7 @@ class Cut(NamedTuple):
         return [(int(self.at[i]), int(self.at[i + 1])) for i in np.flatnonzero(self.rank == rank)]
 
     def overlap(self, rank: int, begin: int, end: int) -> list[tuple[int, int, int]]:
-        """The parts of a stretch that a rank has: (begin, end, place of begin in that rank's shard)."""
+        """The parts of a stretch that a rank has: (begin, end, index of begin in that rank's shard)."""
         found = []
         for i in np.flatnonzero((self.rank == rank) & (self.at[:-1] < end) & (self.at[1:] > begin)):
             first, after = max(begin, int(self.at[i])), min(end, int(self.at[i + 1]))
@@ -35,14 +35,14 @@ class Cut(NamedTuple):
         return np.bincount(self.rank, weights=np.diff(self.at), minlength=size).astype(np.int64)
 
     def put_in_order(self, shards: ndarray, chain: ndarray) -> None:
-        """Fill the chain from the shards of all ranks, which stand one after the other; both along the first axis."""
+        """Fill the chain from the shards of all ranks, which stand one after the other. Both have entries along the first axis."""
         order, place = np.argsort(self.rank, kind="stable"), 0
         for begin, end in zip(self.at[order].tolist(), self.at[order + 1].tolist(), strict=True):
             chain[begin:end] = shards[place : place + end - begin]
             place += end - begin
 
     def places(self, entries: ndarray) -> ndarray:
-        """The place of each entry of the chain in the shard of its rank."""
+        """The index of each entry of the chain in the shard of its rank."""
         stretch = np.searchsorted(self.at, entries, side="right") - 1
         return self.local[stretch] + entries - self.at[stretch]
 
@@ -96,10 +96,10 @@ def loads(work: ndarray, computed: tuple[Cut, ...], size: int) -> ndarray:
 
 
 def chain_cut(work: ndarray, parts: int, borders: ndarray | None = None, slack: float = 0.0) -> ndarray:
-    """The ``parts + 1`` borders of runs of a chain whose fullest run has as little work as runs can have.
+    """The ``parts + 1`` borders that cut a chain into runs, so that the fullest run has the least work that is possible.
 
-    Among the cuts of that kind the borders stand as near as may be to equal shares. With `borders`, a border may move to one of those
-    places where no run then has more than ``1 + slack`` times the least.
+    Among such cuts, the borders are as near to equal shares as possible. With `borders`, a border moves to one of these positions if no
+    run then has more than ``1 + slack`` times the least work.
     """
     work = np.asarray(work, np.float64)
     if not work.any():
@@ -112,7 +112,7 @@ def chain_cut(work: ndarray, parts: int, borders: ndarray | None = None, slack: 
         low, high = (low, middle) if _fits(before, parts, middle) else (middle, high)
     most = high * (1 + 1e-12) * (1 + slack)
 
-    earliest = [len(work)]  # places from which the parts that follow hold the rest
+    earliest = [len(work)]  # positions from which the parts that follow can hold the rest
     for _ in range(parts):
         earliest.append(int(np.searchsorted(before, before[earliest[-1]] - most)))
     earliest.reverse()
@@ -141,7 +141,7 @@ def _fits(before: ndarray, parts: int, most: float) -> bool:
 
 
 def even(count: int, parts: int) -> ndarray:
-    """Borders of runs of as equal numbers of entries as can be."""
+    """Borders of runs whose numbers of entries are as equal as possible."""
     return np.arange(parts + 1, dtype=np.int64) * count // parts
 
 
@@ -162,7 +162,7 @@ def zigzag(work: ndarray, heads: int, size: int) -> Dispatch:
 
 
 def cut(work: ndarray, heads: int, size: int) -> Dispatch:
-    """Runs of equal work. Where rows are too few for that, neighbours share the row at their border by KV heads."""
+    """Runs of equal work. Where rows are too few for that, neighbouring ranks share the KV heads of the row at their border."""
     ranks, rows = np.arange(size), work.shape[1]
     held = cut_of(chain_cut(work.sum(axis=0), size), ranks)
     whole = Dispatch("cut", held, (held,) * heads)

@@ -1,4 +1,4 @@
-"""What ranks send each other for stages of a call: from shards and into address space of the whole sequence, without packing."""
+"""Messages between ranks for the stages of a call. They go from shards into address space for the whole sequence, without packing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from . import _comm
 from ._comm import Transfer, Waiter
 from ._routes import Routes, Runs
 
-MOST_MESSAGES = 64  # ranks up to which each stage has messages of their own; from there on one collective carries them
+MOST_MESSAGES = 64  # up to this many ranks, a stage has one message per pair of ranks; with more ranks, one collective
 COMM_TYPES = ("auto", "p2p", "all_gather", "a2a")
-RETURN = (1 << 15) - 1  # tag of what goes back to holders of keys; the least number that MPI promises as the largest tag is this one
+RETURN = (1 << 15) - 1  # tag of sums that go back to the holders of keys: MPI promises that tags up to this one exist
 
 
 # ---- Memory and datatypes -----------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     array: ndarray
     heads: range
     entry: ndarray | None
-    """The entry of the batch that each stretch is of; None: each is of all."""
+    """The batch entry of each stretch; None: each stretch is of all entries."""
     begin: ndarray
     length: ndarray
 
@@ -51,7 +51,7 @@ class Part(NamedTuple):
         return self.array[entry, self.heads.start : self.heads.stop, begin : begin + int(self.length[n])]
 
     def addresses(self) -> tuple[ndarray, ndarray]:
-        """Bytes from address 0 where each stretch of each head begins, and numbers of tokens."""
+        """The address at which each stretch of each head begins, and its number of tokens."""
         base, (per_entry, per_head, per_token, _) = self.array.__array_interface__["data"][0], self.array.strides
         begin, length = base + self.begin * per_token, self.length
         if self.entry is None:
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 def message(parts: Iterable[Part]) -> Any:
     """A committed datatype over absolute addresses: all parts, in their order, as one message of any number of bytes."""
     kinds: list[Any] = []
-    runs: list[tuple[ndarray, ndarray]] = []  # of parts whose tokens touch, since the last part whose tokens do not
+    runs: list[tuple[ndarray, ndarray]] = []  # parts with contiguous tokens, which become one datatype at the next part without
 
     def end_runs() -> None:
         if runs:
@@ -103,7 +103,7 @@ def _started(call: Callable[[Any, int, int], Any], rank: int, parts: list[Part],
 
 
 def copy(source: Iterable[Part], target: Iterable[Part]) -> None:
-    """What a message would do between two places in this process."""
+    """Copies what a message would carry, between two places in this process."""
     for a, b in zip(source, target, strict=True):
         for n in range(len(a.length)):
             b.stretch(n)[...] = a.stretch(n)
@@ -138,9 +138,9 @@ class Stages:
     routes : Routes
     comm : communicator
     keys : list of ndarray
-        This rank's shards of what is looked up by key, as (entries, KV heads, tokens, dims).
+        This rank's shards of the arrays that are looked up by key, as (entries, KV heads, tokens, dims).
     inputs, outputs : list of ndarray
-        What rows are computed from and into: shards as (entries, query heads, tokens, dims).
+        The arrays that rows are computed from and into: shards as (entries, query heads, tokens, dims).
     comm_type : {"auto", "p2p", "all_gather", "a2a"}
     thread : bool
         Whether a thread waits for transfers.
@@ -166,7 +166,7 @@ class Stages:
         self.pieces: dict[int, list[Piece]] = {}
         self.gathered: dict[int, list[ndarray]] = {}
         self.alive: list[Any] = []  # datatypes of collectives, which must outlive them
-        self.kept: list[Piece] = []  # whose results are on their way
+        self.kept: list[Piece] = []  # pieces whose results are being sent
 
     def window_of(self, shard: ndarray) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of a window: one head of a shard's array, over all tokens of the sequence."""
@@ -180,7 +180,8 @@ class Stages:
             return window(*self.window_of(shard))
 
     def _keep_windows(self) -> None:
-        """Leave the windows to the next call. Old keys in them do no harm: a row is computed after all blocks that it lists have come."""
+        """Leave the windows to the next call. Old keys in them do no harm: a row is computed after all blocks that it lists have
+        arrived."""
         for each in (x for windows in self.windows for x in windows):
             self.routes.windows.setdefault((each.shape, each.dtype.str), []).append(each)
         self.windows = []
@@ -221,7 +222,7 @@ class Stages:
     # ---- What travels -------------------------------------------------------------------------------------------------
 
     def _held_keys(self, worker: int, head: int, shards: list[ndarray] | None = None) -> list[Part]:
-        """The keys of this rank that a worker needs, in its shards of keys or in others of their form."""
+        """The keys of this rank that a worker needs, in this rank's shards of keys or in `shards`, which have the same form."""
         runs = self.routes.kv_runs(self.rank, worker, head)
         return [Part(x, range(head, head + 1), self._entry(runs), runs.local, runs.length) for x in shards or self.keys]
 
@@ -296,7 +297,7 @@ class Stages:
         return [self.comm.Ialltoallw(*sides)], []
 
     def _make_pieces(self, head: int) -> None:
-        """The pieces of a stage: parts of shards where this rank holds all of their rows, else copies, with its own rows in place."""
+        """The pieces of a stage: parts of shards where this rank holds all of their rows, else copies, into which it puts its own rows."""
         made = self.pieces[head] = []
         for first, end in self.routes.computed[head].of(self.rank):
             begin, after = int(self.problem.row_at[first]), int(self.problem.row_at[end])
@@ -327,12 +328,12 @@ class Stages:
     # ---- All keys to all ranks ----------------------------------------------------------------------------------------
 
     def _gather(self, head: int) -> list[Any]:
-        """Start to bring all keys of a KV head to every rank, which are packed for that."""
+        """Start to gather all keys of a KV head on every rank. They are packed for that."""
         counts = self.routes.kv_held.counts(self.size)
         sizes = counts.tolist(), (np.cumsum(counts) - counts).tolist()
         requests, kept = [], []
         for shard in self.keys:
-            mine = np.ascontiguousarray(shard[:, head].swapaxes(0, 1))  # tokens first: the ranks' follow one another
+            mine = np.ascontiguousarray(shard[:, head].swapaxes(0, 1))  # tokens first, so that all ranks' tokens follow one another
             every = np.empty((self.problem.tokens[1], *mine.shape[1:]), mine.dtype)
             token = _comm.import_mpi().BYTE.Create_contiguous(mine[:1].nbytes or mine.itemsize * int(np.prod(mine.shape[1:]))).Commit()
             requests.append(self.comm.Iallgatherv([mine, sizes[0][self.rank], token], [every, *sizes, token]))
@@ -381,7 +382,8 @@ def _add(numbers: ndarray, to: ndarray) -> None:
 
 
 class Sums:
-    """Sums per key, such as gradients: a rank's part of each goes back to the rank that holds the key, which adds in the order of ranks.
+    """Sums per key, such as gradients: a rank's part of each goes back to the rank that holds the key, which adds the parts in the order of
+    ranks.
 
     Parameters
     ----------
@@ -396,7 +398,7 @@ class Sums:
         self.pending: tuple[Transfer, list[tuple[list[Part], list[Part]]], Any] | None = None
 
     def open(self) -> None:
-        """Zeros for the parts of one stage, in `parts`."""
+        """Sets `parts` to zeros for one stage."""
         self.parts = [window(*self.stages.window_of(x)) for x in self.totals]
 
     def send(self, heads: list[int | None], waiter: Waiter) -> None:
@@ -430,7 +432,7 @@ class Sums:
         self.parts = []
 
     def finish(self) -> None:
-        """Add the parts that have been sent."""
+        """Add the parts that have arrived."""
         if self.pending is None:
             return
         transfer, arriving, _ = self.pending

@@ -11,9 +11,9 @@ T = TypeVar("T")
 class computed_once(Generic[T]):  # noqa: N801 (a decorator)
     """`functools.cached_property` without a lock.
 
-    On Python 3.11 that has one lock for all objects of a class: if another thread holds it while the process forks, the child waits for it
-    for ever. Here two threads that read a value first at the same time both compute it, and both get the one that was stored first. An
-    exception while it is computed stores nothing.
+    On Python 3.11, `cached_property` has one lock for all objects of a class: if another thread holds the lock while the process forks, the
+    child waits for it for ever. Here, if two threads are the first to read a value at the same time, both compute it, and both get the one
+    that was stored first. An exception while it is computed stores nothing.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:

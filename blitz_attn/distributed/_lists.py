@@ -29,8 +29,8 @@ class Listed(NamedTuple):
             raise ValueError(f"selected: expected each page once per row, got {self.block[i]} again at {self._at(i)}") from None
 
     def refuse_missing(self, pages: ndarray, counted: bool) -> None:
-        """Refuses blocks that a request of so many pages does not have, by the core's sentence. `counted`: no pad is among them. The core
-        reads one list after the other, so that a block that an earlier list names twice is found first."""
+        """Refuses blocks that a request with ``pages[request]`` pages does not have, with the core's sentence. `counted`: the lists have
+        counts, and no pads. The core reads one list after the other, so a block that an earlier list names twice is reported first."""
         for i in ((self.block < 0) | (self.block >= pages[self.request])).nonzero()[0]:
             request = self.request[i]
             earlier = (self.request < request) | (self.request == request) & (self.head < self.head[i])
@@ -45,7 +45,8 @@ class Listed(NamedTuple):
 
 
 def listed_blocks(selected: Any, counts: Any, pages: ndarray, heads: tuple[int, ...]) -> Listed:
-    """The blocks of `selected` and `counts`, see `paged_select_attention`. `pages`: of each request; `heads`: of keys, and of queries."""
+    """The blocks of `selected` and `counts`, see `paged_select_attention`. `pages`: how many each request has; `heads`: numbers of KV heads
+    and of query heads."""
     lists, kind = _arrays.host(selected, "selected")
     if kind not in ("int16", "int32", "int64"):
         raise TypeError(f"selected: expected int16, int32 or int64, got {kind}")

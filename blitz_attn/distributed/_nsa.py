@@ -1,4 +1,4 @@
-"""Native sparse attention over a sequence that is spread over ranks: by KV heads, and by rows where there are more ranks than those."""
+"""Native sparse attention over a sequence that is spread over ranks: by KV heads, and by rows where there are more ranks than KV heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["nsa"]
 
-ROWS = 128  # queries that are dealt out together, or a multiple of a tile of at least so many
+ROWS = 128  # queries that go to a rank together; rounded up to whole tiles
 
 
 @overload
@@ -91,7 +91,8 @@ def nsa(
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong kind or shape, or not the same on all ranks, on any rank: all ranks raise it, and nothing has been sent.
+        An argument of any rank is of the wrong kind or shape, or is not the same on all ranks. All ranks raise the error, and nothing has
+        been sent.
 
     See Also
     --------

@@ -19,16 +19,16 @@ from ._lazy import computed_once
 
 MOST_SIDE = 1 << 22  # most rows and most columns: 268 million tokens in blocks of 64
 MOST_LISTED = 1 << 32  # most blocks of a grid with a list, which is held as bits
-_STRIPE = 1 << 20  # blocks that are looked at at once
+_STRIPE = 1 << 20  # blocks that are read at a time
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 class Problem:
     """What all ranks compute together, checked.
 
-    Rows of blocks of queries form a chain. In the layouts with a batch axis it is that of one sequence, and an entry of the chain stands
-    for that row of every batch entry; in TND it is that of all sequences, one after the other. `entries` counts the sequences that are
-    looked at one by one: 1 where all batch entries are alike, which then count `alike` times.
+    Rows of blocks of queries form a chain. In the layouts with a batch axis, the chain has the rows of one sequence, each of which
+    stands for that row of every batch entry; in TND it has the rows of all sequences, one after the other. `entries` counts the sequences
+    that are looked at one by one. If all batch entries are alike, `entries` is 1, and that sequence counts `alike` times.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class Problem:
             most = f"there are at most {MOST_SIDE} rows and columns"
             raise ValueError(f"block_shape: expected blocks so large that {most}, got {rows} x {columns}")
         if sabi is not None and rows * columns > MOST_LISTED:
-            most = f"at most {MOST_LISTED} blocks beside a list"
+            most = f"at most {MOST_LISTED} blocks with a list"
             raise ValueError(f"block_shape: expected blocks so large that a grid has {most}, got {rows} x {columns}")
         self.sabi = None if sabi is None else self._read_lists(sabi)
         each = np.array([blocks_of(n, block_q) for n in self.q_sizes]), np.array([blocks_of(n, block_kv) for n in self.kv_sizes])
@@ -181,7 +181,7 @@ class Problem:
         return slice(head * each, (head + 1) * each) if count > 1 else slice(0, 1)
 
     def offset(self, entry: int) -> int:
-        """Place of the diagonal in query 0 of a sequence."""
+        """The key on the diagonal of query 0 of a sequence."""
         return int(self.kv_valid[entry] - self.q_valid[entry])
 
     def _seen(self, entry: int) -> tuple[ndarray, ndarray, ndarray]:
@@ -291,7 +291,7 @@ class Problem:
         return np.unpackbits(bits, axis=1, count=columns).view(bool)
 
     def cell_tokens(self) -> tuple[ndarray, ndarray, ndarray]:
-        """Of each column of `needs`: its sequence, and the first and the end of its valid tokens on the axis of key tokens."""
+        """For each column of `needs`: its sequence, and the first and the end of its valid tokens on the axis of key tokens."""
         _, block_kv = self.block_shape
         entry = np.repeat(np.arange(self.entries), self.columns)
         column = np.arange(len(entry)) - self.column_begin[entry]

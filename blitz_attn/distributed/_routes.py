@@ -1,4 +1,4 @@
-"""What travels where under one dispatch: exact, from the lists alone, for all ranks at once."""
+"""What travels between which ranks under one dispatch, exactly, from the lists alone, for all ranks at once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ._dispatch import DISPATCHES, Cut, Dispatch, balance, cut_of, even, loads
 from ._lazy import computed_once
 from ._problem import Problem
 
-TIE = 1.02  # a later dispatch is taken where it is quicker by this factor
+TIE = 1.02  # a later dispatch is taken if it is faster by this factor
 
 
 class Segments(NamedTuple):
-    """Tokens of the columns of blocks, cut where another rank holds the next ones; ordered by holder, and along the axis."""
+    """The tokens of each column of blocks, cut where the holder changes; ordered by holder, then along the axis."""
 
     column: ndarray
     holder: ndarray
@@ -23,7 +23,7 @@ class Segments(NamedTuple):
     begin: ndarray
     end: ndarray
     local: ndarray
-    """Place of `begin` in the holder's shard."""
+    """Index of `begin` in the holder's shard."""
     bounds: ndarray
     """Where each rank's segments begin, and their end."""
 
@@ -58,7 +58,7 @@ class Routes:
     dispatch : Dispatch
     size : int
     held : Cut, optional
-        Tokens that ranks hold, of queries and of keys, where that is not for the dispatch to say.
+        Query and key tokens that ranks hold, where the dispatch does not decide this.
 
     Attributes
     ----------
@@ -86,11 +86,11 @@ class Routes:
             self.kv_held = cut_of(problem.cell_at[even(len(problem.cell_at) - 1, size)], np.arange(size))
 
     def cuts(self) -> tuple[str, list[tuple[ndarray, ndarray]]]:
-        """What ranks that compute the same plan have the same."""
+        """What must be equal on ranks that have the same plan."""
         return self.dispatch, [(cut.at, cut.rank) for cut in (self.q_held, self.kv_held, *self.computed)]
 
     def stages(self, rank: int) -> list[int]:
-        """The KV heads that a rank computes, in the order in which it does."""
+        """The KV heads that a rank computes, in the order of their computation."""
         return [head for head, cut in enumerate(self.computed) if (cut.rank == rank).any()]
 
     # ---- Keys and values --------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Routes:
         return Segments(column[order], holder[order], entry[column][order], begin[order], end[order], local[order], bounds)
 
     def kv_runs(self, holder: int, worker: int, head: int) -> Runs:
-        """Keys and values of a KV head that a rank holds and another, or itself, needs."""
+        """Keys and values of a KV head that rank `holder` holds and rank `worker`, which may be the same, needs."""
         key = holder, worker, next(h for h in range(head + 1) if self.needs[h] is self.needs[head])
         if key not in self._runs:
             self._runs[key] = self._find_runs(*key)
@@ -182,11 +182,11 @@ class Routes:
         return self.kv_tokens * (p.head_dim + p.head_dim_v) * p.itemsize + self.q_tokens * queries + self.q_tokens.T * results
 
     def backward_bytes(self) -> ndarray:
-        """The same of a backward call without a gradient of the log-sum-exp."""
+        """The same for a backward call without a gradient of the log-sum-exp."""
         p = self.problem
         queries = p.group * ((p.head_dim + 2 * p.head_dim_v) * p.itemsize + p.lse_itemsize)
         results = p.group * p.head_dim * p.itemsize
-        keys = (p.head_dim + p.head_dim_v) * (self.kv_tokens * p.itemsize + self.kv_tokens.T * p.lse_itemsize)  # there, and sums back
+        keys = (p.head_dim + p.head_dim_v) * (self.kv_tokens * p.itemsize + self.kv_tokens.T * p.lse_itemsize)  # keys there, sums back
         return keys + self.q_tokens * queries + self.q_tokens.T * results
 
     def all_gather_bytes(self) -> ndarray:
@@ -196,7 +196,7 @@ class Routes:
         return (p.tokens[1] - self.kv_held.counts(self.size)) * each
 
     def times(self, link: float, rate: float) -> tuple[ndarray, ndarray, ndarray]:
-        """(size,) each: seconds of arithmetic, of transfers, and of both, where stages hide all transfers but the first stage's."""
+        """(size,) each: seconds of arithmetic, of transfers, and of both, which overlap except for one stage of the shorter."""
         p = self.problem
         compute = self.loads * (2.0 * (p.head_dim + p.head_dim_v) / rate)
         sent = self.bytes()
@@ -213,7 +213,7 @@ def made(problem: Problem, name: str, size: int) -> Routes:
 
 
 def best_of(problem: Problem, size: int, link: float, rate: float) -> Routes:
-    """The routes whose slowest rank is the quickest. A later dispatch must be so by more than `TIE`."""
+    """The routes whose slowest rank is the fastest. A later dispatch must be faster by more than the factor `TIE`."""
     best: Routes | None = None
     least = np.inf
     for name in DISPATCHES:

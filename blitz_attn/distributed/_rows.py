@@ -44,7 +44,7 @@ class RowCall:
         }  # fmt: skip
 
     def _packed(self, heads: slice, first: int, end: int) -> dict[str, Any]:
-        """A stretch of the chain goes through some sequences, of which it may have the first and the last one in part."""
+        """The arguments for packed sequences. The rows may be only a part of their first and of their last sequence."""
         p = self.problem
         block_q, _ = p.block_shape
         begins, ends = np.maximum(first, p.row_begin[:-1]) - p.row_begin[:-1], np.minimum(end, p.row_begin[1:]) - p.row_begin[:-1]
@@ -81,7 +81,7 @@ class RowCall:
 
 
 def _below(lists: ndarray, columns: int, pad: int) -> ndarray:
-    """Lists without the columns that only longer sequences have, which see nothing here and which a call would refuse."""
+    """Lists without columns that only longer sequences have: there are no keys in them here, and a call would refuse them."""
     padded = lists == pad if pad > 0 else lists < 0
     kept = ~np.logical_or.accumulate(padded, axis=-1) & (lists < columns)
     if (kept | padded).all():

@@ -1,8 +1,8 @@
 """Merging the states of a request's chunks by a fixed binary tree, for many requests at once.
 
-Node i of level l covers the chunks from ``i * 2**l`` up to ``(i + 1) * 2**l``, as far as the request has them. Where its right half has no
-chunk, it is its left half; else its state is the merge of both halves' states. So the result depends on the chunks alone, and not on who
-computed which, or together with what.
+Node i of level l covers the chunks from ``i * 2**l`` up to ``(i + 1) * 2**l``, as far as the request has them. A node whose
+right half has no chunk is its left half; else its state is the merge of both halves' states. So the result depends on the chunks alone, and
+not on who computed which, or together with what.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def ranges(starts: ndarray, lengths: ndarray) -> ndarray:
 
 
 class Merges:
-    """Merges of states in one array, level by level. A merged state stands in the place of its left half."""
+    """Merges of states in one array, level by level. A merged state replaces that of its left half."""
 
     def __init__(self, levels: list[tuple[ndarray, ndarray]], first: ndarray, rows: ndarray) -> None:
-        """`levels`: (left, right) of each level, as places of states. `first` and `rows`: the first row of each place's state, and how many
+        """`levels`: (left, right) of each level, as numbers of states. `first` and `rows`: the first row of each state, and how many rows
         it has, one per query."""
         self._levels = [(ranges(first[a], rows[a]), ranges(first[b], rows[b])) for a, b in levels]
 
@@ -57,9 +57,9 @@ def sinks_of(sinks: Any, heads: int) -> ndarray | None:
 
 @in_usual_mode
 def with_sinks(out: ndarray, lse: ndarray, sinks: ndarray) -> tuple[ndarray, ndarray]:
-    """States (rows, H, Dv) and (rows, H) in whose softmax one more score per head takes part, which has no value.
+    """The states (rows, H, Dv) and (rows, H) with one more score per head in their softmax, which has no value.
 
-    As in a call without chunks, a sink is infinite where its exponent of 2 is, and an infinite one leaves nothing of finite scores."""
+    As in a call without chunks, a sink counts as infinite where its exponent of 2 is infinite, and then leaves nothing of finite scores."""
     with np.errstate(over="ignore"):
         exponents = (sinks.astype(np.float64) * np.log2(np.e)).astype(lse.dtype)
     scores = np.where(np.isinf(exponents), exponents, sinks.astype(lse.dtype))

@@ -1,7 +1,7 @@
-"""Who merges what of the tree of states (_states.py) where ranks hold the chunks of requests, and what they send.
+"""Which rank merges which nodes of the tree of states (_states.py) where ranks hold the chunks of requests, and what ranks send.
 
-A rank merges the nodes of which it has all chunks. Of those it sends the ones whose parent it does not have whole, and every rank merges
-the rest of the tree.
+A rank merges the nodes of which it has all chunks, and sends those of them whose parent has chunks on other ranks. Every rank merges the
+rest of the tree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Level(NamedTuple):
     left: ndarray
     right: ndarray
     owner: ndarray
-    """The rank that has both halves whole; -1 where no rank has."""
+    """The rank that has all chunks of both halves; -1 where no rank has."""
 
 
 class Tree(NamedTuple):
@@ -30,7 +30,7 @@ class Tree(NamedTuple):
     sender: ndarray
     """The rank that sends it."""
     after: ndarray
-    """The chunk behind the last one of each node that is sent."""
+    """The chunk after the last one of each node that is sent."""
 
 
 def build(counts: ndarray, owner: ndarray) -> Tree:

@@ -42,7 +42,7 @@ class _Call:
         self.tokens = [sum(b - a for a, b in ranges) for ranges in (plan.q_ranges, plan.kv_ranges)]
 
     def read(self, *, scale: Any, comm_type: Any, overlap: Any, dtype: Any, num_threads: Any) -> None:
-        """Checks what all functions have. Inside the agreement, as all checks of arrays are."""
+        """Checks the arguments that all functions have. To be called inside the agreement, as all checks of arrays."""
         if self._comm is not None and self._comm != self.plan.comm:
             raise ValueError("comm: expected the communicator that the plan was made with, got another")
         self.scale = None if scale is None else number(scale, "scale")
@@ -103,7 +103,7 @@ class _Call:
         return calls[key]
 
     def caps(self, sinks: Any, softcap: Any) -> dict[str, Any]:
-        """The sinks and the softcap, checked. Inside the agreement."""
+        """The sinks and the softcap, checked. To be called inside the agreement."""
         p = self.problem
         given: dict[str, Any] = {"softcap": None if softcap is None else number(softcap, "softcap") or None, "sinks": None}
         if sinks is not None:
@@ -169,7 +169,7 @@ def context_parallel_attention(
     """Block-sparse attention over a sequence that is spread over the ranks of a communicator. Collective.
 
     The results are, bit for bit, those of one call of `blitz_attn.block_sparse_attention` over the whole sequence, for any number of ranks:
-    for each KV head, one rank computes a row of blocks, in one call, once it has all listed keys, so nothing is merged.
+    for each KV head, one rank computes a row of blocks in one call, after it has received all listed keys, so nothing is merged.
 
     Parameters
     ----------
@@ -181,17 +181,17 @@ def context_parallel_attention(
     plan : ContextParallelPlan
         Made by all ranks for the call over the whole sequence. It holds the block lists and the rules.
     comm : communicator, optional
-        Only checked: the plan's.
+        The plan's, which is only checked.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     sinks, softcap
-        See `blitz_attn.block_sparse_attention`; the same on all ranks. Gradients need the softcap; of sinks, the log-sum-exp holds all that
-        they need.
+        See `blitz_attn.block_sparse_attention`; the same on all ranks. Gradients need the same `softcap`, but not the sinks, which
+        the log-sum-exp includes.
     comm_type : {"auto", "p2p", "all_gather", "a2a"}
         How keys and values travel. "p2p": messages between pairs of ranks, of listed blocks alone. "a2a": the same bytes in one collective
         per stage. "all_gather": everything to everybody. "auto": "p2p" up to 64 ranks, then "a2a".
     overlap : bool or "thread"
-        Whether the keys and values of a KV head travel while the head before is computed. A thread then waits for them where ranks run on
+        Whether the keys and values of a KV head travel while the previous head is computed. A thread then waits for them where ranks run on
         several machines, if MPI allows calls from several threads; "thread" starts it in any case.
     return_lse : bool
         Also return the log-sum-exp.
@@ -210,7 +210,8 @@ def context_parallel_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong kind or shape, or not the same on all ranks, on any rank: all ranks raise it, and nothing has been sent.
+        An argument of any rank is of the wrong kind or shape, or is not the same on all ranks. All ranks raise the error, and nothing has
+        been sent.
 
     See Also
     --------
@@ -438,7 +439,7 @@ def undispatch(x: Any, plan: ContextParallelPlan, *, keys: bool = False, axis: i
     Parameters
     ----------
     x : array
-        This rank's shard, of the same dtype and other axes on all ranks.
+        This rank's shard. Its dtype and its other axes are the same on all ranks.
     plan : ContextParallelPlan
         Made with a communicator.
     keys : bool
@@ -454,7 +455,7 @@ def undispatch(x: Any, plan: ContextParallelPlan, *, keys: bool = False, axis: i
     Raises
     ------
     TypeError, ValueError
-        A shard of another number of tokens, or not the same dtype and other axes on all ranks: all ranks raise it.
+        A shard has another number of tokens, or dtype or other axes differ between ranks. All ranks raise the error.
 
     Examples
     --------
@@ -486,7 +487,7 @@ def undispatch(x: Any, plan: ContextParallelPlan, *, keys: bool = False, axis: i
 
 
 def _with_tokens(x: Any, name: str, plan: Any, keys: Any, axis: Any, tokens: int | None) -> tuple[ndarray, int]:
-    """An array as NumPy sees it and its axis of tokens, of which it has so many; None: all."""
+    """An array as NumPy sees it, and its axis of tokens, whose length must be `tokens` (None: the whole sequence)."""
     if not isinstance(plan, ContextParallelPlan):
         raise TypeError(f"plan: expected a ContextParallelPlan, got {type(plan).__name__}")
     problem = plan._problem

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["DecodePlan", "decode_context_parallel_attention"]
 
 KV_SPLIT = 1024  # tokens per chunk
-_MOST_TOKENS = 2**30 - 1  # of a request that the core takes, and so of its queries; more of them may lie on all ranks together
+_MOST_TOKENS = 2**30 - 1  # most tokens, and so queries, of a request in the core; all ranks together may hold more tokens
 _CALL = "decode_context_parallel_attention"
 
 
@@ -35,7 +35,7 @@ _CALL = "decode_context_parallel_attention"
 class Shards:
     """The pages that ranks hold of each request, from tables of either form, see `DecodePlan`.
 
-    Construction belongs into a block of `Agreement`; `agree_owners` after it.
+    It must be made within a block of `Agreement`, and `agree_owners` called after the block.
     """
 
     def __init__(self, agreement: Agreement, block_tables: Any, seq_lens: Any, page_size: Any, interleave: Any, kv_split: Any) -> None:
@@ -65,7 +65,7 @@ class Shards:
         self.owner = self._owners_by_turns() if self.interleave else self._own_chunks()
 
     def _turn(self, pages: ndarray) -> tuple[ndarray, ndarray]:
-        """(rank, place among the rank's own pages) of a request's pages where ranks take turns."""
+        """(rank, index among the rank's own pages) of a request's pages where ranks take turns."""
         assert self.interleave is not None
         turn = self.interleave // self.page_size
         group = pages // turn
@@ -101,7 +101,8 @@ class Shards:
         return np.where(number > 0, self.rank, -1)
 
     def agree_owners(self, comm: Any) -> None:
-        """Learn who holds each chunk; of several ranks the lowest computes it. Raises the same error on all ranks where nobody does."""
+        """Learn who holds each chunk; the lowest of several holders computes it. Raises the same error on all ranks if a chunk has
+        no holder."""
         if self.interleave is not None or not len(self.owner):
             return
         held = np.empty((self.size, -(-len(self.owner) // 8)), np.uint8)
@@ -116,7 +117,7 @@ class Shards:
         self.owner = everyone.argmax(axis=0).astype(np.int64)
 
     def numbers(self, requests: ndarray, pages: ndarray) -> ndarray:
-        """Where this rank's cache has its own pages."""
+        """The page numbers in this rank's cache of pages that it holds."""
         return self.tables[requests, pages if self.interleave is None else self._turn(pages)[1]]
 
     def own_pages(self) -> tuple[ndarray, ndarray]:
@@ -142,7 +143,7 @@ def _multiple(x: Any, name: str, of: int, whose: str) -> int:
 
 
 def _query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
-    """int64 numbers of queries, which the core checks: the tables of a rank are not whole, so it gets others, of one page per request."""
+    """int64 numbers of queries, checked by the core. It gets tables of one page per request, since those of a rank are incomplete."""
     lengths = np.minimum(seq_lens, _MOST_TOKENS)
     tables, size = np.zeros((len(lengths), 1), np.int32), int(lengths.max(initial=1))
     opened = open_requests(tables, lengths, None, None, q_lens, None, size)[0]
@@ -171,14 +172,15 @@ class DecodePlan:
     ----------
     block_tables : array of int32 or int64
         ``(B, W)``, in one of two forms. With `interleave`: this rank's own pages of each request, in order. Without: all pages of each
-        request, where -1 stands for pages of other ranks; which rank holds which chunk is free. Where several ranks hold a chunk, as
+        request, where -1 stands for pages of other ranks; any rank may hold any chunk. Where several ranks hold a chunk, as
         copies, the lowest rank computes attention over it.
     seq_lens : sequence of int
-        ``(B,)``: number of tokens of each request, on all ranks together. The same on all ranks, as all that follows but `num_threads`.
+        ``(B,)``: number of tokens of each request, on all ranks together. This and all that follows, except `num_threads`, is the same on
+        all ranks.
     page_size : int
         Number of tokens per page of the caches that calls pass.
     comm : communicator, optional
-        With the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
+        Any object with the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
     interleave : int, optional
         Ranks take turns along each request: tokens from 0 on are rank 0's, the next `interleave` ones rank 1's, and so on. A multiple of
         `kv_split`.
@@ -254,7 +256,7 @@ class DecodePlan:
             self._one_query = q_lens is None
             self._queries = np.ones(self.batch, np.int64) if q_lens is None else _query_lengths(q_lens, shards.lengths)
             self._window = None if window is None else _arrays.integer(window, "window")
-            if self._window == -1:  # as no window
+            if self._window == -1:  # means no window
                 self._window = None
             self._dtype, self._kv_dtype = _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
             agreement.same("q_lens", self._queries)
@@ -413,7 +415,8 @@ class DecodePlan:
 
     @computed_once
     def _requests(self) -> tuple[Any, ...]:
-        """What `attend_requests` takes for this rank's units. It is made within a call's `Agreement`: an error reaches all ranks."""
+        """What `attend_requests` takes for this rank's units. It is made within a call's `Agreement`, so that an error reaches all
+        ranks."""
         units, queries = self._units, None if self._one_query else self._units.queries
         indptr, indices, last_page_len = units.tables
         return open_requests(indices, None, indptr, last_page_len, queries, units.q_begin, self.page_size)[0]
@@ -421,7 +424,7 @@ class DecodePlan:
     def _attend(
         self, q: ndarray, kind: str, k_cache: Any, v_cache: Any, lists: Listed | None, scales: dict[str, Any], out: ndarray, lse: ndarray
     ) -> None:
-        """The states of this rank's chunks. Without any, the call is made too, for its checks."""
+        """Fills `out` and `lse` with the states of this rank's chunks. The call is made even without chunks, for its checks."""
         rules = self._rules._replace(out_dtype="float32" if kind in ("float16", "bfloat16") else None)
         if kind == "bfloat16":
             rules = rules._replace(dtype=kind)
@@ -432,7 +435,7 @@ class DecodePlan:
             )
         except ValueError:
             if lists is not None:
-                lists.refuse_repeated()  # by the caller's numbers: the call has those of chunks
+                lists.refuse_repeated()  # names the caller's block numbers; the call's own count within chunks
             raise
         out[self._state_rows], lse[self._state_rows] = state
 
@@ -518,9 +521,9 @@ def decode_context_parallel_attention(
 ) -> Any:
     """Attention of each request's newest queries over a paged cache whose tokens several ranks hold. All ranks call it together.
 
-    Each rank attends to its own chunks of `kv_split` tokens, merges what forms whole nodes of a fixed binary tree over the chunks of a
-    request, and sends those; then every rank merges the rest. The result is bit-identical for any number of ranks, whoever holds which
-    chunks.
+    Each rank attends to its own chunks of `kv_split` tokens, merges those that form complete nodes of a fixed binary tree over the
+    chunks of a request, and sends these nodes; then every rank merges the rest. The result is bit-identical for any number of ranks,
+    whoever holds which chunks.
 
     Parameters
     ----------
@@ -534,7 +537,7 @@ def decode_context_parallel_attention(
     seq_lens : sequence of int
         ``(B,)``: number of tokens of each request, on all ranks together.
     comm : communicator, optional
-        With the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
+        Any object with the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
     interleave : int, optional
         Number of tokens, a multiple of `kv_split`, after which the next rank takes its turn along each request. Default: any rank may
         hold any chunk, as `block_tables` says.
@@ -544,7 +547,7 @@ def decode_context_parallel_attention(
         ``(B, Hkv, K)`` or ``(B, H, K)``: only these blocks are seen, as in `blitz_attn.paged_select_attention`. Blocks are numbered
         through all ranks.
     counts, scale, kv_layout, q_lens, window, sinks, softcap, return_lse, out, dtype, kv_dtype, num_threads
-        See `blitz_attn.paged_select_attention`. The same on all ranks, but for `out` and `num_threads`.
+        See `blitz_attn.paged_select_attention`. The same on all ranks, except `out` and `num_threads`.
     k_scale, v_scale : array of float32, optional
         The factors of this rank's caches, see `blitz_attn.paged_attention`.
 

@@ -55,8 +55,8 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
     ----------
     work : callable
         ``work(comm, ranks)``, where ``ranks[i]`` is the number that rank i of `comm` had in the communicator that the call was given.
-        It may be run several times, and must leave what it reads as it was. Errors that are not of dead ranks must be raised by all
-        ranks alike.
+        It may be run several times, and must leave what it reads as it was. An error that no death causes must be raised by all
+        ranks.
     comm : communicator, optional
         Default: ``MPI.COMM_WORLD``.
 
@@ -122,7 +122,8 @@ def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], 
     x : ndarray
         The tokens of ``before[rank]``, one stretch after the other along `axis`; of any dtype, the same on all ranks, as the other axes.
     before : sequence of sequence of (int, int)
-        For each rank of `comm` the stretches of tokens ``(begin, end)`` that it has. What several ranks have comes from the lowest.
+        For each rank of `comm` the stretches of tokens ``(begin, end)`` that it has. Tokens that several ranks have come from the lowest of
+        them.
     after : sequence of sequence of (int, int)
         For each rank the stretches that it is to have.
     axis : int
@@ -138,7 +139,7 @@ def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], 
     Raises
     ------
     ValueError
-        `x` does not have as many tokens as ``before[rank]``, or nobody has a token that some rank is to have: on all ranks.
+        `x` does not have as many tokens as ``before[rank]``, or nobody has a token that some rank is to have. All ranks raise the error.
 
     See Also
     --------
@@ -192,7 +193,7 @@ def _tokens(ranges: Ranges) -> ndarray:
 
 
 def finish(comm: Any, *, comm_before: Any = None, status: int = 0) -> None:
-    """End this process, where ranks have died, once the other survivors have come here too; else return.
+    """If ranks have died, end this process after all other survivors have called this, too; else return.
 
     After deaths, Open MPI 5.0's own end (MPI_Finalize, which mpi4py calls when Python ends) may wait for the dead over tcp. So the process
     then ends without it: output is flushed, but functions registered with `atexit` are not called.
@@ -202,7 +203,7 @@ def finish(comm: Any, *, comm_before: Any = None, status: int = 0) -> None:
     comm : communicator
         What `run_with_survivors` returned.
     comm_before : communicator, optional
-        What it was given. Default: ``MPI.COMM_WORLD``.
+        The communicator that it was given. Default: ``MPI.COMM_WORLD``.
     status : int
         Exit status.
 
@@ -225,7 +226,7 @@ def finish(comm: Any, *, comm_before: Any = None, status: int = 0) -> None:
 def _agree(comm: Any, flag: bool) -> bool:
     """Whether `flag` is true on all ranks that are alive: the same answer on all of them.
 
-    The operation may raise on some ranks alone, those that had not noticed a death before. The value is the same nevertheless. It is read
+    The operation may raise on some ranks only, those that had not noticed a death before. The value is the same nevertheless. It is read
     from the buffer of the nonblocking form, because the blocking one has no result where it raises.
     """
     value = np.array([flag], np.intc)

@@ -27,24 +27,24 @@ MOST_LINES = 32  # of a picture
 
 
 class Prediction(NamedTuple):
-    """What the model of `ContextParallelPlan.predict` says of one forward call. Times in seconds."""
+    """What the model of `ContextParallelPlan.predict` says about one forward call. Times in seconds."""
 
     compute: float
     """Arithmetic of the busiest rank."""
     transfer: float
-    """Bytes in or out, whichever are more, of the rank that has the most."""
+    """Transfer of the bytes in or out, whichever are more, of the rank that has the most."""
     exposed: float
     """Time of the slowest rank beyond the arithmetic of the busiest."""
     total: float
     """Time of the slowest rank."""
     efficiency: float
-    """Arithmetic of a rank where it is shared evenly, over `total`."""
+    """Arithmetic of a rank if all ranks had the same share, divided by `total`."""
 
 
 class ContextParallelPlan:
     """Which rank holds which tokens, computes which rows, and needs which blocks of keys.
 
-    A plan is made of the call over the whole sequence: its sizes, its rules and its block lists, the same on all ranks. It serves every
+    A plan is made from the call over the whole sequence: its sizes, its rules and its block lists, the same on all ranks. It serves every
     layer that has these. Making it is collective: where ranks disagree, all raise the same error.
 
     Parameters
@@ -57,7 +57,7 @@ class ContextParallelPlan:
     comm : communicator, optional
         Any object with the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
     size, rank : int, optional
-        With `size`, the plan is made without MPI, for so many ranks, as rank `rank` (default: 0) would make it. It says what would be
+        With `size`, the plan is made without MPI, for `size` ranks, as rank `rank` (default: 0) would make it. It says what would be
         sent, but cannot be used for a call.
     dispatch : {"auto", "cut", "zigzag", "contiguous", "items"}
         Which rows a rank computes. "cut": a run of equal work, whose queries and keys it holds. "zigzag": one run from the front and one
@@ -67,7 +67,7 @@ class ContextParallelPlan:
     batch, num_heads, num_kv_heads, head_dim, head_dim_v : int, optional
         Sizes of q, k and v. `num_kv_heads` defaults to `num_heads`, `head_dim_v` to `head_dim`, `batch` to 1.
     dtype : str or dtype
-        Of q, k and v: float32, float16, bfloat16 or float64.
+        The dtype of q, k and v: float32, float16, bfloat16 or float64.
     block_shape, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv
         As in `blitz_attn.block_sparse_attention`, for the whole sequence. `cu_seqlens_kv` defaults to `cu_seqlens_q`.
     link : float
@@ -92,14 +92,14 @@ class ContextParallelPlan:
     bytes : numpy.ndarray
         (size, size) of int64: bytes that the first rank sends to the second in one forward call, exactly.
     backward_bytes : numpy.ndarray
-        The same of a backward call, without `dlse`: sums for keys come back in float32 (float64 for float64).
+        The same for a backward call, without `dlse`: sums for keys come back in float32 (float64 for float64).
     all_gather_bytes : numpy.ndarray
         (size,) of int64: bytes of all keys and values that each rank does not hold, which is what an all-gather would bring.
 
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong kind or out of range, or not the same on all ranks. Every rank raises it.
+        An argument of the wrong kind or out of range, or not the same on all ranks. Every rank raises the error.
     ImportError
         mpi4py or an MPI library is missing, and `size` was not given.
 
@@ -111,8 +111,8 @@ class ContextParallelPlan:
     -----
     Where queries and keys have the same lengths, a rank holds the keys of its queries; else keys are held in equal runs of whole blocks.
 
-    With "cut", where rows are too few for equal work, neighbours share the row of blocks at their border by KV heads; queries and results
-    of that row travel.
+    With "cut", where rows are too few for equal work, neighbouring ranks share the KV heads of the row of blocks at their border; queries
+    and results of that row travel.
 
     Examples
     --------
@@ -173,7 +173,7 @@ class ContextParallelPlan:
 
         if size is not None:
             self.comm = None
-            self.size, self.rank = _place(comm, size, rank)
+            self.size, self.rank = _size_and_rank(comm, size, rank)
             self._routes = routes(problem())
         else:
             self.comm = communicator(comm)
@@ -219,9 +219,9 @@ class ContextParallelPlan:
     def predict(self, link: float, rate: float) -> Prediction:
         """Times of one forward call by a simple model.
 
-        A rank computes at `rate` and sends and receives at `link`; stages of one KV head follow one another, and the arithmetic of one
-        hides the transfers of the next, so that of the shorter of the two one stage's share stays exposed. Latency, contention
-        and stragglers are not in the model.
+        A rank computes at `rate` and sends and receives at `link`; stages of one KV head each follow one another. The arithmetic of a stage
+        overlaps with the transfers of the next: the longer of the two, arithmetic or transfers, counts in full, and the shorter for one
+        stage only. Latency, contention and stragglers are not in the model.
 
         Parameters
         ----------
@@ -255,7 +255,7 @@ class ContextParallelPlan:
     def picture(self) -> str:
         """Text picture: one line per rank with its tokens, its load and what it receives.
 
-        Of more than 32 ranks the picture shows the first of each group of equally many.
+        More than 32 ranks are shown in groups of equally many, by the first rank of each group.
 
         Returns
         -------
@@ -282,7 +282,7 @@ class ContextParallelPlan:
         return "\n".join(lines)
 
 
-def _place(comm: Any, size: Any, rank: Any) -> tuple[int, int]:
+def _size_and_rank(comm: Any, size: Any, rank: Any) -> tuple[int, int]:
     """The number of ranks and the rank of a plan without a communicator."""
     if comm is not None:
         raise ValueError("comm: expected none with size, got a communicator")

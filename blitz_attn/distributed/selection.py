@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["select_blocks_distributed"]
 
 _CALL = "select_blocks_distributed"
-_NOBODY = np.iinfo(np.int32).max  # the number of a block that is none
+_NOBODY = np.iinfo(np.int32).max  # stands for no block
 
 
 def select_blocks_distributed(
@@ -47,10 +47,10 @@ def select_blocks_distributed(
     dtype: DType | None = None,
     num_threads: int | None = None,
 ) -> tuple[ndarray, ndarray]:
-    """The blocks of each request that `blitz_attn.select_blocks` chooses, where each rank scores those that it holds.
+    """The blocks of each request that `blitz_attn.select_blocks` chooses, where each rank scores the blocks that it holds.
 
     All ranks call it together. Each sends the k best of its own blocks with their scores, 8 bytes each, and every rank chooses among them.
-    So the choice is that of one process which holds all blocks: the best of all, of equal scores the lower.
+    So the choice is that of one process which holds all blocks: the blocks of the highest scores, and of equal scores the lower block.
 
     Parameters
     ----------
@@ -63,24 +63,24 @@ def select_blocks_distributed(
     seq_lens : sequence of int
         ``(B,)``: number of tokens of each request, on all ranks together.
     k, budget : int or sequence of int, optional
-        Number of blocks to select, or of tokens, on all ranks together: exactly one of the two, see `blitz_attn.select_blocks`.
+        Number of blocks to select, or of tokens, on all ranks together. Give exactly one of the two, see `blitz_attn.select_blocks`.
     comm : communicator, optional
-        With the methods of ``mpi4py.MPI.Comm``. Default: the plan's, else ``MPI.COMM_WORLD``.
+        Any object with the methods of ``mpi4py.MPI.Comm``. Default: the plan's, else ``MPI.COMM_WORLD``.
     interleave : int, optional
         Number of tokens, a multiple of the block size, after which the next rank takes its turn along each request.
     plan : DecodePlan, optional
-        Says in place of `interleave` which rank holds which pages. Its page is the block. Of pages that several ranks hold, the plan counts
-        the lowest rank's alone.
+        Says in place of `interleave` which rank holds which pages. Its pages are the blocks. Where several ranks hold a page, only the
+        lowest of these ranks counts.
     method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update, ascending, block_size, kv_layout, dtype, num_threads
-        See `blitz_attn.select_blocks`. The same on all ranks, but for `num_threads`.
+        See `blitz_attn.select_blocks`. The same on all ranks, except `num_threads`.
 
     Returns
     -------
     selected : ndarray
-        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``: numbers of blocks through all ranks, -1 in unused places. The same
+        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``: numbers of blocks through all ranks, -1 in unused entries. The same
         on all ranks.
     counts : ndarray
-        int32, ``(B, Hkv)`` or ``(B, H)``: number of places in use.
+        int32, ``(B, Hkv)`` or ``(B, H)``: number of entries in use.
 
     Raises
     ------

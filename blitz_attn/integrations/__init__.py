@@ -1,1 +1,1 @@
-"""The library inside other frameworks: one module a framework, which is imported by whoever uses it."""
+"""The library inside other frameworks: one module per framework, which only users of the framework import."""

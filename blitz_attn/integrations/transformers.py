@@ -4,7 +4,7 @@
 >>> register()  # "blitz_attn" and "blitz_attn_sparse" are now names that attn_implementation= takes
 >>> configure(SparseConfig(density=0.25, dense_layers=(0, 1)))
 
-torch and transformers are imported by `register` and by what needs them, not with this module.
+torch and transformers are imported by `register` and by the functions that need them, not with this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def register() -> None:
 
     Both read the mask of a model as a rule (causal, a window, padding, packed sequences), so that no matrix of queries times keys is made.
     A mask without such a rule, and a position bias, are added to the scores as they are. Layers with a position bias keep all blocks and
-    pages. So do layers with such a mask, unless it shows each query one run of keys: they choose blocks.
+    pages. So do layers with such a mask, unless it shows each query one run of keys: then blocks are chosen.
     ``"blitz_attn"`` attends to all keys that the rule allows. ``"blitz_attn_sparse"`` does so while it decodes, and leaves blocks of
     keys out of prompts; see `SparseConfig`. Calling this again changes nothing.
 
@@ -49,12 +49,12 @@ def register() -> None:
     Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.
 
-    Where a model needs something else (dropout, gradients of a position bias, returned weights, packed sequences beside a position
+    Where a model needs something else (dropout, gradients of a position bias, returned weights, packed sequences with a position
     bias), torch computes it, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
-    Models with attention code of their own (BLOOM, XGLM, RoFormer) run it: a mask that they add to scores becomes the numbers that they
-    add with ``"eager"``, and whatever else needs numbers in the mask (MPT, DeepSeek-V4; under `torch.compile` all of them) is a ValueError.
-    For the first of these, `on_unsupported` of the configuration for all models counts. transformers itself refuses some (Falcon,
-    GPT-Neo).
+    Models with attention code of their own run that code. Code that adds the mask to scores (BLOOM, XGLM, RoFormer) gets the numbers that
+    it adds with ``"eager"``, and `on_unsupported` of the configuration for all models holds. Code that needs numbers in the mask for
+    anything else (MPT, DeepSeek-V4) gets a ValueError, and so does all such code under `torch.compile`. transformers itself refuses some
+    models (Falcon, GPT-Neo).
 
     Examples
     --------
@@ -81,10 +81,10 @@ def paged_cache(model: PreTrainedModel | PretrainedConfig, *, page_size: int = 6
     """A cache for a model's `generate` and forward calls that keeps keys and values in pages, which Quest can choose from.
 
     It grows without copying what it holds at every step. Every attention implementation can read it. Layers with a sliding window,
-    and layers with another mechanism than attention, alone or beside it, get the same layers as in transformers' `DynamicCache`. Under
-    torch.autocast, keys and values are kept in its dtype, in which attention is computed. For a model of encoder and decoder, it is an
-    `EncoderDecoderCache`, which has pages for cross-attention, too. For a model that chooses its own tokens, the keys of its indexer are
-    kept in the same way.
+    and layers with another mechanism than attention, alone or next to attention, get the same layers as in transformers' `DynamicCache`.
+    Under torch.autocast, keys and values are kept in its dtype, in which attention is computed. For a model of encoder and decoder, it is
+    an `EncoderDecoderCache`, which has pages for cross-attention, too. For a model that chooses its own tokens, the
+    keys of its indexer are kept in the same way.
 
     Parameters
     ----------

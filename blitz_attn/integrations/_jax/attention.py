@@ -39,7 +39,7 @@ __all__ = ["block_sparse_attention", "dot_product_attention", "select_and_attend
 
 _FORWARD, _BACKWARD = ({x.name: x for x in OPERATIONS[f"block_sparse_attention{of}"]} for of in ("", "_backward"))
 _FLOATS = tuple(name for name, x in _BACKWARD.items() if x.differentiable and x.role == "floats")
-_LEARNED = tuple(name for name, x in _BACKWARD.items() if x.differentiable and x.role != "floats")  # which are added to scores
+_LEARNED = tuple(name for name, x in _BACKWARD.items() if x.differentiable and x.role != "floats")  # arrays that are added to scores
 _NAMES = {
     "q": "query",
     "k": "key",
@@ -206,8 +206,8 @@ def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_l
     TypeError, ValueError
         As `blitz_attn.block_sparse_attention`.
     jax.errors.JaxRuntimeError
-        Under a transform of JAX, in place of these where the library refuses an argument when the computation runs. The library's sentence
-        is part of the text.
+        Under a transform of JAX, in place of these errors, if the library refuses an argument when the computation runs. The library's
+        sentence is part of the text.
 
     Examples
     --------
@@ -216,7 +216,7 @@ def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_l
     >>> q, k, v = (jax.random.normal(key, (1, 2, 64, 16)) for key in jax.random.split(jax.random.key(0), 3))
     >>> loss = jax.jit(lambda q, k, v: block_sparse_attention(q, k, v, causal=True).sum())
     >>> dv = jax.grad(loss, argnums=2)(q, k, v)
-    >>> dv.shape, round(float(dv.sum()))  # each of 2 x 64 x 16 results takes its weights of 1 from v
+    >>> dv.shape, round(float(dv.sum()))  # the weights of each of 2 x 64 x 16 results add up to 1
     ((1, 2, 64, 16), 2048)
     """
     arrays, options = read(numpy_calls.block_sparse_attention, NOT_TAKEN, {"q": q, "k": k, "v": v, "sabi": sabi} | rules)
@@ -278,8 +278,8 @@ def dot_product_attention(
     query_seq_lengths, key_value_seq_lengths : array of int, optional
         ``(B,)``: number of valid tokens of each batch entry.
     local_window_size : int or (int, int), optional
-        Number of tokens that query i sees before and after key i; one number is both. A negative one leaves key i out, as in JAX: with
-        ``(3, -1)``, query i sees three keys, the last of which is key ``i - 1``.
+        Number of tokens that query i sees before and after key i; one number stands for both. A negative number leaves key i out, as in
+        JAX: with ``(3, -1)``, query i sees three keys, the last of which is key ``i - 1``.
     return_residual : bool
         Also return the log-sum-exp.
     sabi : array of int, optional
@@ -294,7 +294,7 @@ def dot_product_attention(
     out : jax.Array
         Like `query`. A query that sees no key gets 0.
     lse : jax.Array
-        With `return_residual`: ``(B, T, N)`` or ``(T, N)``, float32 (float64 for float64). It is differentiable, where JAX's own is not.
+        With `return_residual`: ``(B, T, N)`` or ``(T, N)``, float32 (float64 for float64). It is differentiable, unlike JAX's own.
 
     Raises
     ------
@@ -305,7 +305,7 @@ def dot_product_attention(
 
     Notes
     -----
-    JAX's ``implementation=`` is not here, since this is one. Queries without a key get the mean of all values from JAX, and 0 here.
+    There is no ``implementation=``, since this function is one. A query that sees no key gets the mean of all values from JAX, and 0 here.
 
     Examples
     --------
@@ -350,8 +350,8 @@ def dot_product_attention(
 
 
 def _leaves_its_own_out(window: Any) -> bool:
-    """Whether a bound of a window is negative: a number as any other for JAX, where the library's -1 means no bound. What is no pair of
-    integers is left to the library to refuse."""
+    """Whether a bound of a window is negative. JAX takes it like any other number, while -1 means no bound in the library, which refuses a
+    window that is not a pair of integers."""
     return window is not None and len(window) == 2 and all(isinstance(n, (int, np.integer)) for n in window) and min(window) < 0
 
 
@@ -364,7 +364,7 @@ def _as_ranges(window: tuple[int, int], queries: int, keys: int) -> np.ndarray:
 
 
 def _upper_left(q_shape: tuple[int, ...], keys: int, rules: dict[str, Any], is_causal: bool) -> dict[str, Any]:
-    """JAX's diagonal, query i at key i. Without `q_begin`, the library's ends at the last query and key."""
+    """The rules for JAX's diagonal, query i at key i. Without `q_begin`, the library's diagonal ends at the last query and key."""
     batch, queries = q_shape[:2]
     if queries == keys and rules["q_lens"] is rules["kv_lens"] is None:
         return {}
@@ -393,13 +393,13 @@ def select_and_attend_prefill(q: Any, k: Any, v: Any, *, return_lse: Any = False
     q, k, v : jax.Array
         Arrays in CPU memory: float32, float16, bfloat16 or, where JAX has it, float64.
     chooser, density, top_p, threshold, top_k, sink, recent, last_columns, first_rows, last_rows, per_kv_head
-        See `blitz_attn.select_blocks_prefill`. Exactly one of `density`, `top_p`, `threshold` and `top_k`. Python values.
+        See `blitz_attn.select_blocks_prefill`. Python values. Give exactly one of `density`, `top_p`, `threshold` and `top_k`.
     block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         See `blitz_attn.block_sparse_attention`. Lengths may be traced.
     kv_ranges : array of int, optional
         A run of keys for each query: see `blitz_attn.select_blocks_prefill`.
     attn_mask, alibi_slopes, sinks, softcap
-        What attention adds to the scores or makes of them: see `block_sparse_attention`. The blocks are chosen as without these.
+        Further options of attention: see `block_sparse_attention`. The choice of blocks ignores them.
     return_lse : bool
         Also return the log-sum-exp.
     num_threads : int, optional

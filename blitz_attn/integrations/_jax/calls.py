@@ -1,8 +1,8 @@
 """The library's functions as steps of a computation of JAX, on the memory of its arrays.
 
 What JAX traces (jit, grad, vmap, scan) becomes a call back into Python, which gets the buffers of the compiled computation as NumPy arrays
-and writes the results into others. Where nothing is traced, the library's function is called directly: no computation is compiled then,
-and what it refuses is raised as it is.
+and writes the results into others. Where nothing is traced, the library's function is called directly: no computation is compiled, and
+the function's errors are raised as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ except ModuleNotFoundError:  # the module can be imported then, and documented; 
 
 Run = Callable[..., Any]
 
-# Arguments of the library's functions that those for JAX do not take, and where blocks are chosen or caches are paged.
+# Arguments of the library's functions that no function for JAX takes, and those that are not taken where blocks are chosen or caches paged.
 NOT_TAKEN = ("kv_split", "out", "out_dtype", "dtype", "kv_dtype", "return_sabi")
 BEYOND_LISTS = (*NOT_TAKEN, "q_begin", "q_total")
 
@@ -42,7 +42,7 @@ def read(function: Callable[..., Any], without: Sequence[str], given: Mapping[st
 
 def arrays_of(required: Sequence[str], **given: Any) -> dict[str, Any]:
     """The arguments that are not None, as arrays of JAX. Those that are `required` must be arrays already."""
-    import jax  # an error that names it, where it is not installed
+    import jax  # raises an error that names JAX where it is not installed
 
     arrays = {}
     for name, x in given.items():
@@ -57,7 +57,7 @@ def arrays_of(required: Sequence[str], **given: Any) -> dict[str, Any]:
 
 
 def _in_range(x: np.ndarray, name: str) -> np.ndarray:
-    """The array. Integers of more bits than JAX holds are refused, since JAX would drop their upper bits without a word."""
+    """The array. Integers of more bits than JAX holds are refused, since JAX would silently drop their upper bits."""
     if x.size == 0 and x.dtype == np.float64:  # an empty list
         return x.astype(np.int32)
     if x.dtype.kind not in "iu" or x.dtype.itemsize < 8 or jax.config.jax_enable_x64:
@@ -82,7 +82,7 @@ def _frozen(x: Any, name: str) -> Any:
 
 
 def is_traced(arrays: Mapping[str, Any]) -> bool:
-    """Whether JAX follows one of the arrays instead of having its numbers."""
+    """Whether one of the arrays is a tracer of JAX, which has no numbers."""
     return any(isinstance(x, jax.core.Tracer) for x in arrays.values())
 
 
@@ -101,7 +101,7 @@ class _OnBuffers:
     def __call__(self, context: Any, out: Any, given: Any) -> None:
         results, arrays = tuple(map(np.asarray, out)), {name: np.asarray(x) for name, x in given.items()}
         for entry in np.ndindex(results[0].shape[: results[0].ndim - self.axes]):
-            of_entry = {name: x[_place(entry, x)] for name, x in arrays.items()}
+            of_entry = {name: x[_index_of(entry, x)] for name, x in arrays.items()}
             self.run(tuple(x[entry] for x in results), **plain(of_entry), **self.options)
 
 
@@ -110,19 +110,20 @@ _NUMBERS = frozenset(x.name for rows in OPERATIONS.values() for x in rows if x.r
 
 
 def plain(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays as the library takes them: some without axes are numbers."""
+    """The arrays as the library takes them: an array without axes becomes a number where the library takes one."""
     return {name: x.item() if name in _NUMBERS and x.ndim == 0 else x for name, x in arrays.items()}
 
 
-def _place(entry: tuple[int, ...], x: np.ndarray) -> tuple[int, ...]:
-    """The index of an entry of the axes that vmap adds. Such an axis has length 1 in an array that is the same for all entries."""
+def _index_of(entry: tuple[int, ...], x: np.ndarray) -> tuple[int, ...]:
+    """The index in `x` of an entry of the axes that vmap adds. Such an axis has length 1 in an array that is the same for all entries."""
     return tuple(i if n > 1 else 0 for i, n in zip(entry, x.shape, strict=False))
 
 
 def call(run: Run, results: Sequence[Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
     """``run(out, **arrays, **options)``, which writes its results into the NumPy arrays of the tuple `out`. The options are `frozen`.
 
-    `results` are their shapes and dtypes. Where JAX maps the call, there is one after the other for the entries of the mapped axes.
+    `results` are their shapes and dtypes. Where JAX maps the call, there is a call of `run` for each entry of the mapped axes, one after
+    the other.
     """
     from jax.experimental.buffer_callback import buffer_callback
 
@@ -142,7 +143,7 @@ def _key_of(options: Mapping[str, Any]) -> Hashable:
 def _typed(x: Any) -> Hashable:
     if isinstance(x, tuple):
         return (type(x), *map(_typed, x))
-    return (type(x), x) if isinstance(x, Hashable) else object()  # which the library will refuse
+    return (type(x), x) if isinstance(x, Hashable) else object()  # the library will refuse it
 
 
 def without_gradient(function: Callable[..., Any], sentence: str) -> Callable[..., Any]:
@@ -157,12 +158,12 @@ def without_gradient(function: Callable[..., Any], sentence: str) -> Callable[..
 
 
 def no_second(name: str) -> str:
-    """What is said where a gradient is to be differentiated."""
+    """The sentence that refuses to differentiate a gradient."""
     return f"{name}: expected to be differentiated once, got a request for the gradient of its gradient, which it does not have"
 
 
 def shape_like(shape: Sequence[int], dtype: Any) -> Any:
-    """What JAX calls an array of which it knows the shape and the dtype only."""
+    """JAX's description of an array by its shape and dtype."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 

@@ -89,7 +89,7 @@ def nsa(q: JaxArray, k: JaxArray, v: JaxArray, **rules: Unpack[NSARules]) -> Jax
 
     Notes
     -----
-    The gradient runs the forward pass again: what that keeps besides arrays cannot pass through a computation of JAX.
+    The gradient runs the forward pass again, because the context of a forward pass cannot pass through a computation of JAX.
 
     Examples
     --------

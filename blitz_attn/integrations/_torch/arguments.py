@@ -43,7 +43,7 @@ def chooser_text(chooser: Any, name: str) -> str:
     if isinstance(chooser, str):
         return chooser if chooser in CHOOSERS else choice(chooser, name, tuple(CHOOSERS))
     if not torch.compiler.is_compiling():
-        rules_of(chooser)  # refuses what is no chooser with a sentence; in a graph the operator does
+        rules_of(chooser)  # refuses what is not a chooser; in a graph, the operator does so
     return "{" + ", ".join(f'"{field}": {_json(x)}' for field, x in fields_of(chooser).items()) + "}"
 
 
@@ -69,12 +69,12 @@ _READERS: dict[str, Reader] = {
 def taken(function: Callable[..., Any], without: tuple[str, ...] = NOT_TAKEN) -> dict[str, Argument]:
     """The arguments of the library's function that an operator has."""
     found = {name: x for name, x in arguments_of(function).items() if x.role not in OWN and name not in (*without, "return_lse")}
-    if "sabi" in found:  # a tensor, which knows no block shape
+    if "sabi" in found:  # the list is a tensor, which knows no block shape
         found["block_shape"] = found["block_shape"]._replace(default=(128, 128))
     return found
 
 
-# An operator that chooses blocks has the block of attention, where it is not told another one, and not that of the library's function.
+# The default block_shape of an operator that chooses blocks is that of attention, and not that of the library's function.
 _ATTENTION = taken(block_sparse_attention)
 CHOICE = {name: _ATTENTION.get(name, x) for name, x in taken(select_and_attend_prefill).items()}
 
@@ -91,8 +91,8 @@ _TOLD: dict[str, dict[str, Any]] = {}
 
 
 def takes(function: Callable[..., Any], arguments: Mapping[str, Argument] | None = None, **told: Any) -> None:
-    """Lets `read` know the library's function, and its arguments where they are not quite those of the operator. `told`: what the operator
-    must be told where the caller says nothing."""
+    """Registers the library's function for `read`. `arguments`: those of the operator, where they differ from the function's. `told`: what
+    the operator is told where the caller says nothing."""
     arguments = taken(function) if arguments is None else arguments
     _READERS_OF[function.__name__] = {name: _reader(x) for name, x in arguments.items()}
     _TOLD[function.__name__] = told
@@ -104,7 +104,7 @@ def read(function: str, rules: Mapping[str, Any]) -> dict[str, Any]:
     if not torch.compiler.is_compiling():
         rules = with_block_shape(rules)
     elif isinstance(rules.get("sabi"), BlockList):
-        raise TypeError("sabi: expected a tensor, with a block_shape beside it, in a graph of torch.compile, got a BlockList")
+        raise TypeError("sabi: expected a tensor and its block_shape in a graph of torch.compile, got a BlockList")
     for name, x in rules.items():
         if name not in readers:
             raise unexpected(function, name)

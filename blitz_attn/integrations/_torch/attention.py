@@ -93,10 +93,10 @@ def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_l
     >>> from blitz_attn.integrations.torch import block_sparse_attention
     >>> q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
     >>> block_sparse_attention(q, k, v, causal=True).sum().backward()
-    >>> bool(q.grad.shape == q.shape), round(v.grad.sum().item())  # each of 2 x 64 x 16 results takes its weights of 1 from v
+    >>> bool(q.grad.shape == q.shape), round(v.grad.sum().item())  # the weights of each of 2 x 64 x 16 results add up to 1
     (True, 2048)
 
-    A sink that is learned: half of each sum under the softmax is its own, where all scores are equal.
+    A learned sink. All scores are equal here, so that the sink makes half of the sum in each softmax:
 
     >>> sinks = torch.full((2,), 64.0).log().requires_grad_()
     >>> out, lse = block_sparse_attention(torch.zeros_like(q), k, v, sinks=sinks, return_lse=True)
@@ -159,7 +159,8 @@ def _expanded(x: Any, shape: tuple[Any, ...]) -> Any:
 
 
 def _upper_left(query: Any, key: Any, rules: dict[str, Any]) -> dict[str, Any]:
-    """torch's `is_causal`, query i sees key j when j <= i. Without `q_begin`, the library's diagonal ends at the last query and key."""
+    """The rules for torch's `is_causal`: query i sees key j when j <= i. Without `q_begin`, the library's diagonal ends at the last query
+    and key."""
     queries, keys, whole = query.shape[2], key.shape[2], rules["kv_lens"] is None
     if whole and rules["q_lens"] is None and queries == keys:
         return {"causal": True}
@@ -212,12 +213,12 @@ def scaled_dot_product_attention(
         ``(..., Hkv, Skv, D)`` and ``(..., Hkv, Skv, Dv)``, same dtype. Leading axes of the three broadcast, without copies, as do one head
         of `key` and `value`, or of `query`.
     attn_mask : torch.nn.attention.bias.CausalBias or torch.Tensor, optional
-        ``causal_upper_left`` is what `is_causal` is, ``causal_lower_right`` aligns the diagonal to the last query and the last key.
+        ``causal_upper_left`` means the same as `is_causal`, ``causal_lower_right`` aligns the diagonal to the last query and the last key.
         A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats that are added to the
         scores, and may need a gradient. It is read once. It is expanded only if it has several leading axes and some, but not all, of them
         have length 1.
     dropout_p : float
-        0.
+        Must be 0.
     is_causal : bool
         As torch means it: query i sees key j when ``j <= i``, whatever the numbers of queries and keys, and whatever the lengths.
     scale : float, optional
@@ -251,9 +252,9 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    A mask of bool, or of 0 and ``-inf``, is passed on as what costs least. Where all heads share it, and the keys of each query have no gap
-    between them, it is a run of keys for each query, and costs no more than `is_causal`. Otherwise, blocks of 128 x 128 pairs of which none
-    is seen are left out. With other masks, a call takes a tenth to a third more time.
+    A mask of bool, or of 0 and ``-inf``, is replaced by the cheapest rule that does the same. Where all heads share it, and the keys of
+    each query have no gap between them, it becomes a run of keys for each query, and costs no more than `is_causal`. Otherwise, blocks of
+    128 x 128 pairs of which none is seen are left out. With other masks, a call takes a tenth to a third more time.
 
     Examples
     --------
@@ -269,10 +270,10 @@ def scaled_dot_product_attention(
     if type(dropout_p) not in (int, float) or dropout_p != 0:
         raise ValueError(f"dropout_p: expected 0, got {number_of(dropout_p, 'dropout_p')}: this attention has no dropout")
     is_causal, lower_right = flag_of(is_causal, "is_causal"), False
-    has_elements = isinstance(attn_mask, torch.Tensor) and not hasattr(attn_mask, "variant")  # which a CausalBias has
+    has_elements = isinstance(attn_mask, torch.Tensor) and not hasattr(attn_mask, "variant")  # a CausalBias has a variant
     if has_elements:
         if is_causal:
-            raise ValueError("is_causal: expected False beside an attn_mask, got True")
+            raise ValueError("is_causal: expected False with an attn_mask, got True")
     elif attn_mask is not None:
         is_causal, lower_right = _rule_of_mask(attn_mask, is_causal)
         sizes, made_for = (query.shape[-2], key.shape[-2]), (attn_mask.seq_len_q, attn_mask.seq_len_kv)
@@ -298,21 +299,21 @@ def scaled_dot_product_attention(
     except (TypeError, ValueError) as error:
         rename(error, _NAMES)
         raise
-    out, lse = result if return_lse else (result, result)  # the second is then not read
+    out, lse = result if return_lse else (result, result)  # without return_lse, lse is not read
     if query.dim() != 4:
         out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1]) if return_lse else None
     return (out, lse) if return_lse else out
 
 
 def _rule_of_mask(attn_mask: Any, is_causal: bool) -> tuple[bool, bool]:
-    """Whether a `CausalBias` is causal from the first query and key on, or up to the last ones."""
+    """Whether a `CausalBias` aligns the diagonal to the first query and key, and whether it aligns it to the last ones."""
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
     refuse_block_mask(attn_mask, "attn_mask")
     if not isinstance(attn_mask, CausalBias):
         raise TypeError(f"attn_mask: expected None, a tensor or a CausalBias, got {type(attn_mask).__name__}")
     if is_causal:
-        raise ValueError("is_causal: expected False beside an attn_mask, got True")
+        raise ValueError("is_causal: expected False with an attn_mask, got True")
     lower = attn_mask.variant == CausalVariant.LOWER_RIGHT
     return not lower, lower
 
@@ -349,14 +350,14 @@ def select_and_attend_prefill(q: Any, k: Any, v: Any, *, return_lse: Any = False
     q, k, v : torch.Tensor
         CPU tensors: float32, float16, bfloat16 or float64.
     chooser, density, top_p, threshold, top_k, sink, recent, last_columns, first_rows, last_rows, per_kv_head
-        See `blitz_attn.select_blocks_prefill`. Exactly one of `density`, `top_p`, `threshold` and `top_k`.
+        See `blitz_attn.select_blocks_prefill`. Give exactly one of `density`, `top_p`, `threshold` and `top_k`.
     block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         See `blitz_attn.block_sparse_attention`.
     kv_ranges : torch.Tensor or array of int, optional
         A run of keys for each query: see `blitz_attn.select_blocks_prefill`. Under `torch.compile`, a tensor.
     attn_mask, alibi_slopes, sinks, softcap
-        What attention adds to the scores or makes of them: see `block_sparse_attention`. They have no gradient here. The blocks are chosen
-        as without these. Under `torch.compile`, `attn_mask` is a tensor.
+        Further options of attention: see `block_sparse_attention`. They have no gradient here, and the choice of blocks ignores them.
+        Under `torch.compile`, `attn_mask` is a tensor.
     return_lse : bool
         Also return the log-sum-exp.
     num_threads : int, optional

@@ -22,14 +22,14 @@ _LISTS = "q_lens kv_lens cu_seqlens_q cu_seqlens_kv kv_ranges attn_mask alibi_sl
 _GIVEN = {"out": Argument("out", "floats")} | {
     name: x for name, x in taken(block_sparse_attention_backward).items() if name != "accumulate"
 }
-_LEARNED = [name for name, x in _GIVEN.items() if x.differentiable]  # that of sinks has a formula here
+_LEARNED = [name for name, x in _GIVEN.items() if x.differentiable]  # the gradient of sinks has a formula here
 
 # ---- On CPU tensors -----------------------------------------------------------------------------------------------
 
 
 def _read(told: dict[str, Any]) -> None:
-    """Replaces a mask by what it can be read as: the only rule that is not about lengths and the diagonal, in layout BNSD. That is done
-    here since a graph holds no elements."""
+    """Replaces the mask of a call by cheaper rules that do the same, if there are any. The call is in layout BNSD, and its other rules are
+    a list, lengths and the diagonal. This is done here because a graph holds no elements."""
     q, mask = told["q"], told.pop("attn_mask")
     told |= read_mask(mask, q.shape[2], told["k"].shape[2], q.dtype, lists=told.get("sabi") is None)
 
@@ -70,7 +70,7 @@ def _attend_backward_shapes(told: dict[str, Any]) -> Any:
 
 
 def _cast_attention(told: dict[str, Any], dtype: Any) -> None:
-    """As torch casts for its own attention: queries, keys, values, and a mask of numbers. Sinks and slopes are read as float32."""
+    """Casts what torch casts for its own attention: queries, keys, values, and a mask of numbers. Sinks and slopes are read as float32."""
     for name in ("q", "k", "v", "attn_mask"):
         told[name] = lowered(told.get(name), dtype)
 

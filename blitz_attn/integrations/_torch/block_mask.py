@@ -1,10 +1,10 @@
 """FlexAttention's BlockMask to and from block lists with token rules. Public through `blitz_attn.integrations.torch`.
 
 A BlockMask lists full blocks, in which every query sees every key, and partial blocks, in which a function of (batch, head, query, key)
-says it for each pair of tokens. A block list has one kind of block, and token rules that cut inside: causal, window, lengths and
-documents, or a run of keys for each query. So a mask becomes a list with rules that cut its partial blocks exactly as its function does
-and no full block at all, or, where there are none, with a mask that has an element for each pair. The function is evaluated on all tokens
-of the partial blocks to find that out.
+says which queries see which keys. A block list has one kind of block, and token rules that cut inside: causal, window, lengths and
+documents, or a run of keys for each query. So a BlockMask becomes a list with rules that cut its partial blocks exactly as its
+function does, and no full block. Where there are no such rules, it becomes a list with a mask that has an element for each pair. To find
+this out, the function is evaluated on all tokens of the partial blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Places(NamedTuple):
         return cls(sizes, tensor(np.diff(ends[0])), tensor(np.diff(ends[1])), (of_queries, of_keys), starts)
 
     def distance(self, b: Any, i: Any, j: Any) -> tuple[Any, Any, Any]:
-        """Of a query and a key: their sequence, whether both are valid tokens of it, and how far the key lies beyond the diagonal."""
+        """For a query and a key: their sequence, whether both are valid tokens of it, and how far the key lies beyond the diagonal."""
         if self.documents is not None and self.starts is not None:
             b, other = self.documents[0][i], self.documents[1][j]
             inside = b == other
@@ -118,7 +118,7 @@ def _mask_mod(places: Places, rules: Rules, kept: Any, block_shape: tuple[int, i
 
 def _evaluated(mask_mod: Any, blocks: np.ndarray, block_shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Iterator[Any]:
     """(blocks, b, i, j, valid, seen) for stretches of `blocks`, rows of (batch, head, row, column): indices of shape (n, BQ, BKV), whether
-    they are tokens at all, and what the function says of them."""
+    they are tokens at all, and what the function says for them."""
     over_keys = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
     over_pairs = torch.vmap(torch.vmap(over_keys, in_dims=(None, None, 0, None)), in_dims=(0, 0, 0, 0))
     step = max(1, CHUNK // (block_shape[0] * block_shape[1]))
@@ -167,7 +167,7 @@ def _both_ends(cu_seqlens_q: Any, cu_seqlens_kv: Any, lens: tuple[Any, Any], siz
     if ends[0] is not None and ends[1] is not None and ends[0].size != ends[1].size:
         raise ValueError(f"cu_seqlens_kv: expected {ends[0].size} numbers like cu_seqlens_q, got {ends[1].size}")
     if ends[0] is not None and (lens[0] is not None or lens[1] is not None):
-        raise ValueError(f"{'q_lens' if lens[0] is not None else 'kv_lens'}: expected None beside documents, got lengths")
+        raise ValueError(f"{'q_lens' if lens[0] is not None else 'kv_lens'}: expected None with documents, got lengths")
     return ends
 
 
@@ -177,7 +177,7 @@ def _ranges_given(kv_ranges: Any, queries: int, ends: tuple[Any, Any]) -> np.nda
         return None
     ranges = integers(kv_ranges, "kv_ranges")
     if ends[0] is not None:
-        raise ValueError("kv_ranges: expected None beside documents, got ranges")
+        raise ValueError("kv_ranges: expected None with documents, got ranges")
     if ranges.ndim not in (2, 3) or ranges.shape[-2:] != (queries, 2):
         raise ValueError(f"kv_ranges: expected shape (B, {queries}, 2) or ({queries}, 2), got {ranges.shape}")
     return np.ascontiguousarray(ranges.reshape(-1, queries, 2) if queries else ranges.reshape(1, 0, 2))
@@ -231,7 +231,7 @@ def to_flex_block_mask(
     -------
     torch.nn.attention.flex_attention.BlockMask
         On the CPU. Its function holds the rules and the list, so that flex_attention computes the same whether it is compiled or not.
-        A query that sees no key gets 0 from both.
+        A query that sees no key gets 0 either way.
 
     Raises
     ------
@@ -285,7 +285,7 @@ def to_flex_block_mask(
 
 
 class _Found(NamedTuple):
-    """Distances between tokens that a mask lets see one another, and that it does not: bool, shifted by the number of queries and keys."""
+    """Which distances of `Places.distance` a mask shows somewhere, and which it hides: bool, shifted by the number of queries and keys."""
 
     seen: np.ndarray
     hidden: np.ndarray
@@ -293,7 +293,7 @@ class _Found(NamedTuple):
 
 
 def _has_gap(seen: np.ndarray, hidden: np.ndarray) -> bool:
-    """Whether no window says what is seen: a hidden distance lies between two that are seen."""
+    """Whether no window expresses what is seen: a hidden distance lies between two that are seen."""
     where = np.flatnonzero(seen)
     return where.size > 0 and bool(hidden[where[0] : where[-1] + 1].any())
 
@@ -302,7 +302,7 @@ def _looked_at(
     mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], places: Places, device: Any, *, whole: bool
 ) -> _Found | None:
     """What the blocks of a mask show; None where something is seen beyond the lengths or in another document. Unless `whole`, also None as
-    soon as no window says it."""
+    soon as no window expresses it."""
     sizes = places.sizes
     shift = sum(sizes)
     seen_at, hidden_at = np.zeros((2, 2 * shift + 1), bool)
@@ -337,7 +337,7 @@ def _looked_at(
 
 
 def _rules_of(found: _Found | None, shift: int) -> tuple[bool, tuple[int, int] | None] | None:
-    """(causal, window) that let a query see exactly the distances that are seen; None where there is none."""
+    """(causal, window) that let a query see exactly the distances that are seen; None where there are no such rules."""
     if found is None:
         return None
     if _has_gap(found.seen, found.hidden):
@@ -351,11 +351,11 @@ def _rules_of(found: _Found | None, shift: int) -> tuple[bool, tuple[int, int] |
     if below.size:
         left = max(0, -lowest)
         if below.max() >= -left:
-            return None  # begins beyond the diagonal
+            return None  # what is seen begins after the diagonal
     if above.size:
         right = max(0, highest)
         if above.min() <= right:
-            return None  # ends before the diagonal
+            return None  # what is seen ends before the diagonal
     causal = right == 0
     window = None if left < 0 and (causal or right < 0) else (left, 0 if causal else right)
     return causal, window
@@ -384,7 +384,7 @@ def _ranges_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[in
 
 
 def _pairs_of(mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Any:
-    """A mask of bool, (B or 1, H or 1, Sq, Skv), of what is seen in the blocks."""
+    """A mask of bool, (B or 1, H or 1, Sq, Skv): True where a query sees a key in a listed block."""
     shown = torch.zeros((*full.shape[:2], *sizes), dtype=torch.bool)
     for b, h, row, column in np.argwhere(full).tolist():
         shown[b, h, row * shape[0] : (row + 1) * shape[0], column * shape[1] : (column + 1) * shape[1]] = True
@@ -402,11 +402,12 @@ def from_flex_block_mask(
     """The arguments of `block_sparse_attention` that stand for a BlockMask of FlexAttention.
 
     Causal masks and windows are recognised: the mask's function is evaluated on all tokens of its partial blocks, and the rules that
-    are returned cut them exactly so. So are the lengths of a padded batch, where padding attends to nothing, and nothing attends to it.
-    Where these do not fit, a run of keys for each query may, as for a prefix that sees itself, or documents that are not given. A mask that
-    none of these express becomes one with a byte for each pair of tokens, which takes the memory of ``B * H * Sq * Skv`` bytes, where B and
-    H are those that the BlockMask was made for (1 for None). Documents and lengths that are given are checked: a mask that does not fit
-    them is refused. A mask that was made for any batch (``B=None``) gets arguments that fit any batch.
+    are returned cut these blocks exactly as the function does. Lengths of a padded batch are recognised, too, if padding attends to nothing
+    and nothing attends to padding. Where these rules do not fit, a run of keys for each query may fit, as for a prefix that sees itself, or
+    for documents that are not given. A mask that none of these rules express becomes an ``attn_mask`` of bool, which takes
+    ``B * H * Sq * Skv`` bytes, where B and H are those that the BlockMask was made for (1 for None). Documents and lengths that are given
+    are checked: a mask that does not fit them is refused. A mask that was made for any batch (``B=None``) gets arguments that fit any
+    batch.
 
     Parameters
     ----------
@@ -421,17 +422,17 @@ def from_flex_block_mask(
     -------
     dict
         ``sabi`` (int32 tensor), ``block_shape``, ``causal``, ``window``, ``q_lens`` and ``kv_lens``, or instead of the last four
-        ``kv_ranges`` or ``attn_mask``.
-        For documents ``layout="TND"``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` instead of lengths, for tensors ``(T, H, D)``, and a ``sabi``
-        whose rows and columns begin at each document, or None where the mask leaves out nothing of the documents.
+        ``kv_ranges`` or ``attn_mask``. For documents ``layout="TND"``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` instead of lengths, for
+        tensors ``(T, H, D)``, and a ``sabi`` whose rows and columns begin at each document, or None where the mask leaves out nothing of
+        the documents.
 
     Raises
     ------
     TypeError
         Not a BlockMask.
     ValueError
-        A mask whose partial blocks no rule cuts so beside the given lengths or documents, or whose documents begin within a block and whose
-        list leaves out some of them.
+        Given lengths or documents, together with causal and window, do not cut the partial blocks as the mask does. Or documents begin
+        within a block, and the list leaves out parts of them.
 
     Examples
     --------
@@ -473,7 +474,8 @@ def from_flex_block_mask(
     given = any(x is not None for x in (*lens, ends[0]))
     found = _looked_at(block_mask, partial, full, shape, places, device, whole=not given and kept.shape[0] > 1)
     rules = _rules_of(found, sum(sizes))
-    if rules is None and found is not None and not given and kept.shape[0] > 1:  # lengths would bind a mask for any batch to a batch of 1
+    # A mask of batch size 1 is for every batch size, and lengths would be for one sequence only: so there are none for it.
+    if rules is None and found is not None and not given and kept.shape[0] > 1:
         lens = found.ends[0], found.ends[1]
         places = Places.of(sizes, lens, ends, device)
         rules = _rules_of(_looked_at(block_mask, partial, full, shape, places, device, whole=False), sum(sizes))
@@ -484,8 +486,8 @@ def from_flex_block_mask(
         return {"block_shape": shape, "sabi": _list_of(kept), "attn_mask": _pairs_of(block_mask, partial, full, shape, sizes, device)}
     if rules is None:
         raise ValueError(
-            "block_mask: expected partial blocks that causal and window cut exactly beside the given lengths or documents, got a mask_mod "
-            "that does not"
+            "block_mask: expected partial blocks that causal and window cut exactly together with the given lengths or documents, got a "
+            "mask_mod that cuts them otherwise"
         )
     options: dict[str, Any] = {"block_shape": shape, "causal": rules[0], "window": rules[1]}
     if ends[0] is None:

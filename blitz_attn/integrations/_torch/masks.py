@@ -1,4 +1,4 @@
-"""Masks with an element for each query and key, read for what costs less: runs of keys, or blocks that are hidden as a whole."""
+"""Replaces masks that have an element for each query and key by what costs less: runs of keys, or lists without hidden blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ try:
 except ModuleNotFoundError:  # the module can be imported then; its function cannot be called
     torch = None
 
-_STRIPE = 64  # queries that are looked at at once
+_STRIPE = 64  # queries that are read at a time
 _LEAST = -2.3e38  # smaller numbers hide a key, as -inf does, where scores are float32
 _BLOCK_SHAPE = (128, 128)
 
@@ -22,8 +22,8 @@ def read_mask(mask: Any, queries: int, keys: int, dtype: Any, *, lists: bool) ->
     """The arguments of `block_sparse_attention` that do what `mask` does, in the least time, for tensors of `dtype`.
 
     `mask` has at most four axes, of B, H, Sq and Skv entries or 1. Where it only hides keys, and the keys that a query sees have no gap
-    between them, `kv_ranges` says it. Where there are gaps, so does a mask of bool, with `lists` beside a list of the blocks in which some
-    pair is seen. Other masks are returned as they are. None of them is expanded to all pairs.
+    between them, `kv_ranges` replaces it. Where there are gaps, a mask of bool does, and with `lists` a list of the blocks in which some
+    pair is seen. Other masks are returned as they are. No mask is expanded to all pairs.
     """
     given = mask.detach().reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     given = given[tuple(slice(1) if step == 0 else slice(None) for step in given.stride())]
@@ -37,7 +37,7 @@ def read_mask(mask: Any, queries: int, keys: int, dtype: Any, *, lists: bool) ->
 
 
 def _shown(mask: Any, least: float) -> Any:
-    """Where a mask of floats is 0; None where it holds anything but 0 and what hides a key."""
+    """Where a mask of floats is 0; None if it holds anything except 0 and numbers that hide a key."""
     numbers, limits = mask.resolve_neg(), torch.tensor([least, -torch.inf]).to(mask.dtype)
     as_bits = numbers.itemsize == 2  # NumPy has no bfloat16, and is slow with float16; below 0, smaller numbers have larger bits
     numbers, limits = ((x.view(torch.int16).numpy().view(np.uint16) if as_bits else x.numpy()) for x in (numbers, limits))
@@ -66,7 +66,7 @@ def _ranges_of(seen: np.ndarray, queries: int, keys: int) -> Any:
 
 
 def _list_of(seen: np.ndarray, queries: int, keys: int) -> dict[str, Any]:
-    """The list of blocks in which a mask shows something, unless that is in all of them."""
+    """The list of blocks in which a mask shows something; nothing if it does so in all of them."""
     kept = any_pool(seen, _BLOCK_SHAPE)
     if kept.all():
         return {}

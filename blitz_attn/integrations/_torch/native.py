@@ -1,8 +1,8 @@
 """Native sparse attention that torch differentiates. Public through `blitz_attn.integrations.torch`.
 
 It is a function of autograd, not an operator: its backward needs the context of its forward, which is more than tensors.
-`torch.compile` calls it outside of its graph: `torch.compiler.disable` says so. That imports the compiler, which takes seconds, so it is
-called when a compiler first meets `nsa`.
+`torch.compiler.disable` makes `torch.compile` call it outside of its graph. `disable` imports the compiler, which takes seconds, so it is
+called only when a compiler first meets `nsa`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _function() -> Any:
 
 
 def _of_its_own(x: Any) -> Any:
-    """Integers that backward reads, in memory that the caller cannot change before."""
+    """A copy of integers that backward reads, so that the caller cannot change them before."""
     return x.clone() if hasattr(x, "clone") else x.copy() if isinstance(x, np.ndarray) else x
 
 

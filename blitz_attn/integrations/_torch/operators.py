@@ -44,8 +44,8 @@ def _schema(tensors: dict[str, Argument], options: list[Argument], more: str, re
 
 # ---- What an operator does ----------------------------------------------------------------------------------------
 
-Told = dict[str, Any]  # what an operator is told, by name
-TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: in order, before the `*` of schemas: torch differentiates none behind it
+Told = dict[str, Any]  # the arguments of an operator, by name
+TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: all before the `*` of its schema, as torch needs for gradients
 _ON_CPU: dict[str, Callable[..., Any]] = {}
 
 
@@ -69,7 +69,7 @@ def _on_cpu(name: str, work: Callable[[Told, bool], Any]) -> Callable[..., Any]:
 
 
 def attend_shapes(told: Told) -> Any:
-    """The output and the log-sum-exp of attention, whichever it is."""
+    """The fake output and log-sum-exp of an operator, for all kinds of attention."""
     q, (out, lse) = told["q"], result_shapes(told)
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
@@ -92,7 +92,7 @@ def _under_autocast(name: str, cast: Callable[[Told, Any], None]) -> Callable[..
 
 
 def no_second(name: str) -> str:
-    """What is said where a gradient is to be differentiated."""
+    """The sentence that refuses to differentiate a gradient."""
     return f"{name}: expected to be differentiated once, got a request for the gradient of its gradient, which it does not have"
 
 
@@ -121,10 +121,10 @@ def define(
     gradient: Callable[..., Any], *, keep: Callable[..., Any] = _nothing, cast: Callable[[Told, Any], None] | None = None, more: str = "",
     results: int = 2,
 ) -> None:  # fmt: skip
-    """Defines an operator, which does `work` on what it is told and on whether the log-sum-exp is wanted.
+    """Defines an operator, which calls `work` with its arguments and with whether the log-sum-exp is wanted.
 
     `order` names the tensors whose positions already exported graphs depend on; newer ones follow. `shapes` makes its fake results,
-    `gradient` is its formula, or says that there is none, `keep` keeps what the formula needs, and `cast` casts its tensors under autocast.
+    `gradient` computes its gradients or refuses to, `keep` keeps what the formula needs, and `cast` casts its tensors under autocast.
     `more`: options that only the operator has.
     """
     TENSORS[name] = {tensor: arguments[tensor] for tensor in order.split()} | {tensor: x for tensor, x in arguments.items() if x.is_array}
@@ -164,8 +164,8 @@ def _needs_dispatch(*given: Any, **options: Any) -> bool:
 
 
 def call(name: str, *given: Any, return_lse: Any, **options: Any) -> Any:
-    """What the operator of that name returns, with `return_lse` the log-sum-exp, too. Where torch would only pass the call on to the CPU,
-    this does, since the way through torch takes longer than a small call."""
+    """What the operator of that name returns, with `return_lse` the log-sum-exp, too. Where torch would only pass the call on to the CPU
+    implementation, it is called directly, since the way through torch takes longer than a small call."""
     return_lse = flag_of(return_lse, "return_lse")
     if _needs_dispatch(*given, **options):
         out, lse = getattr(torch.ops.blitz_attn, name)(*given, **options)

@@ -36,7 +36,7 @@ def _on_cpu(told: dict[str, Any], return_lse: bool) -> Any:
 
 
 def _cast_queries(told: dict[str, Any], dtype: Any) -> None:
-    """Queries for a cache, which no call casts: it is as long as all that was said before."""
+    """Casts queries for their cache. No call casts the cache itself, which is as long as all tokens so far."""
     kept = told["k_cache"].dtype
     to = dtype if kept.itemsize == 1 else kept
     told["q"] = told["q"] if to == torch.float64 else lowered(told["q"], to)

@@ -1,7 +1,7 @@
 """Arguments as torch's operators take them: tensors in CPU memory, and options of exact Python types.
 
-What has the right type already is returned as it is, by code that `torch.compile` can trace; anything else goes through the library's
-own readers, which raise its sentences.
+A value of the right type is returned as it is, by code that `torch.compile` can trace; any other value goes through the library's own
+readers, which raise its sentences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rows(x: Any) -> Any:
 
 def expect_tensors(**arguments: Any) -> None:
     """Refuses what is not a dense tensor in CPU memory, and tensors that forward-mode differentiation or torch.func's gradients follow."""
-    import torch  # an error that names it, where it is not installed
+    import torch  # raises an error that names torch where it is not installed
 
     for name, x in arguments.items():
         if not isinstance(x, torch.Tensor):
@@ -51,8 +51,8 @@ def autocast_dtype() -> Any:
 
 
 def lowered(x: Any, dtype: Any) -> Any:
-    """The tensor as torch.autocast casts it: tensors of bool, of integers and of float64 stay. Axes that repeat what they hold are cast
-    once, unless the tensor needs a gradient, which each place has for itself."""
+    """The tensor as torch.autocast casts it: tensors of bool, of integers and of float64 stay. Axes of stride 0 are cast once,
+    unless the tensor needs a gradient, which each element along them has for itself."""
     if x is None or x.dtype == dtype or not x.is_cpu or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return x
     if 0 not in x.stride() or (x.requires_grad and torch.is_grad_enabled()):
@@ -61,13 +61,13 @@ def lowered(x: Any, dtype: Any) -> Any:
 
 
 def transforms_active() -> bool:
-    """Whether the call is within a transform of torch.func. A graph that is made of one is none of ours to look into."""
+    """Whether the call is within a transform of torch.func. Graphs of torch.compile may contain such transforms; they do not count."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _refuse_transform(x: Any, name: str) -> None:
-    """Refuses a tensor that torch.func differentiates, which does not take gradients as they are registered here: torch would say so at
-    length. vmap alone is not refused."""
+    """Refuses a tensor that torch.func differentiates, because torch.func does not take gradients as they are registered here. torch's own
+    error about this is long. vmap alone is not refused."""
     if not transforms_active() or not torch.is_grad_enabled():
         return
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -164,7 +164,7 @@ def numbers_of(x: Any, name: str) -> Any:
 
 
 def mask_of(x: Any, name: str) -> Any:
-    """A tensor of what is added to scores, or of bool, none of whose axes is repeated that an array repeats; None stays None."""
+    """A tensor of bool, or of numbers that are added to scores; axes of stride 0 of an array get length 1. None stays None."""
     if x is None or isinstance(x, torch.Tensor):
         return tensor_of(x, name)
     if torch.compiler.is_compiling():
@@ -181,12 +181,12 @@ def _of_integers(x: Any, name: str) -> Any:
         expect_tensors(**{name: x})
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise TypeError(f"{name}: expected integers, got {x.dtype}")
-        if not torch.compiler.is_compiling() and x.is_neg():  # a view that has the other sign than its memory
+        if not torch.compiler.is_compiling() and x.is_neg():  # a view with the opposite sign of its memory
             x = x.resolve_neg()
     return x
 
 
 def _copied(given: Any) -> Any:
-    """A tensor with the numbers of an array, or of a NumPy scalar. Backward reads it, and torch would not see that an array had changed
-    before."""
+    """A tensor with the numbers of an array, or of a NumPy scalar. It is a copy, because backward reads it, and torch would not see that
+    the array had changed before."""
     return torch.from_numpy(np.array(given, order="C"))

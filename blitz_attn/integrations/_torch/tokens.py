@@ -69,7 +69,7 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
     Returns
     -------
     selected : torch.Tensor
-        ``(B, Sq, top_k)``, or ``(T, top_k)``, int32: the keys of each query, then -1. With `keep_tail`, one place more.
+        ``(B, Sq, top_k)``, or ``(T, top_k)``, int32: the keys of each query, then -1. With `keep_tail`, one entry more.
     scores : torch.Tensor
         With `return_scores`, of the same shape: float32 (float64 for float64).
 

@@ -29,10 +29,10 @@ from .tokens import all_seen, as_lists, as_mask, check_indices, pays_as_lists, p
 __all__ = ["attend_dense", "attend_sparse"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_MOST_NUMBERS = 576  # of a head
+_MOST_HEAD_DIM = 576
 _MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may have; more are a chunk of a prompt
 
-# What models pass on to the attention function and what changes nothing about attention, or is computed.
+# Arguments of models to the attention function that change nothing about attention, or that are computed.
 _HARMLESS = frozenset({
     "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "labels", "logits_to_keep", "max_length_k",
     "max_length_q", "num_items_in_batch", "num_logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -69,12 +69,13 @@ class _Layer:
 
     @property
     def by_elements(self) -> bool:
-        """Whether the mask says what is seen by its elements alone."""
+        """Whether only the elements of the mask say which keys are seen, since no rules stand for it."""
         return self.mask is not None and (not isinstance(self.mask, RuleMask) or self.mask.rules is None)
 
     @property
     def added(self) -> list[Any]:
-        """What is added to the scores of pairs, or of bool, where False hides a key: the elements of a mask, and a position bias."""
+        """Arrays with one element per pair of query and key: the elements of a mask, which are added to the scores or, if of bool, hide
+        the key where False, and a position bias."""
         elements = [self.mask.elements() if isinstance(self.mask, RuleMask) else self.mask] if self.by_elements else []
         bias = self.rest.get("position_bias")
         return elements if bias is None else [*elements, bias]
@@ -107,8 +108,8 @@ def _why_not_by_shape(layer: _Layer) -> str | None:
         return f"tensors of {', '.join(str(x.dtype) for x in tensors)}"
     if any(x.dim() != 4 for x in tensors):
         return f"tensors of {layer.query.dim()}, {layer.key.dim()} and {layer.value.dim()} axes"
-    if max(layer.query.shape[3], layer.value.shape[3]) > _MOST_NUMBERS:
-        return f"heads of more than {_MOST_NUMBERS} numbers"
+    if max(layer.query.shape[3], layer.value.shape[3]) > _MOST_HEAD_DIM:
+        return f"a head dim above {_MOST_HEAD_DIM}"
     batch = layer.query.shape[0]
     of_mask = layer.mask.shape[0] if isinstance(layer.mask, (RuleMask, TracedMask)) else 1
     if any(x.shape[0] != batch for x in tensors) or of_mask not in (1, batch):
@@ -153,7 +154,7 @@ def _why_not(layer: _Layer) -> str | None:
 
 
 def _without_rules(layer: _Layer) -> str:
-    """What the rules of a call leave to be said for pairs of queries and keys; empty where they say all."""
+    """Names, for a sentence, what besides rules depends on pairs of queries and keys; empty where rules say all."""
     if isinstance(layer.mask, RuleMask) and layer.mask.rules is None:
         return layer.mask.reason
     if isinstance(layer.mask, TracedMask):
@@ -175,12 +176,13 @@ def _why_not_added(layer: _Layer, added: list[Any]) -> str | None:
 
 
 def _unknown(layer: _Layer) -> list[str]:
-    """What the model gives attention beyond what is known here to change nothing."""
+    """Names of the arguments that the model gives attention and that are not known here to be harmless."""
     return [name for name, x in layer.rest.items() if name not in _HARMLESS and x is not None and x is not False]
 
 
 def _numbers_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Takes out of the arguments of a call those numbers that are rules of attention by the name that they have here."""
+    """Removes from the arguments of a call, and returns, the rules of attention that are numbers (NUMBERS), which have the same names
+    there."""
     numbers = {name: given.pop(name) for name in NUMBERS if name in given}
     return {name: x for name, x in numbers.items() if x is not None}
 
@@ -213,7 +215,7 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     if layer.numbers or layer.sinks is not None or rest.get("output_attentions") or beyond_sdpa:
         if own is None:
             raise ValueError(f"{kind}: expected a model with an eager attention function to fall back to because of {reason}, got none")
-        beyond_sdpa += [name for name in layer.numbers if name != "softcap"]  # which every model that has one takes
+        beyond_sdpa += [name for name in layer.numbers if name != "softcap"]  # every model with a softcap takes it
         unused = [name for name in beyond_sdpa if name not in inspect.signature(own).parameters]
         if unused:
             raise ValueError(f"{kind}: expected arguments that the model's eager attention function takes, got {unused[0]}")
@@ -283,11 +285,11 @@ def _rules_of(layer: _Layer) -> Rules:
     return Rules(0, layer.query.shape[2], _is_causal(layer), None, None, (0,) * batch, (keys,) * batch)
 
 
-# ---- What is ---------------------------------------------------------------------------------------------------------
+# ---- What is computed here -------------------------------------------------------------------------------------------
 
 
 def _attend_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, block_shape: tuple[int, int], rules: dict[str, Any]) -> Any:
-    """The attention operation."""
+    """The attention operation over a list of blocks."""
     attend = differentiable_attention if layer.differentiated else block_sparse_attention
     options = {"sabi": lists, "block_shape": block_shape, "num_threads": layer.config.num_threads} | rules
     return attend(q, k, v, sinks=layer.sinks, **layer.numbers, **options)
@@ -296,8 +298,8 @@ def _attend_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, block_shape
 def _choose(
     layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any], begin: int | None = None
 ) -> tuple[Any, tuple[int, int]]:
-    """The list of blocks of a call and their shape; no list is dense. `begin`: the position of the first query among the keys, where it is
-    not that of aligned ends."""
+    """The list of blocks of a call and their shape; without a list, attention is dense. `begin`: the position of the first query among the
+    keys, where it is not that of aligned ends."""
     config = layer.config
     if not layer.sparse or layer.query.shape[2] == 1 or keys < config.min_tokens or not config._sparse_in(layer.number):
         return None, (128, 128)
@@ -324,14 +326,15 @@ def _attend_packed(layer: _Layer, rules: Rules, cu: tuple[list[int], list[int]])
 def _model_lists(layer: _Layer, blocks: int) -> Any:
     """Blocks that the model itself chose for each query, as lists of one query: (B, Hkv, Sq, K)."""
     chosen = layer.block_indices.to(torch.int32)
-    chosen = chosen.masked_fill(chosen >= blocks, -1)  # blocks behind the last key, which no query sees
+    chosen = chosen.masked_fill(chosen >= blocks, -1)  # blocks after the last key, which no query sees
     if ((chosen[..., :-1] < 0) & (chosen[..., 1:] >= 0)).any():  # a list ends at its first pad
         chosen = chosen.sort(dim=-1, descending=True).values
     return chosen.contiguous()
 
 
 def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules: dict[str, Any]) -> Any:
-    """Attention over `_model_lists`. The operation of native sparse attention takes them as they are and works block by block."""
+    """Attention over `_model_lists`. The core's attention with `routed`, as native sparse attention uses it, takes them as they are and
+    works block by block."""
     shape = (1, layer.module.indexer.block_size)
     if layer.differentiated or layer.sinks is not None:
         return _attend_lists(layer, q, k, v, lists.repeat_interleave(q.shape[2] // lists.shape[1], dim=1), shape, rules)
@@ -346,7 +349,7 @@ def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules
 def _decodes_by_quest(layer: _Layer) -> bool:
     """Whether a call has so few tokens that each is decoded over the pages that Quest chooses for it."""
     wanted = layer.sparse and layer.config.decode_budget is not None and layer.config._sparse_in(layer.number)
-    return wanted and layer.query.shape[2] <= _MOST_NEW_TOKENS and layer.query.shape[2] < layer.key.shape[2]  # or it is a prompt
+    return wanted and layer.query.shape[2] <= _MOST_NEW_TOKENS and layer.query.shape[2] < layer.key.shape[2]  # else it is a prompt
 
 
 def _attend_pages(layer: _Layer, rules: Rules) -> Any:
@@ -356,7 +359,7 @@ def _attend_pages(layer: _Layer, rules: Rules) -> Any:
     if budget is None or not _decodes_by_quest(layer) or length < config.min_tokens or layer.differentiated:
         return None
     if layer.block_indices is not None or layer.indices is not None or rules.left is not None or keeps_few_keys(layer.key):
-        return None  # few keys already
+        return None  # each token attends to few keys already
     pages = pages_of(layer.key, layer.value)
     in_order = rules.offset == length - tokens if rules.causal else tokens == 1
     reason = None
@@ -371,7 +374,7 @@ def _attend_pages(layer: _Layer, rules: Rules) -> Any:
             raise ValueError(f"{layer.kind}: expected new tokens that can attend to decode_budget = {budget} tokens, got {reason}")
         tell(f"{layer.kind}: new tokens attend to all keys instead of decode_budget = {budget}, because of {reason}")
         return None
-    assert pages is not None  # or there is a reason
+    assert pages is not None  # else there is a reason
     options = {"scale": layer.scaling, "sinks": layer.sinks, "num_threads": config.num_threads} | layer.numbers
     bounds = zip(rules.starts, rules.ends, strict=True)
     return pages.select_and_attend(layer.query.transpose(1, 2), bounds, budget=budget, dense_below=config.min_tokens, **options)
@@ -405,7 +408,7 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
             lists = _model_lists(layer, -(-longest // layer.module.indexer.block_size))[call.entries]
             parts.append(_attend_model_lists(layer, q, k, v, lists, options))
             continue
-        # ends are not aligned where padding is among the queries, too
+        # where queries are padded, too, the last query and the last key may stand at different tokens
         whole = "q_lens" not in options
         lists, shape = _choose(layer, q, k, longest, options, begin=None if whole or rules.aligned else rules.offset - call.start)
         parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
@@ -413,7 +416,7 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
 
 
 def _arguments_of(layer: _Layer, rules: Rules, call: Call, queries: slice = slice(None)) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Queries, keys and values of a call, whose lengths are those of these queries, and the options that rules are."""
+    """Queries, keys and values of a call, and its rules as options. The call's lengths are those of these queries."""
     longest = max(call.kv_lens)
     q = layer.query[call.entries, :, queries].transpose(1, 2)
     k, v = (x[call.entries, :, call.start : call.start + longest].transpose(1, 2) for x in (layer.key, layer.value))
@@ -427,7 +430,7 @@ def _arguments_of(layer: _Layer, rules: Rules, call: Call, queries: slice = slic
 
 
 def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
-    """Attention to the tokens that the model itself chose for each query. What else the configuration would choose is left to the model."""
+    """Attention to the tokens that the model itself chose for each query. The configuration chooses nothing besides."""
     batch, queries, keys = layer.query.shape[0], layer.query.shape[2], layer.key.shape[2]
     check_indices(layer.indices, batch, queries, keys)
     indices = layer.indices.expand(batch, -1, -1)
@@ -438,7 +441,7 @@ def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
             q, k, v, options = _arguments_of(layer, rules, piece, rows)
             chosen, longest = indices[call.entries, rows] - call.start, k.shape[1]
             lists, shape = None, (128, 128)
-            few = longest <= chosen.shape[2]  # and may all be listed
+            few = longest <= chosen.shape[2]  # no more keys than places in a list: all may be listed
             if not few and pays_as_lists(q.shape[1], longest, chosen.shape[2]):
                 lists, shape = as_lists(chosen, longest), (1, 1)
             else:
@@ -466,7 +469,7 @@ def _read(layer: _Layer, mask: Any, call: Call, keys: int, options: dict[str, An
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     mask = mask if mask.shape[0] == 1 else mask[call.entries]
     mask = mask if mask.shape[3] == 1 else mask[..., call.start : call.start + keys]
-    # what the mask could be read as may be given already, or it may need a gradient, which what it is read as has not
+    # kv_ranges, as which a mask may be read, are given already; or the mask needs a gradient, and what it is read as has none
     if "kv_ranges" in options or (mask.requires_grad and torch.is_grad_enabled()):
         return {"attn_mask": mask}
     return read_mask(mask, layer.query.shape[2], keys, layer.query.dtype, lists=True)
@@ -486,7 +489,8 @@ def _of_one_batch(layer: _Layer) -> None:
 
 
 def _under_autocast(layer: _Layer) -> None:
-    """Cast, as autocast casts what torch's own attention is given. Keys and values that a paged cache holds are in its dtype already."""
+    """Casts what attention is given as autocast does for torch's own attention. Keys and values that a paged cache holds are in its dtype
+    already."""
     dtype = autocast_dtype()
     if dtype is None:
         return
@@ -514,7 +518,7 @@ _attend_by_quest = _attend_outside("the pages of a paged cache are no tensors of
 
 
 def _attend_traced(layer: _Layer) -> Any:
-    """What stands in the graph while torch traces."""
+    """The call of a layer while torch traces: the operator in the graph, or what ends the graph."""
     mask = layer.mask
     if isinstance(mask, RuleMask):
         return _attend_by_rules(layer)
@@ -534,7 +538,7 @@ def _attend_traced(layer: _Layer) -> Any:
 
 
 def _attend_in_operator(module: Traced, tensors: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> Any:
-    """The work of the operator."""
+    """What the operator computes when the graph runs."""
     rest = {name: options[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")}
     layer = _Layer(
         module, *tensors, mask, options.get("scaling"), 0.0, _numbers_of(options), options["sinks"], options["block_indices"],

@@ -21,8 +21,8 @@ COPIED_AT_A_TIME = 1 << 12  # tokens, so that a signal need not wait for all of 
 
 
 class Pages(NamedTuple):
-    """What a layer holds at one moment. The pages of a batch entry lie one after the other in its own row of a buffer. No record changes;
-    what lies behind the first `length` tokens of the buffers may be written at any time."""
+    """What a layer holds at one moment. The pages of a batch entry lie one after the other in its own row of a buffer. A record never
+    changes, but memory after the first `length` tokens of the buffers may be written at any time."""
 
     keys: Any  # the buffers: (B, tokens, Hkv, D)
     values: Any
@@ -30,7 +30,7 @@ class Pages(NamedTuple):
     views: tuple[Any, Any]  # keys and values as transformers knows them, (B, Hkv, length, D)
     summaries: tuple[Any, Any] | None = None  # of all pages, (B, pages, Hkv, D): the largest and smallest keys
     starts: tuple[int, ...] = ()  # the token with which the first page of each entry begins, for the summaries
-    summarised: int = 0  # tokens that the summaries hold for
+    summarised: int = 0  # number of tokens that the summaries cover
 
     @classmethod
     def of(cls, keys: Any, values: Any, length: int) -> Pages:
@@ -38,7 +38,7 @@ class Pages(NamedTuple):
         return cls(keys, values, length, _views(keys, values, length))
 
     def with_length(self, length: int) -> Pages:
-        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # the last page anew
+        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # redoes the last page
         return self._replace(length=length, views=_views(self.keys, self.values, length), summarised=summarised)
 
     def with_room(self, tokens: int) -> Pages:
@@ -62,8 +62,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     returns and any attention can read; and pages may begin at any token, behind padding on the left. They have the dtype in which attention
     is computed: that of torch.autocast where it is on, else that of the latest keys and values.
 
-    Each method makes all that is new where nobody looks, and publishes it by one assignment at its end: an exception before that leaves the
-    layer as it was.
+    Each method writes new data where it is not visible yet, and publishes it by one assignment at its end: an exception before that leaves
+    the layer as it was.
     """
 
     is_sliding = False
@@ -112,19 +112,19 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         if dtype is not None:
             key_states, value_states = lowered(key_states, dtype), lowered(value_states, dtype)
         pages = self._appended(self._pages, key_states, value_states)
-        # A weak reference, or the buffers of a layer that is replaced would wait for Python's collector of circles.
+        # The reference is weak: otherwise, the buffers of a layer that is replaced would wait for Python's garbage collector.
         setattr(pages.views[0], _ATTRIBUTE, weakref.ref(self))
         self._pages = pages
         return pages.views
 
     def _appended(self, pages: Pages | None, key_states: Any, value_states: Any) -> Pages:
-        """Pages with these tokens behind those that they had."""
-        if pages is None or not pages.length:  # also where `early_initialization` has told other shapes of values, or of a batch
+        """Pages with these tokens after those that they had."""
+        if pages is None or not pages.length:  # `early_initialization` may have been given other shapes
             pages = _no_tokens(key_states, value_states)
         if (pages.keys.dtype, pages.values.dtype) != (key_states.dtype, value_states.dtype):
             pages = Pages.of(pages.keys.to(key_states.dtype), pages.values.to(value_states.dtype), pages.length)
         begin, end = pages.length, pages.length + key_states.shape[2]
-        if end > pages.keys.shape[1] - self.page_size:  # a page more than are needed, because they may begin at any token
+        if end > pages.keys.shape[1] - self.page_size:  # one page more than needed, because pages may begin at any token
             count = -(-end // self.page_size)
             pages = pages.with_room((max(count, count if begin == 0 else count * 3 // 2) + 1) * self.page_size)
         for buffer, new in ((pages.keys, key_states), (pages.values, value_states)):
@@ -183,8 +183,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         return caches[0], caches[1], tables
 
     def _summarised(self, pages: Pages, groups: list[tuple[slice, int]]) -> Pages:
-        """The same with summaries of all pages. What was summarised before is left alone; a page that is summarised again, because an
-        exception came while it was, gets the same summary."""
+        """`pages` with summaries of all pages. Earlier summaries are left alone; a page that is summarised again after an exception gets
+        the same summary."""
         starts = tuple(start for entries, start in groups for _ in range(entries.stop - entries.start))
         if pages.summaries is None or starts != pages.starts:
             batch, tokens, heads, dim = pages.keys.shape
@@ -325,8 +325,8 @@ def _copied(layer: Any) -> Any:
 class PagedCache(cache_utils.DynamicCache):
     """Pages for the layers that attend to everything; for other layers what `DynamicCache` has.
 
-    What changes all layers makes new layers and publishes them by one assignment, so that an exception leaves all as they were. (The states
-    of linear attention that a step updates are transformers' own.)
+    Methods that change all layers make new layers and publish them by one assignment, so that an exception leaves all as they were. (The
+    states of linear attention that a step updates are transformers' own.)
     """
 
     def __init__(self, config: Any, page_size: int) -> None:
@@ -374,7 +374,7 @@ class PagedCache(cache_utils.DynamicCache):
 class PagedPair(cache_utils.EncoderDecoderCache):
     """Pages for self-attention and for cross-attention, for models of encoder and decoder, whose layers have both.
 
-    In the place of one of both caches in an `EncoderDecoderCache`, it is the cache of self-attention.
+    Used itself as one of the two caches of an `EncoderDecoderCache`, it stands for its cache of self-attention.
     """
 
     def __init__(self, config: Any, page_size: int) -> None:

@@ -48,8 +48,8 @@ class SparseConfig:
     min_tokens : int
         Sequences of fewer keys than this are computed densely.
     decode_budget : int, optional
-        How many tokens of the cache each KV head attends to, for each new token, when up to 32 are decoded over a `paged_cache`; Quest
-        chooses their pages. Where that cannot be, new tokens attend to all keys; `on_unsupported` holds. Default: all.
+        How many tokens of a `paged_cache` each KV head attends to for each new token, when up to 32 are decoded at once; Quest chooses
+        the pages. Where this is not possible, new tokens attend to all keys, or as `on_unsupported` says. Default: all tokens.
     on_unsupported : {"fallback", "error"}
         What happens where a model needs what the operations lack: torch computes it, and the reason is logged once; or ValueError.
         This holds for ``"blitz_attn"`` too.
@@ -97,7 +97,7 @@ class SparseConfig:
             if not isinstance(self.profile, Profile):
                 raise TypeError(f"profile: expected a blitz_attn.select.Profile, got {type(self.profile).__name__}")
             if given:
-                raise ValueError(f"profile: expected no other budget beside a profile, got {next(iter(given))}")
+                raise ValueError(f"profile: expected no other budget with a profile, got {next(iter(given))}")
         elif not given:
             object.__setattr__(self, "top_p", 0.93)
         self._check_by_use()
@@ -173,14 +173,14 @@ def configure(config: SparseConfig | None, model: Any = None) -> None:
     Parameters
     ----------
     config : SparseConfig or None
-        What holds from now on. None takes the model's own configuration away, so that the one of all models holds.
+        What holds from now on. None removes the model's own configuration, so that the one for all models holds.
     model : torch.nn.Module, optional
         The model, or a part of it. Default: all models.
 
     Raises
     ------
     TypeError
-        `config` is no SparseConfig, or is None without a model; or `model` is no module of torch.
+        `config` is not a SparseConfig, or is None without a model; or `model` is not a module of torch.
     ValueError
         The profile in `config` was found with a model of another shape, or `dense_layers` names a layer that the model does not have.
 

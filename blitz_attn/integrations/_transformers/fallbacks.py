@@ -1,4 +1,4 @@
-"""What is said where torch computes attention instead of this library: each reason once, on the logger of the integration."""
+"""Warnings that torch computes attention instead of this library: each reason once, on the logger of the integration."""
 
 from __future__ import annotations
 

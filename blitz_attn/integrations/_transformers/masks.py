@@ -40,8 +40,8 @@ class Call:
 class Rules:
     """Which keys each query sees.
 
-    Query i has position ``i + offset`` among the keys. `left` and `right` bound how many tokens before and after its position it sees, None
-    does not. `starts` and `ends` bound the keys of each batch entry. With `sequences`, cumulative lengths over the tokens of all
+    Query i has position ``i + offset`` among the keys. `left` and `right` bound how many tokens before and after its position it sees; None
+    sets no bound. `starts` and `ends` bound the keys of each batch entry. With `sequences`, cumulative lengths over the tokens of all
     entries, queries see their own sequence only. `ranges`, (B or 1, Sq, 2), bounds the keys of each query: the first, and the place after
     the last.
     """
@@ -71,9 +71,9 @@ class Rules:
     def calls(self) -> Iterator[Call]:
         """Calls that cover the batch: neighbours whose keys begin at the same place share one.
 
-        The operations align the last valid query with the last valid key. Where they are `aligned`, queries behind the last valid key are
-        padding themselves: they are left out, and get 0. Keys behind the last query are then seen by none; a window by itself is computed
-        where there are none.
+        The operations align the last valid query with the last valid key. Where they are `aligned`, queries after the last valid key are
+        padding themselves: they are left out, and get 0. Keys after the last query are left out, too, since no query sees them. (A window
+        without causal might show them to queries; it is computed here only where there are none.)
         """
         aligned = self.aligned
         first = 0
@@ -149,14 +149,14 @@ def _joined_runs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _either(parts: list[_Said], positions: np.ndarray) -> _Said:
-    """Masks joined by `or`. Those that let nothing be seen, as blocks do where these queries are text, are left out."""
+    """Masks joined by `or`. Masks that show nothing, such as those of image blocks where the queries are text, are left out."""
     runs = [part.as_runs(positions) for part in parts]
     some = [n for n, run in enumerate(runs) if (run[..., 0] < run[..., 1]).any()]
     return parts[some[0]] if len(some) == 1 else _Said(runs=reduce(_joined_runs, runs))
 
 
 def _runs_of_chunks(size: int, padding: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Chunks of tokens, which begin behind the padding of each batch entry."""
+    """Chunks of tokens, which begin after the padding of each batch entry."""
     begin = padding.astype(np.int64).reshape(-1, 1)
     first = begin + (positions - begin) // size * size
     return np.stack([first, first + size], axis=-1)
@@ -239,10 +239,10 @@ def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
 
 
 class _Queries(NamedTuple):
-    """What runs of keys are made for."""
+    """The queries for which runs of keys are made."""
 
     positions: np.ndarray  # of the queries
-    padding: Any = None  # (B, tokens): which tokens there are
+    padding: Any = None  # (B, tokens): True for tokens that are not padding
 
 
 def _said_by(function: Any, last: int, queries: _Queries | None = None) -> _Said:
@@ -314,7 +314,7 @@ MATRIX = "a mask that was made as a matrix"
 
 _aten = torch.ops.aten
 # What a model may do with a mask whose elements say True where a query sees a key. Anything else is refused, since most models with
-# attention code of their own expect numbers that are added to scores, and would get wrong results without a word.
+# attention code of their own expect numbers that are added to scores, and would get silently wrong results.
 _STILL_A_MASK = frozenset({  # views, copies, and masks joined with others
     _aten._unsafe_view, _aten.bitwise_and, _aten.bitwise_or, _aten.clone, _aten.diagonal, _aten.expand, _aten.flip, _aten.gather,
     _aten.index, _aten.index_select, _aten.logical_and, _aten.logical_or, _aten.permute, _aten.repeat, _aten.select, _aten.slice,
@@ -460,7 +460,7 @@ class _TracedPart:
 
 @dataclass(frozen=True)
 class TracedMask:
-    """What stands for a `RuleMask` while torch traces. It is no tensor: models that work on it are told so.
+    """What stands for a `RuleMask` while torch traces. It is not a tensor: models that work on it are told so.
 
     Attributes
     ----------
@@ -471,7 +471,7 @@ class TracedMask:
     packed : torch.Tensor or None
         (B, Sq) numbers of sequences.
     padding : torch.Tensor or None
-        (B, Skv or more): which keys there are.
+        (B, Skv or more): True for keys that are not padding.
     q_offset : int or torch.Tensor
         The position of the first query.
     kv_offset : int
@@ -571,7 +571,7 @@ def make_mask(
         if len(paddings) > 1:
             raise _NoRuleError("two masks of padding")
         padding = paddings[0] if paddings else None
-        if padding is not None:  # entries that it lacks are no tokens
+        if padding is not None:  # tokens that it is too short for count as padding
             padding = masking_utils.prepare_padding_mask(padding, kv_length, kv_offset)
         starts, ends = _bounds(padding, batch_size, kv_length, kv_offset)
         rules = Rules(q_offset - kv_offset, q_length, said.causal, said.left, said.right, starts, ends)
@@ -582,7 +582,7 @@ def make_mask(
                 rules = replace(rules, sequences=_sequences(said.packed, batch_size))
             else:
                 said = said & _Said(runs=_runs_of_blocks(said.packed, queries._replace(padding=None)))
-        if said.runs is not None:  # they say all, since a window by itself needs queries and keys that end at the same token
+        if said.runs is not None:  # they replace the window, which by itself needs queries and keys with the same last token
             runs = replace(said, packed=None, padding=()).as_runs(queries.positions) - kv_offset
             rules = replace(rules, causal=False, left=None, right=None, ranges=runs)
     except _NoRuleError as error:

@@ -36,9 +36,9 @@ class _Indexer:
 
 @dataclass
 class Traced:
-    """Stands for the module of a layer: what attention, and the function that it falls back to, read of it."""
+    """Stands for the module of a layer: it has the attributes that attention, and the function that it falls back to, read."""
 
-    source: str  # the name of the file of Python that the layer is from
+    source: str  # the name of the Python module that the layer is from
     kind: str
     layer_idx: int | None
     is_causal: bool

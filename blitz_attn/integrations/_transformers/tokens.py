@@ -1,6 +1,6 @@
 """Tokens that a model chose itself for each query: DeepSeek-V3.2 and its kin give attention `indices`, (B, Sq, K), for all heads.
 
-A list may hold tokens that the mask hides from its query, and does so where fewer than K are seen: the rules of the mask hold beside it.
+A list may hold tokens that the mask hides from its query, and does so where fewer than K are seen: the rules of the mask hold as well.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .masks import Call, Rules
 
 __all__ = ["all_seen", "as_lists", "as_mask", "check_indices", "pays_as_lists", "pieces"]
 
-_MOST_BYTES = 1 << 26  # that the mask of one call takes, and making it
-_ROWS = 128  # queries of a piece are a multiple, since masks are read in blocks of so many
+_MOST_BYTES = 1 << 26  # most bytes that the mask of one call takes, and making it
+_ROWS = 128  # pieces have a multiple of this many queries, since masks are read in blocks of 128 queries
 
 
 def check_indices(indices: Any, batch: int, queries: int, keys: int) -> None:
@@ -34,7 +34,7 @@ def check_indices(indices: Any, batch: int, queries: int, keys: int) -> None:
 def pieces(rules: Rules, call: Call, most: int) -> Iterator[tuple[slice, Call]]:
     """A call by ranges of its queries: first those that see at most `most` keys, then as many as the mask of one call has room for.
 
-    In causal calls, the keys behind the last query of a piece are left out of it. A window by itself is not divided, since it is counted
+    In causal calls, the keys after the last query of a piece are left out of it. A window by itself is not divided, since it is counted
     from the last query and the last key.
     """
     row = (call.entries.stop - call.entries.start) * (max(call.kv_lens) + 2 * 8 * most)  # of a mask of bool, and of int64 lists
@@ -55,7 +55,7 @@ def pieces(rules: Rules, call: Call, most: int) -> Iterator[tuple[slice, Call]]:
 
 
 def as_mask(indices: Any, keys: int) -> Any:
-    """Where queries see keys, (B, 1, Sq, keys), by lists of the first `keys` keys; other numbers in the lists are none of them."""
+    """Where queries see keys, (B, 1, Sq, keys), by lists that name some of the first `keys` keys; other entries name no key."""
     places = indices.long()
     places = places.masked_fill((places < 0) | (places >= keys), keys)
     seen = torch.zeros((*indices.shape[:2], keys + 1), dtype=torch.bool).scatter_(-1, places, True)
@@ -75,15 +75,15 @@ def all_seen(seen: Any, call: Call, causal: bool) -> bool:
 def pays_as_lists(queries: int, keys: int, listed: int) -> bool:
     """Whether attention over lists of single tokens costs less than attention to all keys with a mask.
 
-    Each head has keys and values of its own in these models, and a list gathers them anew for each query. Measured with 192 and 128 numbers
-    in a head, in float32 and bfloat16, a listed pair of query and key costs 1.3 times as much as a masked one for 1 query, 5 to 7 for 4,
-    18 to 26 for 16, and 38 to 47 for prompts.
+    Each head has keys and values of its own in these models, and a list gathers them anew for each query. Measured with head
+    dims 192 and 128, in float32 and bfloat16, a listed pair of query and key costs 1.3 times as much as a masked one for 1 query, 5 to 7
+    for 4, 18 to 26 for 16, and 38 to 47 for prompts.
     """
     return 2 * keys >= listed * min(3 * queries, 80)
 
 
 def as_lists(indices: Any, keys: int) -> Any:
-    """Lists as the operations take them, (B, 1, Sq, K): without what names none of the first `keys` keys, and each token once."""
+    """Lists as the operations take them, (B, 1, Sq, K): without entries that name none of the first `keys` keys, and each token once."""
     chosen = indices.to(torch.int32)
     chosen = chosen.masked_fill((chosen < 0) | (chosen >= keys), keys).sort(dim=-1).values
     again = (chosen[..., 1:] == chosen[..., :-1]) & (chosen[..., 1:] < keys)
