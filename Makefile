@@ -131,7 +131,7 @@ EMULATED_TESTS = tests/test_config.py tests/test_nan.py tests/test_paged_select.
   tests/test_slices.py::test_queries_stand_where_q_begin_says tests/test_slices.py::test_few_queries_of_many_take_the_path_of_many \
   tests/test_paged_split.py::test_stretches_of_longer_requests tests/test_partial_states.py::test_unrounded_results_of_few_and_of_many_queries \
   tests/test_draft_tokens.py::test_every_rule_is_right tests/test_paged.py::test_same_bits \
-  tests/test_attn_mask.py::test_rows_without_a_bias_beside_others tests/test_kv_ranges.py::test_gradients_with_queries_that_see_no_key_between_others
+  tests/test_attn_mask.py::test_rows_without_a_bias_beside_others tests/test_kv_ranges.py::test_gradients_of_queries_before_and_behind_others_that_see_no_key
 check-emulated check-emulated-suite: export BLITZ_ATTN_EMULATED = 1
 check-emulated check-emulated-suite: export CC = clang
 check-emulated:

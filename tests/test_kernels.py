@@ -49,7 +49,7 @@ def run(*command, environment=None, **options):
 
 
 def run_shown(show, *command):
-    """Output of a program that prints a line for each of its checks. Shows one from time to time, and kills a program that prints none for SILENCE."""
+    """Output of a program that prints a line for each of its checks. Shows one from time to time, and kills the program after SILENCE without any."""
     lines, shown = [], time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain_environment()) as process:
         while True:

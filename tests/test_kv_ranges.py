@@ -60,7 +60,7 @@ def test_against_the_mask(kind, dtype, index_dtype, layout, isa_level):
 
 
 @pytest.mark.parametrize("first", [16, 32, 64])
-def test_gradients_with_queries_that_see_no_key_between_others(first, isa_level):
+def test_gradients_of_queries_before_and_behind_others_that_see_no_key(first, isa_level):
     """Queries that see no key may lie between other queries of the same tile."""
     arrays, exact, options = problem("bfloat16", "BNSD")
     runs = np.where((AT[:, None] >= first) & (AT[:, None] < 2 * first), 0, [0, KV])
