@@ -94,7 +94,7 @@ def test_block_size_of_arrays_that_only_export_dlpack(method, kv_layout):
     hidden = tuple(OnlyDlpack(x) for x in source) if method == "quest" else OnlyDlpack(source)
     for options in ({"budget": 5 * SIZE}, {"k": 2, "dense_below": 131}):
         options |= {"method": method, "kv_layout": kv_layout}
-        lens = np.minimum(case.seq_lens, SIZE)  # PLACEHOLDER
+        lens = np.minimum(case.seq_lens, SIZE)  # a block of a source has as many tokens as a page has rows: longer requests need longer tables
         got, expected = (blitz_attn.select_blocks(case.q, x, tables, lens, **options) for x in (hidden, source))
         assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
     options = {"k": 3, "method": method, "kv_layout": kv_layout}
