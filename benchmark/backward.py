@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Gradients of block-sparse attention: dense, causal and sparse, beside torch's dense backward where torch is installed.
+"""Gradients of block-sparse attention: dense, causal and sparse, next to torch's dense backward where torch is installed.
 
     python benchmark/backward.py                                  # about a minute and a half
     python benchmark/backward.py --isa avx2 --dtypes float32      # what a CPU with AVX2 gets

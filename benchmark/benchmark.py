@@ -2,7 +2,7 @@
 """Block-sparse attention against dense attention: a table on stdout, progress on stderr.
 
     python benchmark/benchmark.py | tee bench.log | python benchmark/plot.py     # the default sweep, about two minutes on two cores
-    python benchmark/benchmark.py --headline | tee headline.log                  # upstream's own sweep; first says how long it will take
+    python benchmark/benchmark.py --headline | tee headline.log                  # upstream's own sweep; first prints how long it will take
     python benchmark/benchmark.py --headline --resume headline.log | tee all.log # goes on where a stopped run ended
     python benchmark/benchmark.py --input smollm2.npz                            # a real model's q, k, v (see capture.py)
 

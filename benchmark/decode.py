@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Paged decode attention against what the machine allows and against other libraries: a table on stdout, progress on stderr.
 
-    python benchmark/decode.py | tee decode.log | python benchmark/plot.py  # everything; first says how many cells
+    python benchmark/decode.py | tee decode.log | python benchmark/plot.py  # everything; first prints the number of cells
     python benchmark/decode.py --quick                                      # a minute or so
     python benchmark/decode.py --cells DRAM --dtypes bfloat16 --groups 4 --batches 1
     python benchmark/decode.py --shapes 4x32x8x4096 --dtypes float16        # your own B x H x Hkv x S

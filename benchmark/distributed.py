@@ -4,9 +4,10 @@
     python benchmark/distributed.py | python benchmark/plot.py
     python benchmark/distributed.py --tokens 65536 --ranks 8 --dispatches cut items
 
-A row is a plan. `Moved` is the largest number of bytes that a rank receives, including the queries and results of dispatch "items", over
-the bytes of keys and values that an all-gather would bring it. `Imbalance` is the load of the busiest rank over the mean. Nothing is
-measured, so the table is the same on every machine. To time ranks: mpirun -n 4 python -m mpi4py examples/context_parallel.py.
+Each row describes a plan. `Moved` is the largest number of bytes that a rank receives, including the queries and results of dispatch
+"items", over the bytes of keys and values that an all-gather would bring each rank. `Imbalance` is the load of the busiest rank over the
+mean. Nothing is measured, so the table is the same on every machine. To time ranks: mpirun -n 4 python -m mpi4py
+examples/context_parallel.py.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tokens", type=blocks, default=262144, help="tokens of the sequence (%(default)s)")
     result.add_argument("--heads", type=positive, default=8, help="query heads (%(default)s)")
     result.add_argument("--kv-heads", type=positive, default=2, help="KV heads (%(default)s)")
-    result.add_argument("--ranks", type=positive, nargs="+", default=[4, 16, 64, 256, 1024], help="(4 16 64 256 1024)")
-    result.add_argument("--dispatches", nargs="+", choices=DISPATCHES, default=list(DISPATCHES), help="(all)")
+    result.add_argument("--ranks", type=positive, nargs="+", default=[4, 16, 64, 256, 1024], help="numbers of ranks (4 16 64 256 1024)")
+    result.add_argument("--dispatches", nargs="+", choices=DISPATCHES, default=list(DISPATCHES), help="ways to dispatch (all)")
     return result
 
 

@@ -33,7 +33,7 @@ Call = Callable[[], Any]
 
 @dataclass
 class Work:
-    """Something to time: its flops and bytes, a maker of its call for a number of threads (of this build or another), and the output."""
+    """Something to time: flops, bytes, output, and a function that makes its call for a number of threads (by this build or another)."""
 
     flops: float
     bytes: float  # operands and results, each counted once
@@ -406,7 +406,7 @@ LARGE_BYTES = 64 << 20  # K and V of a decode step: beyond any L2
 SEED = 1234
 PROBE_SECONDS = 0.02
 SETTLE_SECONDS = 0.01
-READ_BINDS_BELOW = 64.0  # flop/byte; above it, reading is no limit on any machine
+READ_BINDS_BELOW = 64.0  # flop/byte; with more, reading is not the limit on any machine
 
 
 @dataclass(frozen=True)
@@ -516,7 +516,7 @@ class Point:
     work: Work
     threads: int
     level: str  # whose kernels ran
-    bound: str  # the limit that binds: F, P or R
+    bound: str  # the limit that binds: F, P or R (roofline.py says what they are)
     seconds: list[float]
     shares: list[float]  # the least time that the limit allows, over the measured time
 

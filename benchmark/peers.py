@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """This library next to others: the same attention, operands and number of threads, in turns in one process. A table on stdout.
 
-    python benchmark/peers.py | tee peers.log | python benchmark/plot.py  # everything: an hour or so; first says how many cells
+    python benchmark/peers.py | tee peers.log | python benchmark/plot.py  # everything: an hour or so; first prints the number of cells
     python benchmark/peers.py --quick                                     # two minutes
     python benchmark/peers.py -S 512 2048 -D 64 --dtypes bfloat16 --peers torch flex
 

@@ -67,7 +67,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"--compare: cannot read {path}: {error.strerror}. make bench-record makes a record of this machine") from None
     except ValueError:
-        raise ValueError(f"--compare: {path} is no record, for it is not JSON") from None
+        raise ValueError(f"--compare: {path} is not a record, because it is not JSON") from None
 
 
 def load(checkout: Path) -> ModuleType:
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     what = result.add_mutually_exclusive_group()
     what.add_argument("--record", action="store_true", help="store what is measured as this machine's record")
     what.add_argument("--compare", action="store_true", help="show what has moved since this machine's record")
-    what.add_argument("--beside", type=Path, metavar="CHECKOUT", help="measure beside this checkout, built in place, in one process")
+    what.add_argument("--beside", type=Path, metavar="CHECKOUT", help="measure CHECKOUT too, in turns in one process; it must be built")
     result.add_argument("--kv-mib", type=positive, default=64, help="with --beside: K and V of a decode step in MiB (%(default)s)")
     result.add_argument("--file", type=Path, help="the record (benchmark/results/<this machine>/speed.json)")
     result.add_argument("--only", nargs="+", metavar="WORD", help="only operations with one of these words in their name or dtype")

@@ -76,7 +76,7 @@ def softmax_of(q, k, v, bias, softcap=None, sinks=None):
 
 
 def score_gradients(p, out, v, dout, dlse=0.0):
-    """The gradient of what is added to each score, (B, H, Sq, Skv), from arguments and results of `softmax_of`."""
+    """The gradient of the bias that is added to each score, (B, H, Sq, Skv), from arguments and results of `softmax_of`."""
     return p * (dout @ v.swapaxes(2, 3) - (dout * out).sum(axis=-1, keepdims=True) + dlse)
 
 

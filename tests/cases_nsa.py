@@ -32,10 +32,10 @@ MODES = {
 both_modes = pytest.mark.parametrize("mode", [PAPER, MSLK], ids=["paper", "mslk"])
 every_mode = pytest.mark.parametrize("mode", list(MODES))
 
-# Tolerances of the upstream suite, by the comparison that they are for.
+# Tolerances of the upstream suite for each of its comparisons.
 UPSTREAM = {
     "compress_float32": 1e-5,
-    "compress_bfloat16": 1e-3,  # its fused kernel against its plain computation; as everywhere in that suite, of inputs * 0.1
+    "compress_bfloat16": 1e-3,  # its fused kernel against its plain computation; in that suite, all inputs are multiplied by 0.1
     "compress_bfloat16_against_float32": 1e-2,
     "gating_bfloat16_max": 0.05,
     "gating_bfloat16_mean": 5e-3,
@@ -53,7 +53,7 @@ UPSTREAM = {
     "varlen_mean": 1e-3,
     "varlen_one_sequence": 1e-5,
     "varlen_backward_one_sequence": 0.01,
-    "gradcheck": {"eps": 1e-6, "atol": 1e-5, "rtol": 1e-3},  # torch's own
+    "gradcheck": {"eps": 1e-6, "atol": 1e-5, "rtol": 1e-3},  # torch's own tolerances
 }
 
 

@@ -17,7 +17,7 @@ class Sized(NamedTuple):
 
     make: Callable[[int, int, int, int], Callable[[], Any]]
     small: tuple[int, int, int]  # tokens, queries and requests of a quick call
-    long: tuple[int, int, int]  # those of a call of about a second, where there are any
+    long: tuple[int, int, int]  # those of a call of about a second
     # The sizes that grow, each in its own runs: "t" tokens, "q" queries, "r" requests, "s" tokens and queries together. A call whose arrays are a
     # grid of queries and tokens anyway has "t" and "q" instead of "s".
     grows: str = "tq"

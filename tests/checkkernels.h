@@ -67,7 +67,7 @@ int patterns_of(ba_dtype dtype);          /* how many bit patterns the dtype has
 double get_element(ba_dtype dtype, const void *data, int64_t index);
 double set_element(ba_dtype dtype, void *data, int64_t index, double value); /* returns the rounded value */
 
-/* Unit roundoff, smallest positive and largest finite number of a dtype. For a family's real: of float or double. */
+/* Unit roundoff, smallest positive and largest finite number of a dtype. real_of() is float32 or float64: the type in which a family computes. */
 double unit_of(ba_dtype dtype);
 double smallest_of(ba_dtype dtype);
 double largest_of(ba_dtype dtype);
@@ -190,7 +190,7 @@ ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t 
 ba_bias place_bias(const test_case *c, int64_t first, int64_t keys); /* without numbers where there is none */
 void attend(const test_case *c, ba_panel *panel, const ba_chunk *chunk);
 
-/* Makes a panel with an empty state fresh, with NaN in place of its sums: in most cases, if the family takes such panels. */
+/* Marks a panel with an empty state as fresh and fills its sums with NaN, in most cases; does nothing if the family takes no fresh panels. */
 void refresh(const test_case *c, ba_panel *panel);
 /* What the driver does with a panel that has attended nothing: its sums become 0. */
 void close_fresh(const test_case *c, ba_panel *panel);

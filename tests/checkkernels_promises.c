@@ -12,7 +12,7 @@ typedef struct key_range {
     int64_t begin, end;
 } key_range;
 
-/* A chunk may be cut at any multiple of so many keys. */
+/* Returns a number of keys; a chunk may be cut at any multiple of it. */
 static int64_t step_of(const test_case *c) {
     return c->variant == ROUTED ? BA_ROUTED_KEYS : c->variant == FEW ? ba_max(BA_FEW_KEY_ALIGN, c->s.f->key_align) : c->s.f->key_align;
 }

@@ -226,7 +226,7 @@ def test_a_record_of_speeds_is_compared_with(small_operations, tmp_path, capsys)
     rows = rows_of(main_of("speed", f"--compare {options}", capsys))
     assert [row["Flag"] for row in rows] == ["SLOWER", "faster", None, None]  # None stands for - and for N/A, which means no record
     (tmp_path / "r.json").write_text("half a")
-    assert "no record, for it is not JSON" in main_of("speed", f"--compare {options}", capsys, code=2).err
+    assert "is not a record, because it is not JSON" in main_of("speed", f"--compare {options}", capsys, code=2).err
 
 
 def test_results_of_this_repository_say_where_they_are_from():

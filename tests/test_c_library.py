@@ -1,5 +1,5 @@
-"""The library for C programs: what make install-lib installs, what the library exports, and the example, compiled as its comment says. And what
-only C programs can do: pass NULL and other values that the package never passes, and change the level while other threads compute."""
+"""The library for C programs: what make install-lib installs, what the library exports, and the example, compiled as its comment says. Also calls
+that only C programs can make: with NULL and other values that the package never passes, and while another thread changes the level."""
 
 import os
 import re

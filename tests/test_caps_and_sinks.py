@@ -10,8 +10,8 @@ from cases import bits_option, same_bits
 
 @pytest.mark.parametrize("added", [{}, {"alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.0])}, {"attn_mask": True}], ids=["", "alibi", "mask"])
 def test_gradients_against_differences(added):
-    """The difference is along a direction in q, k, v and sinks together, in float64, and the cap changes most scores. The sinks enter the gradients
-    of q, k and v by the log-sum-exp, and their own gradient follows from the results."""
+    """The difference is taken along one direction in q, k, v and sinks together, in float64. The cap changes most scores. The sinks enter the
+    gradients of q, k and v through the log-sum-exp, and their own gradient is computed here from the results."""
     rng = np.random.default_rng(1)
     q, k, v = (x.astype(np.float64) for x in testing.make_qkv(1, 4, 2, 20, 20, 8))
     sinks = np.array([0.5, -1.0, 2.0, 0.0])

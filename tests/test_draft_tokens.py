@@ -37,7 +37,7 @@ def test_every_rule_is_right(rule, dtype, kv_dtype, kv_layout):
 )
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (16, 2), (9, 1), (40, 2)], ids=lambda h: f"h{h[0]}x{h[1]}")
 def test_numbers_of_queries(heads, dtype, kv_dtype):
-    """Numbers of keys are around the least at which so many queries take turns, and numbers of queries around the most that do."""
+    """More than 8 queries of a KV head take turns only over at least 64 keys per query. Requests have 64 keys per query, or one key less in all."""
     group = heads[0] // heads[1]
     drafts = sorted({max(1, n // group) for n in (8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40)})
     for more in (-1, 0):
@@ -113,7 +113,7 @@ def test_values_reach_only_the_queries_that_see_them(dtype, bad, isa_level):
 
 
 def test_a_slice_of_sixteen_queries_has_the_bits_of_the_whole(isa_level):
-    """So many queries take turns at every level. Two batch entries are mostly padding, and one has so many queries that panels attend it."""
+    """Sixteen queries take turns at every level. Two batch entries are mostly padding, and one has enough queries to be attended by panels."""
     q, k, v = testing.make_qkv(3, 4, 1, 40, 1500, 32, 40, dtype="float32")
     options = {"q_lens": [4, 40, 3], "kv_lens": [1400, 1500, 1024], "causal": True}
     whole = attend(q, k, v, **options)

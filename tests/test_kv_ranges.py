@@ -72,7 +72,7 @@ def test_gradients_of_queries_before_and_behind_others_that_see_no_key(first, is
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_keys_that_neither_the_first_nor_the_last_query_sees(dtype):
-    """With so many queries, keys are packed once for all of them, and every key that any query sees must be packed."""
+    """This many queries share keys that are packed once, and every key that any of the queries sees must be packed."""
     q, k, v = testing.make_qkv(1, 8, 2, 700, 2600, 32, dtype=dtype)
     runs = np.broadcast_to([0, 2600], (700, 2)).copy()
     runs[:9], runs[-9:] = (1400, 1410), (1200, 1205)
@@ -85,7 +85,7 @@ def test_keys_that_neither_the_first_nor_the_last_query_sees(dtype):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_ranges_of_any_size(dtype, isa_level):
-    """The least and the largest number of the dtype mean all keys, or none if swapped. Any strides are read."""
+    """A range from the least to the largest number of the dtype is all keys; swapped, it is none. Arrays may have any strides."""
     arrays, _, options = problem("float32", "BNSD")
     all_keys = blitz_attn.block_sparse_attention(*arrays, return_lse=True, **options)
     info = np.iinfo(dtype)

@@ -11,9 +11,9 @@ import blitz_attn
 from blitz_attn import _core
 from blitz_attn._operations import ARRAYS, OPERATIONS, arguments_of, naming_all
 
-MADE = "empty"  # a function that makes results that the caller does not give
-STATE = "lse_out"  # in public functions, out is a pair
-TRIPLE = "indptr last_page_len"  # in public functions, block_tables may be a tuple with these
+MADE = "empty"  # a function that makes the results for which the caller gives no array
+STATE = "lse_out"  # public functions take out as a pair
+TRIPLE = "indptr last_page_len"  # public functions take block_tables as an array, or as a tuple with these
 TUPLE = "rules"  # a tuple of the last arguments
 INSIDE = "cu_rows routed key_stride key_last"  # only native sparse attention passes these to the core
 

@@ -39,7 +39,7 @@ def in_layout(layout, q, k, v, rules):
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 def test_measures(rule, every, dtype, layout):
-    """A query's share is the ratio of its sums of weights, without sinks, which take from all keys in proportion."""
+    """A query's share is the ratio of its sums of weights with the list and without it. Sinks scale all weights alike and are left out."""
     given = testing.make_qkv(2, 4, 2, 90, 130, 16, dtype=dtype)
     lists, rules = random_lists(np.random.default_rng(1), 2, 4, 6, 9, empty=0.1), RULES[rule]
     exact = {"block_shape": (16, 16), "q_lens": Q_LENS, "kv_lens": KV_LENS} | rules | bits_option(given[0])

@@ -195,7 +195,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer needs more than the limit leaves")
 @pytest.mark.skipif(hasattr(_core, "_fail_allocation"), reason="this build counts by variables of the thread, which the system allocates")
 def test_first_call_of_a_thread_without_memory():
-    """The library allocates what it keeps per thread. For thread-local variables, glibc would end the process if memory is missing."""
+    """The library allocates what it keeps per thread. With thread-local variables instead, glibc would end the process where memory is missing."""
     assert python("-c", FIRST_CALL) in ("MemoryError\n0", "result\n0")
 
 

@@ -1,7 +1,8 @@
-"""What the suites that are named after upstream's share: the cells of their grids, the call by upstream's interface, and the comparison.
+"""Helpers for the suites that are named after upstream's suites: the cells of their grids, the call by upstream's interface, the comparison.
 
-Upstream's sizes take hours on two cores, so each suite runs at a fraction of them by default, and at the full sizes with ``-m full``. From the
-largest grids a sample runs, in which every block shape occurs at every shape and sparsity. Problems of up to 1024 tokens are compared completely.
+Upstream's sizes take hours on two cores, so each suite runs at a fraction of them by default, and at the full sizes with ``-m full``. Of the
+largest grids only a sample runs, in which every block shape occurs at every shape and sparsity. Problems of up to 1024 tokens are compared
+completely.
 For longer ones, some query tokens of every block row are compared with the float64 reference, and the whole output must be finite.
 """
 
@@ -23,7 +24,7 @@ SEED = 42
 
 
 def scaled(shapes, fraction):
-    """(B, H, S, D) shapes: at a fraction of S to run by default, and at full size to run with the marker."""
+    """(B, H, S, D) shapes: those with a fraction of S run by default, and those of full size with ``-m full``."""
     small = dict.fromkeys((b, h, max(64, s // fraction), d) for b, h, s, d in shapes)
     return [(shape, False) for shape in small] + [(shape, True) for shape in shapes]
 
@@ -111,7 +112,7 @@ def expected(shape, dtype, sabi, block_shape):
 
 @functools.lru_cache(maxsize=2)
 def expected_dense(shape, dtype):
-    """The reference without a list, for all block shapes, which must not matter then."""
+    """The reference without a list. One result serves all block shapes, because without a list they must not matter."""
     return expected(shape, dtype, None, (128, 128))
 
 

@@ -1,4 +1,4 @@
-"""Cases of the gradients of context-parallel attention, which ranks run under mpirun: dq has the bits of one process, dk and dv about its values."""
+"""Cases of the gradients of context-parallel attention, run under mpirun: dq has the bits of one process, dk and dv its values up to rounding."""
 
 import numpy as np
 
@@ -27,7 +27,7 @@ def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), with_dlse=F
     out, lse = problem.whole()
     dout = testing.round_to(rng.standard_normal(out.shape), dtype_of(out))
     dlse = rng.standard_normal(lse.shape).astype(lse.dtype) if with_dlse else None
-    cap = {name: x for name, x in problem.caps.items() if name == "softcap"}  # the log-sum-exp contains the sinks
+    cap = {name: x for name, x in problem.caps.items() if name == "softcap"}  # not the sinks, which the log-sum-exp contains
     whole = blitz_attn.block_sparse_attention_backward(
         dout, *problem.arrays, out, lse, problem.sabi, dlse=dlse, **problem.call, **problem.heads, **cap, **problem.bits
     )

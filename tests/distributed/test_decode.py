@@ -97,7 +97,7 @@ def test_bytes_are_those_of_the_plan():
 
 @pytest.mark.parametrize("owner", ["turns", "runs", "random"])
 def test_counts_and_no_window(owner):
-    """Counts mean the same as -1 in a list, and a window of -1 is no window."""
+    """Counts mean the same as -1 in a list, and a window of -1 means that there is no window."""
     p = testing.make_paged(3, 4, 2, [700, 33, 0], 16, 32)
     rng = np.random.default_rng(4)
     selected = np.stack([np.stack([rng.permutation(n) % 44 for n in (44, 44)]) for _ in range(3)])[:, :, :6]

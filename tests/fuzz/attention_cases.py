@@ -107,7 +107,7 @@ def draw_ranges(draw: Draw, batch: int, s_q: int, s_kv: int) -> np.ndarray:
     if kind == "chunks":
         size = int(rng.integers(1, max(2, s_kv)))
         return np.stack([place // size * size, place // size * size + size], axis=-1)
-    if kind == "documents":  # consecutive keys; each query belongs to any document, but most to that of their neighbour
+    if kind == "documents":  # a document is a run of keys; most queries belong to the document of the query before, the others to any
         cuts = np.concatenate([[0], np.sort(rng.integers(0, s_kv + 1, int(rng.integers(4)))), [s_kv]])
         document = rng.integers(0, len(cuts) - 1, shape)
         stays = rng.random(shape) < 0.95

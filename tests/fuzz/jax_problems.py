@@ -17,7 +17,7 @@ from .draw import Draw
 from .framework_draws import CallDraw
 from .problems import problem
 
-DTYPES = ("float32", "float16", "bfloat16")  # float64 is a setting of the whole process
+DTYPES = ("float32", "float16", "bfloat16")  # not float64, which needs a setting of the whole process
 LEARNED = ("attn_mask", "alibi_slopes")
 
 
