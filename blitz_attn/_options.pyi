@@ -113,6 +113,7 @@ class PlanSelectOptions(PlanOptions, total=False):
     """`blitz_attn.PagedPlan.select_attention`."""
 
     counts: Array | None
+    selected_size: int | None
 
 
 class PageChoice(TypedDict, total=False):

@@ -186,6 +186,8 @@ typedef struct ba_paged_args {
                                 * size, whose states are merged by a fixed tree: the same bits whoever attends to which chunk */
     ba_tensor selected;        /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the logical pages to attend */
     const int64_t *selected_counts; /* NULL: a row of `selected` ends at its first -1. Else [B][H_kv or H]: how many entries of each row are in use */
+    int64_t selected_size;          /* 0: as above. Else `selected` is (B, ...), with cu_q (T, H_kv, H or 1, K): one row per query, each of whose
+                                     * entries names so many tokens of the request that follow one another, and without selected_counts */
     double scale;                   /* as in ba_block_sparse_args */
     int64_t window;                 /* tokens that a query sees before itself; -1: no bound */
     double softcap;                 /* 0: none. Else scores become softcap * tanh(score / softcap) */

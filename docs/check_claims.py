@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks that the speeds in README.md and in the summary of docs/performance.rst are those of the files under benchmark/results.
 
-They are rounded as the documents have them. Exit code 1 where one differs. A row of a table is found by its first cell.
+The speeds of the files are rounded as in the documents. The exit code is 1 if one differs. A row of a table is found by its first cell.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def shown_rows(file: str, begin: str, end: str) -> Iterator[list[str]]:
 
 
 def by_threads(found: list[Row], column: Callable[[Row], float], **wanted: str) -> list[float]:
-    """The values of the rows that agree with `wanted`: one thread's, then two's."""
+    """The values of the rows that agree with `wanted`: for one thread, then for two."""
     matching = [row for row in found if all(row[key] == value for key, value in wanted.items())]
     return [column(next(row for row in matching if row["threads"] == threads)) for threads in ("1", "2")]
 
@@ -46,7 +46,7 @@ def fastest_peer(row: Row) -> float:
 
 
 def expected_in_readme() -> dict[str, list[list[float]]]:
-    """First cell of a row -> the values of its other cells; the name of a CPU has none."""
+    """First cell of a row -> the values in each of its other cells; a cell with the name of a CPU has none."""
     found: dict[str, list[list[float]]] = {}
     for name in ("AMD EPYC, Zen 5 (AVX-512)", "AMD EPYC, Zen 4 (AVX-512)", "Intel Xeon, Emerald Rapids (AMX)"):
         blocks = [row for row in rows(f"{MACHINES[name]}/headline.txt") if row["block_shape"] == "64x64"]
@@ -67,7 +67,7 @@ def expected_in_readme() -> dict[str, list[list[float]]]:
 
 
 def expected_in_summary() -> dict[str, list[list[float]]]:
-    """The same of the summary of docs/performance.rst."""
+    """The same for the summary of docs/performance.rst."""
     headline = {(row["block_shape"], row["sparsity"]): float(row["Share_of_ideal"]) for row in rows(f"{ZEN5}/headline.txt")}
     found: dict[str, list[list[float]]] = {}
     sparsities = ("0.50", "0.80", "0.90")
@@ -111,14 +111,14 @@ def expected_in_summary() -> dict[str, list[list[float]]]:
 
 
 def agrees(shown: str, exact: float) -> bool:
-    """Whether a number in README is `exact`, rounded to the digits that it shows."""
+    """Whether a number in a document is `exact`, rounded to the digits that the document shows."""
     digits = len(shown.partition(".")[2])
     return abs(float(shown) - exact) <= 0.5000001 * 10**-digits
 
 
 def check(file: str, known: dict[str, list[list[float]]], shown_cells: Iterator[list[str]]) -> int:
     """Returns how many rows are wrong or missing."""
-    # Rows of the same name belong to several tables, which come in this order.
+    # Several tables have rows of these names. The tables come in this order.
     order = {"causal": ["causal", "causal (gradients)", "causal (peers)"], "dense": ["dense (gradients)", "dense (peers)"]}
     order["sparsity 0.9, 128 x 128"] = ["sparsity 0.9, 128 x 128 (peers)"]
     order |= {dtype: [dtype, dtype + " (peers)"] for dtype in ("float32", "bfloat16", "float16")}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the Python examples of README.md, each by itself, as somebody would who pastes it. What they print is not compared."""
+"""Runs the Python examples of README.md, each by itself, as somebody who pastes it would. What they print is not compared."""
 
 from __future__ import annotations
 

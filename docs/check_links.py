@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Checks that what the documents point at exists: relative links of Markdown files with their anchors, and paths in code marks.
+"""Checks that everything to which the documents point exists: relative links of Markdown files with their anchors, and paths in code marks.
 
 A path is a word in code marks that begins with a folder of the repository and names a file or folder, such as `csrc/kernels/tuning.c`;
-`*` in it stands for anything, and of a form such as `csrc/kernels/<isa>.c` the folder must exist. Exit code 1 where something is missing.
+`*` in a path stands for anything. For a form such as `csrc/kernels/<isa>.c`, the folder must exist. The exit code is 1 if something is
+missing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def broken_links(path: Path, text: str) -> list[str]:
 def missing_paths(text: str) -> list[str]:
     missing = []
     for word in PATH.findall(text):
-        known = re.match(r"[^<*]*(?=/)", word + "/")[0] if "<" in word else word.rstrip("/.")  # of a form, its folder
+        known = re.match(r"[^<*]*(?=/)", word + "/")[0] if "<" in word else word.rstrip("/.")  # the folder of a form
         if not any(ROOT.glob(known)):
             missing.append(f"path {word}")
     return missing

@@ -27,19 +27,19 @@ extensions = [
 ]
 exclude_patterns = ["_ext"]
 default_role = "code"  # numpydoc's `name`
-nitpicky = True  # every function that a page names must be there
-nitpick_ignore_regex = [("py:(class|data|obj|exc)", ".*")]  # what numpydoc types say is prose
-suppress_warnings = ["ref.footnote"]  # a docstring may list a source without a mark in its text
+nitpicky = True  # every function that a page names must exist
+nitpick_ignore_regex = [("py:(class|data|obj|exc)", ".*")]  # numpydoc types are prose, not links
+suppress_warnings = ["ref.footnote"]  # a docstring may list a source to which its text has no mark
 language = "en"
-highlight_language = "none"  # a literal block is a picture; code says what it is
+highlight_language = "none"  # literal blocks are diagrams; blocks of code name their language
 
-autosummary_generate = False  # the tables of the API pages link to what stands below them
+autosummary_generate = False  # the tables of the API pages link to entries on the same page
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # types are in the docstrings
 napoleon_google_docstring = False
 napoleon_numpy_docstring = True
 napoleon_use_rtype = False
-doctest_test_doctest_blocks = ""  # docstrings are run by the test suite; pages mark theirs
+doctest_test_doctest_blocks = ""  # the test suite runs docstrings; pages mark their examples as doctest
 doctest_global_setup = "import numpy as np\nimport blitz_attn\nfrom blitz_attn import sabi\nrng = np.random.default_rng(0)"
 doctest_global_setup += "\nfrom importlib.util import find_spec"
 doctest_global_setup += "\nno_jax = find_spec('jax') is None"

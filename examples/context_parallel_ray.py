@@ -5,11 +5,11 @@
     python examples/context_parallel_ray.py --ranks 4 --cpus-per-rank 8
 
 Each attempt is one mpirun over the machines that Ray has reserved: a placement group holds `--ranks` bundles of CPUs, spread over machines,
-and a task in each bundle says the address of its machine. A rank that dies ends its mpirun in seconds; then the group is made anew, on
-other machines where one is gone, and the job starts again, up to `--restarts` times. Keys and values do not go through Ray's object store:
+and a task in each bundle returns the address of its machine. A rank that dies ends its mpirun in seconds; then Ray makes a new group, on
+other machines if one has failed, and the job starts again, up to `--restarts` times. Keys and values do not go through Ray's object store:
 a round trip through it costs milliseconds, an exchange by MPI tens of microseconds.
 
-NOT RUN where this was written: several machines.
+This script has NOT BEEN RUN on several machines.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def release(group: object) -> None:
 
 
 def attempt(hosts: list[str], cpus: int, first: bool, mpirun: list[str]) -> int:
-    """Run the ranks once, on these hosts; the exit status."""
+    """Run the ranks once, on these hosts, and return the exit status."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host] = slots.get(host, 0) + 1
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--cpus-per-rank", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--restarts", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--no-ray", action="store_true", help="this machine alone")
+    parser.add_argument("--no-ray", action="store_true", help="use this machine alone")
     parser.add_argument("--kill", action="store_true", help="let the last rank die in the first attempt")
     parser.add_argument("--mpirun", default="mpirun", help="the command with its options (%(default)s)")
     options = parser.parse_args(argv)

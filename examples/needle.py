@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""A fact hidden in a long text, asked for at its end: is it found through chosen blocks, as it is through all keys?
+"""Is a fact that is hidden in a long text, and asked for at the end, found through chosen blocks, as through all keys?
 
     python examples/needle.py --figure needle.png      # needs what perplexity.py needs; many minutes on two cores
 
-SmolLM2-135M-Instruct reads a text with one line of a pass code at each of several depths, and the beginning of that line again at the end.
-The table shows the probability of the code's tokens, one by one given those before, and whether each is the most likely (`found`). It is
-a line that is continued, not a question: a model this small answers few questions about 8000 tokens, even by dense attention.
+SmolLM2-135M-Instruct reads a text with one line of a pass code at each of several depths, and the beginning of that line again at the
+end. The table shows the mean probability of the code's tokens, each given the tokens before it, and whether each is the most likely
+(`found`). The prompt ends with a line to continue, not a question: a model this small answers few questions about 8000 tokens, even by
+dense attention.
 
-Rows: `dense`, and `sparse` at each density with and without dense last rows (`--last-rows` blocks of queries keep all they see). With
-`--unforced`, also without the first and the recent blocks of keys, which each row keeps otherwise whatever they score.
+The rows are `dense`, and `sparse` at each density with and without dense last rows (`--last-rows` blocks of queries keep all they see).
+With `--unforced`, there are also rows without forced blocks: the first and the recent blocks of keys, which are otherwise kept whatever
+they score.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ CODE = " 7391 amber falcon."
 
 
 def prompts(tokenizer: Any, text: str, tokens: int, depths: int) -> Iterator[tuple[float, list[int], list[int]]]:
-    """Depth, the tokens to read, and those of the code, which end them."""
+    """For each depth: the depth, the tokens to read, and the tokens of the code, with which they end."""
     body = tokenizer(text, truncation=True, max_length=tokens).input_ids
     question, code = (tokenizer(x).input_ids for x in (NEEDLE, CODE))
     room = tokens - 2 * (len(question) + len(code))
@@ -98,7 +100,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--densities", type=share_of, nargs="+", default=[0.25, 0.125], help="shares of the causal blocks")
     parser.add_argument("--last-rows", type=int, default=2, help="blocks of queries at the end that keep all they see (%(default)s)")
     parser.add_argument("--unforced", action="store_true", help="also without blocks that are always kept")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the whole model (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the whole model (%(default)s)")
     parser.add_argument("--threads", type=int, help="threads (the libraries' own choice)")
     parser.add_argument("--json", type=Path, help="file to which each row is appended as a line of JSON")
     parser.add_argument("--figure", type=Path, help="picture to write")

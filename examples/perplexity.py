@@ -7,14 +7,14 @@
 
 SmolLM2-135M-Instruct (30 layers, 9 query heads on 3 KV heads, D = 64) reads each text once per row of the table: with torch's own
 attention (`sdpa`), with this library's over all keys (`dense`), and with blocks that each chooser keeps at each density and block
-shape. Dense attention must give torch's perplexity within 0.05 % (exit code 1 where it does not, float32 only).
+shape. Dense attention must give torch's perplexity within 0.05 % (in float32, the exit code is 1 if it does not).
 
-The budget says how a density is met. `top_p`: one threshold on cumulative mass for all rows, heads and layers, read from the scores
+`--budget` says how a density is met. `top_p`: one threshold on cumulative mass for all rows, heads and layers, read from the scores
 of the dense run so that the whole model keeps that share of its causal blocks. `density`: the same share in each layer. `--top-p`
-takes thresholds instead of densities, and `--profile` a file that `blitz_attn.select.Profile.save` wrote.
+adds rows for given thresholds, and `--profile` rows for files that `blitz_attn.select.Profile.save` wrote.
 
-Columns: density asked and reached; perplexity, and its rise over dense; seconds of the whole prefill, of choosing and of attention in
-it, all layers; the softmax mass that the lists keep, sampled. A row of --json holds the same, and --redraw makes a figure of such files.
+Columns: density asked and reached; perplexity, and its rise over dense; seconds of the whole prefill, and of choosing and attention in it,
+over all layers; the softmax mass that the lists keep, sampled. A row of --json holds the same, and --redraw makes a figure from such files.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ import blitz_attn
 from blitz_attn import select
 from capture import DEFAULT_TEXT, find_model, perplexity
 
-ATTENTION = "blitz_perplexity"  # transformers reads a meaning into some names: see capture.py
+ATTENTION = "blitz_perplexity"  # transformers gives some names a meaning: see capture.py
 CHOOSERS = ("pooled", "antidiagonal", "sampled_rows", "vertical_slash")
-EVERY = 16  # one block of queries in so many is looked at for the kept mass, or more where there are few
+EVERY = 16  # the kept mass is measured in one block of queries out of so many; in more if there are few
 MOST_DIFFERENCE = 5e-4  # of dense perplexity from torch's
 COLUMNS = (
     ("text", "14"), ("chooser", "14"), ("budget", "8"), ("block", "7"), ("asked", "6.3f"), ("reached", "7.3f"), ("perplexity", "10.3f"),
@@ -75,7 +75,7 @@ class Hook:
     keep: Any = None  # called with the layer, q and k of each layer of the dense run
     blocks: list[tuple[int, int]] = field(default_factory=list)  # kept and all, by layer
     masses: list[float] = field(default_factory=list)
-    aside_s: float = 0.0  # seconds of what is no part of the prefill
+    aside_s: float = 0.0  # seconds of work that is not part of the prefill
     aside_cpu_s: float = 0.0
 
     def register(self) -> None:
@@ -111,7 +111,7 @@ class Hook:
         return blitz_attn.block_sparse_attention(q, k, v, sabi, **rules)
 
     def apart(self, work: Any, *args: Any) -> None:
-        """Do what is no part of the prefill, and take its time off."""
+        """Do work that is not part of the prefill, and subtract its time."""
         start, cpu = time.perf_counter(), time.process_time()
         work(*args)
         took = time.perf_counter() - start
@@ -126,13 +126,13 @@ class Hook:
 
 
 def visible(tokens: int, block: tuple[int, int]) -> np.ndarray:
-    """Which blocks hold keys that a row of blocks sees: (rows, columns)."""
+    """Which blocks hold keys that a row of blocks sees, (rows, columns)."""
     ends = np.minimum((np.arange(-(-tokens // block[0])) + 1) * block[0], tokens)
     return np.arange(-(-tokens // block[1])) * block[1] < ends[:, None]
 
 
 class Thresholds:
-    """The cumulative masses at which blocks of the dense run would be kept, so that one threshold meets a density in the whole model."""
+    """The cumulative masses at which blocks of the dense run would be kept: one threshold on them meets a density in the whole model."""
 
     def __init__(self, kinds: Sequence[tuple[str, tuple[int, int]]], threads: int | None):
         self.masses: dict[Any, list[np.ndarray]] = {kind: [] for kind in kinds}
@@ -295,9 +295,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--choosers", choices=CHOOSERS, nargs="+", default=["pooled"], help="how blocks are scored (pooled)")
     parser.add_argument("--block", type=block_of, nargs="+", default=[(64, 64)], help="tokens of a block of queries and of keys (64x64)")
     parser.add_argument("--budget", choices=("top_p", "density"), default="top_p", help="how a density is met (%(default)s)")
-    parser.add_argument("--top-p", type=share_of, nargs="+", default=[], help="masses to keep, beside the densities")
-    parser.add_argument("--profile", type=Path, nargs="+", default=[], help="profiles to run, beside the densities")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the whole model (%(default)s)")
+    parser.add_argument("--top-p", type=share_of, nargs="+", default=[], help="masses to keep, in addition to the densities")
+    parser.add_argument("--profile", type=Path, nargs="+", default=[], help="profiles to run, in addition to the densities")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the whole model (%(default)s)")
     parser.add_argument("--threads", type=int, help="threads (the libraries' own choice)")
     parser.add_argument("--json", type=Path, help="file to which each row is appended as a line of JSON")
     parser.add_argument("--figure", type=Path, help="picture to write")
@@ -332,7 +332,7 @@ def complaint(args: argparse.Namespace) -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 1 where dense attention of this library gave another perplexity than torch's."""
+    """Print the table. Returns 1 if dense attention of this library gave another perplexity than torch's."""
     if args.redraw:
         records = [json.loads(x) for file in args.redraw for x in file.read_text(encoding="utf-8").splitlines() if x.startswith("{")]
         draw(records).savefig(args.figure, dpi=120)

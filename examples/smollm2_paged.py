@@ -9,11 +9,11 @@ SmolLM2-135M-Instruct (30 layers, 9 query heads on 3 KV heads, D = 64) reads a p
 values then go into paged caches, and it continues greedily:
 
 1. by its own attention over its own cache;
-2. by `blitz_attn.paged_attention`, which must choose the same tokens (exit code 1 where it does not);
+2. by `blitz_attn.paged_attention`, which must choose the same tokens (the exit code is 1 if it does not);
 3. over chosen blocks (`select_blocks` and `paged_select_attention`), at several budgets. Here each step is fed the dense run's token,
    so that every step is one comparison: does the sparse step choose the token that the dense one chose?
 
-The table: tokens/s that attention alone would allow (all layers: select and attend); speed-up of that over the dense paged run;
+The table has the tokens/s that attention alone would allow (all layers: select and attend); its speed-up over the dense paged run;
 agreement, the share of steps that choose the dense run's token; recall, the share of the softmax mass that the chosen blocks hold (mean
 over steps, layers and heads, and the least of any layer). As in Quest's paper the first two layers stay dense: recall leaves them out.
 Methods: `quest`, `mean` (the block's mean key) and `max` (its largest q.k, which reads all keys) are selectors of the library; `recent`
@@ -39,14 +39,14 @@ import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 from capture import DEFAULT_TEXT, find_model
 
-ATTENTION = "blitz_paged"  # transformers reads a meaning into some names: see capture.py
+ATTENTION = "blitz_paged"  # transformers gives some names a meaning: see capture.py
 DENSE_LAYERS = 2
 METHODS = ("quest", "mean", "max", "recent")
 
 
 @dataclass
 class Mode:
-    """How a run attends: `method` None is dense."""
+    """How a run attends. `method` None means dense."""
 
     method: str | None = None
     budget: int = 0  # tokens
@@ -69,7 +69,7 @@ class PagedModel:
         pages = -(-tokens // page)
         shape = (layers, pages, page, heads_kv, head_dim)
         self.k, self.v = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        # The pages of the only request, in an order that a pool might have left.
+        # The pages of the only request, in an order such as a pool of pages may give.
         self.tables = np.random.default_rng(0).permutation(pages).astype(np.int32)[None]
         rows = -(-pages // page)
         self.high, self.low, self.means = (np.zeros((layers, rows, page, heads_kv, head_dim), np.float32) for _ in range(3))
@@ -77,12 +77,12 @@ class PagedModel:
         self.mode, self.tally = Mode(), Tally()
 
     def begin(self, tokens: int) -> None:
-        """Start a step after which the request has `tokens` tokens. The plan serves all layers; what lay behind is forgotten."""
+        """Start a step after which the request has `tokens` tokens. The plan serves all layers; tokens beyond that length are forgotten."""
         self.length = np.array([tokens])
         self.plan = blitz_attn.PagedPlan(self.tables, self.length, page_size=self.page, num_threads=self.threads)
 
     def append(self, layer: int, k: np.ndarray, v: np.ndarray) -> None:
-        """Put new tokens (T, H_kv, D), the last of the request, into a layer's pages, and the pages' summaries up to date."""
+        """Write new tokens (T, H_kv, D), the last of the request, into a layer's pages, and update the pages' summaries."""
         arrays = k, v, self.k[layer], self.v[layer]
         tables = {"block_tables": self.tables, "seq_lens": self.length, "q_lens": [len(k)]}
         summaries = {"maxblocks": self.high[layer], "minblocks": self.low[layer], "meanblocks": self.means[layer]}
@@ -169,7 +169,7 @@ def own_run(model: Any, past: Any, first: int, steps: int) -> list[int]:
 
 
 def paged_run(model: Any, paged: PagedModel, prompt: int, first: int, mode: Mode, steps: int, fed: Sequence[int] | None) -> Tally:
-    """The same through the paged caches. `fed` tokens go in instead of its own choices where they are given."""
+    """The same through the paged caches. If `fed` is given, these tokens go in instead of the run's own choices."""
     import torch
 
     paged.mode, paged.tally = mode, Tally()
@@ -191,7 +191,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=Path(DEFAULT_TEXT), help="UTF-8 text of the prompt (%(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=6000, help="tokens of the text to take (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens to decode (%(default)s)")
-    parser.add_argument("--page", type=int, default=16, help="tokens a page (%(default)s)")
+    parser.add_argument("--page", type=int, default=16, help="tokens per page (%(default)s)")
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens that a KV head attends to")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="selectors (all)")
     parser.add_argument("--threads", type=int, help="threads (the libraries' own choice)")
@@ -199,7 +199,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 1 where dense paged decode chose other tokens than the model's own attention."""
+    """Print the table. Returns 1 if dense paged decode chose other tokens than the model's own attention."""
     import torch
 
     tokenizer, model = load(args.threads)

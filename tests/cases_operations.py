@@ -137,6 +137,7 @@ def paged(threads):
     chunked = blitz_attn.PagedPlan(csr, page_size=4, q_begin=[2, 0, 30], kv_split=8, num_threads=threads)
     mask = np.random.default_rng(7).random((3, 1, 1, 21)) < 0.8
     chosen, counts = np.array([[[0, 2]] * 2, [[0, 0]] * 2, [[1, 3]] * 2], np.int32), np.array([[2, 1], [0, 0], [2, 2]])
+    tokens = np.array([[[0, 5, 2]], [[8, 1, -1]], [[3, 9, 11]], [[4, 0, 7]], [[13, 12, -1]]], np.int32)
     written = [x.copy() for x in case.arrays[1:3]]
     new = [np.random.default_rng(6).standard_normal((3, 2, 8)).astype(np.float32) for _ in range(2)]
     quantised, scales = [np.zeros((6, 4, 2, 8), np.int8) for _ in range(2)], [np.zeros((6, 4, 2), np.float32) for _ in range(2)]
@@ -187,6 +188,10 @@ def paged(threads):
             lambda: select(*case.arrays, chosen, counts=counts, return_lse=True, out=given, **options),
             given,
             lambda: select(*case.arrays, chosen + 9, counts=counts, **options),
+        ),
+        "paged_select_attention, tokens": Operation(
+            lambda: select(*ragged.arrays, tokens, selected_size=1, **ragged.options, **options),
+            refused=lambda: select(*ragged.arrays, tokens + 9, selected_size=1, **ragged.options, **options),
         ),
         "append_paged_kv": Operation(
             lambda: append(*new, *written, **tables), tuple(written), lambda: append(*new, *written, slot_mapping=[0, 1, 1])

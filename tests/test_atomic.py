@@ -23,7 +23,7 @@ try:
     import torch
     from transformers import LlamaConfig, MistralConfig
 
-    from blitz_attn.integrations._transformers.cache import PagedCache, PagedLayer, PagedPair
+    from blitz_attn.integrations._transformers.cache import IndexedPagedLayer, PagedCache, PagedLayer, PagedPair
 except ImportError:
     torch = None
 
@@ -60,6 +60,24 @@ if torch:
     def layer_case(call, tokens=30):
         return Case(lambda: paged_layer(tokens), call, seen_of_layer)
 
+    def update_indexer(first, end):
+        return lambda layer: layer.update_indexer(NUMBERS[:, 0, first:end])
+
+    def indexed_layer(tokens=30):
+        layer = IndexedPagedLayer(4)
+        if tokens:
+            update(0, tokens)(layer)
+            update_indexer(0, tokens)(layer)
+            layer.indexer_position_ids = torch.arange(2 * tokens).reshape(2, tokens)
+        return layer
+
+    def seen_of_indexed(layer):
+        of_index = [None if x is None else bits(x) for x in (layer.indexer_keys, layer.indexer_position_ids)]
+        return layer.is_indexer_initialized, of_index, None if layer.keys is None else (bits(layer.keys), bits(layer.values))
+
+    def indexed_case(call, tokens=30):
+        return Case(lambda: indexed_layer(tokens), call, seen_of_indexed)
+
     def paged_cache(config):
         cache = PagedCache(config, 4)
         for i in range(2):
@@ -94,6 +112,12 @@ if torch:
         "PagedLayer.reset": layer_case(lambda layer: layer.reset()),
         "PagedLayer._take": layer_case(lambda layer: layer.batch_repeat_interleave(2)),
         "PagedLayer.select_and_attend": layer_case(selected),
+        "IndexedPagedLayer.update_indexer, the first": indexed_case(update_indexer(0, 20), 0),
+        "IndexedPagedLayer.update_indexer, full": indexed_case(update_indexer(30, 60)),
+        "IndexedPagedLayer.indexer_position_ids": indexed_case(lambda layer: setattr(layer, "indexer_position_ids", NUMBERS)),
+        "IndexedPagedLayer.crop": indexed_case(lambda layer: layer.crop(-7)),
+        "IndexedPagedLayer.reset": indexed_case(lambda layer: layer.reset()),
+        "IndexedPagedLayer._take": indexed_case(lambda layer: layer.batch_repeat_interleave(2)),
     }
     for name, config in (("", LlamaConfig(**SIZES)), (", windows", MistralConfig(**SIZES, sliding_window=6))):
         for method, call in {

@@ -28,7 +28,7 @@ FUNCTIONS = {
         f"{MADE} v sabi pool_q pool_k term largest budget budgets scores",
         "density top_p threshold top_k",
     ),
-    "paged_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE} {TUPLE} selected counts", ""),
+    "paged_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE} {TUPLE} selected counts selected_size", ""),
     "paged_select_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE} {TUPLE}", ""),
     "merge_states_n": ("merge_states", MADE, ""),
     "quantize_kv": ("quantize_kv", "values scale", ""),  # results

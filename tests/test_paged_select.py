@@ -66,6 +66,33 @@ def test_order_counts_and_pads(index_dtype, isa_level):
         assert_same(attend_paged(case, junk, counts=counts.astype(count_dtype)), expected)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("size", [1, 4, 16, 50])
+@pytest.mark.parametrize("q_lens", [None, [1, 0, 4, 20, 16]], ids=["one", "many"])
+@pytest.mark.parametrize("rows", [1, 2, 6])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "int8"), ("float16", "float16"), ("float64", "float64")])
+def test_each_query_has_its_own_blocks(dtype, kv_dtype, rows, q_lens, size):
+    """Of tokens, of parts of pages, and of more than a page."""
+    case = testing.make_paged(5, 6, 2, LENS, 16, 40, 24, dtype, kv_dtype, q_lens=q_lens)
+    rng = np.random.default_rng(1)
+    lens = case.seq_lens.repeat([1] * 5 if q_lens is None else q_lens)
+    selected = np.full((len(lens), rows, 9), -1, np.int32)
+    for i, h in np.ndindex(len(lens), rows):
+        chosen = rng.permutation(-(-lens[i] // size))[: rng.integers(0, 10)]
+        selected[i, h, : len(chosen)] = chosen
+    check_paged(case, selected, selected_size=size, sinks=np.linspace(-1, 2, 6).astype(np.float32))
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_tokens_of_a_prompt_are_those_of_contiguous_keys(kv_layout):
+    case = testing.make_paged(1, 8, 1, [300], 16, 32, kv_layout=kv_layout, q_lens=[120])
+    selected = np.stack([np.random.default_rng(i).permutation(300)[:40] for i in range(120)]).astype(np.int32)
+    pages = case.block_tables[0, :19]
+    k, v = ((x if kv_layout == "NHD" else x.swapaxes(1, 2))[pages].reshape(1, -1, 1, 32)[:, :300] for x in (case.k_cache, case.v_cache))
+    contiguous = blitz_attn.block_sparse_attention(case.q[None], k, v, selected[None, None], block_shape=(1, 1), causal=True, layout="BSND")
+    assert np.array_equal(attend_paged(case, selected[:, None], selected_size=1)[0], contiguous[0])
+
+
 def test_only_listed_pages_are_read(isa_level):
     """All pages that are not listed hold NaN."""
     case = testing.make_paged(3, 4, 2, [100, 37, 130], 16, 24)

@@ -70,6 +70,50 @@ CHANGES = {
 }
 
 
+def index_keys(batch, tokens):
+    """New keys of the model's own indexer, in both caches."""
+
+    def change(caches, rng):
+        for layer in range(2):
+            new = tensors(1, batch, 1, tokens, 6, seed=rng.randrange(1000))[0][:, 0]
+            found, expected = (cache.update_indexer(new, layer) for cache in caches)
+            assert torch.equal(found, expected)
+
+    return change
+
+
+# Of a model that chooses its own tokens: each step brings keys of its indexer, too.
+INDEXED = {
+    "a prompt": step(5), "its keys": index_keys(2, 5), "a token": step(1), "its key": index_keys(2, 1), "crop": each("crop", -2),
+    "crop of nothing": each("crop", 0), "drafts": step(9), "their keys": index_keys(2, 9), "reorder": each("reorder_cache", torch.tensor([1, 1])),
+    "repeat": each("batch_repeat_interleave", 2), "select": each("batch_select_indices", torch.tensor([3, 0])), "reset": each("reset"),
+    "keys first": index_keys(3, 4), "another prompt": step(4, batch=3), "crop of all": each("crop", -4),
+}  # fmt: skip
+
+
+def test_keys_of_an_indexer_are_kept_as_a_dynamic_cache_keeps_them():
+    if not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no deepseek_v32")
+    config = transformers.DeepseekV32Config(num_hidden_layers=2)
+    ours, theirs = caches = paged_cache(config, page_size=4), transformers.DynamicCache(config=config)
+    rng = random.Random(0)
+    for name, change in INDEXED.items():
+        for cache in caches:
+            for layer in cache.layers:
+                if layer.indexer_position_ids is None and layer.is_indexer_initialized:
+                    batch, tokens = layer.indexer_keys.shape[:2]
+                    layer.indexer_position_ids = torch.arange(3 * batch * tokens).reshape(3, batch, tokens)
+        change(caches, rng)
+        for a, b in zip(ours.layers, theirs.layers, strict=True):
+            assert a.is_indexer_initialized == b.is_indexer_initialized, name
+            for what in ("keys", "values", "indexer_keys", "indexer_position_ids"):
+                x, y = getattr(a, what), getattr(b, what)
+                assert (x is None) == (y is None), (name, what)
+                if x is not None:
+                    assert x.shape == y.shape, (name, what)
+                    assert torch.equal(x, y), (name, what)
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
 def test_a_paged_cache_is_read_like_a_dynamic_cache(kind):
     """Both are compared after each of the changes, which follow each other. The window never fills, because a full one cannot be cropped."""

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         """`paged_select_attention` of `blitz_attn.integrations.torch` and of `blitz_attn.integrations.jax`."""
 
         counts: Array | None
+        selected_size: int | None
 
     class PagedOutputs(Outputs, total=False):
         """The options of results, and of caches whose dtype is another than that of queries."""
@@ -110,7 +111,7 @@ def open_requests(
 def attend_requests(
     q: Any, k_cache: Any, v_cache: Any, requests: tuple[Any, ...], rules: tuple[Any, ...], selected: Any = None, counts: Any = None,
     sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None,
-    return_lse: Any = False, out: Any = None,
+    return_lse: Any = False, out: Any = None, selected_size: Any = None,
 ) -> Any:  # fmt: skip
     """Attention over a paged cache by one call of the core, with arrays of any kind; over all blocks where `selected` is None. `requests`:
     what `tables_for_core` gives, `q_lens`, `q_begin` and `kv_split`, or what `open_requests` gives; `rules`: `Rules`, or the first ones of
@@ -129,16 +130,16 @@ def attend_requests(
         ):  # fmt: skip
             tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split = requests  # unpacked, because a call with * takes longer
             return _core.paged_attention(
-                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split, selected, counts, sinks,
-                k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, None, None, rules,
+                empty, q, k_cache, v_cache, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_split, selected, counts,
+                selected_size, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, None, None, rules,
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
         kinds = [_arrays.dtype_name(x, name) for x, name in zip(rules, ("out_dtype", "dtype", "kv_dtype"), strict=False)]
         result = _core.paged_attention(
             family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True),
-            _arrays.readable(v_cache, "v_cache", True), *requests, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
-            alibi_slopes, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), (*kinds, *rules[3:]),
+            _arrays.readable(v_cache, "v_cache", True), *requests, selected, counts, selected_size, sinks, k_scale, v_scale,
+            kv_ranges, attn_mask, alibi_slopes, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), (*kinds, *rules[3:]),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         rename(error, _CORE_NAMES)
@@ -146,6 +147,16 @@ def attend_requests(
     if not return_lse:
         return _arrays.finished(result, out, family)
     return _arrays.finished(result[0], out, family), _arrays.finished(result[1], lse_out, family)
+
+
+def size_of_selected(selected_size: Any) -> int | None:
+    """The tokens of a selected block; None for a page."""
+    if selected_size is None:
+        return None
+    size = _arrays.integer(selected_size, "selected_size")
+    if size < 1:
+        raise ValueError(f"selected_size: expected at least 1 token, got {size}")
+    return size
 
 
 def check_rules(rules: Rules) -> None:
@@ -397,6 +408,7 @@ def paged_select_attention(
     selected: Any,
     *,
     counts: Any = None,
+    selected_size: int | None = None,
     scale: float | None = None,
     kv_layout: KVLayout = "NHD",
     q_lens: Any = None,
@@ -429,6 +441,10 @@ def paged_select_attention(
         first -1.
     counts : array of int, optional
         ``(B, Hkv)`` or ``(B, H)``: number of entries in use in each row of `selected`, which then needs no -1.
+    selected_size : int, optional
+        Each query has a list of its own, of blocks of so many tokens: `selected` is ``(B, Hkv, K)``, ``(B, H, K)`` or ``(B, 1, K)``, and
+        with `q_lens` ``(T, Hkv, K)`` and so on. Block i is the tokens from ``i * selected_size`` on; 1 lists single tokens. Without
+        `counts` and `kv_split`. Default: a page, and one list for all queries of a request.
     scale, kv_layout, q_lens, window, q_begin, kv_ranges, attn_mask, alibi_slopes, sinks, softcap, k_scale, v_scale, kv_split, return_lse
         See `paged_attention`.
     out_dtype, out, dtype, kv_dtype, num_threads
@@ -473,8 +489,9 @@ def paged_select_attention(
     """
     if selected is None:
         raise TypeError("selected: expected an array, got NoneType")
+    size = size_of_selected(selected_size)
     requests = (*tables_for_core(block_tables, seq_lens), q_lens, q_begin, kv_split)
     return attend_requests(
         q, k_cache, v_cache, requests, (out_dtype, dtype, kv_dtype, scale, kv_layout, window, softcap, num_threads),
-        selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out,
+        selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out, size,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from .. import _arrays
 from .._names import KVLayout, Method
 from .append import Summaries, append_tokens
-from .call import Rules, attend_requests, check_rules, open_requests
+from .call import Rules, attend_requests, check_rules, open_requests, size_of_selected
 from .selection import Opened, select_to_attend, with_lists
 from .tables import tables_for_core
 
@@ -241,9 +241,9 @@ class PagedPlan:
         self, q: Array, k_cache: Array, v_cache: Array, selected: Array, *, return_lse: bool, **options: Unpack[PlanSelectOptions]
     ) -> Any: ...
     def select_attention(
-        self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, sinks: Any = None, k_scale: Any = None,
-        v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None, return_lse: bool = False,
-        out: Any = None,
+        self, q: Any, k_cache: Any, v_cache: Any, selected: Any, *, counts: Any = None, selected_size: int | None = None,
+        sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None,
+        alibi_slopes: Any = None, return_lse: bool = False, out: Any = None,
     ) -> Any:  # fmt: skip
         """`paged_select_attention` with the tables, the lengths and the options of the plan.
 
@@ -257,6 +257,8 @@ class PagedPlan:
             ``(batch, Hkv, K)`` or ``(batch, H, K)``: the blocks that are seen, see `paged_select_attention`.
         counts : array of int, optional
             ``(batch, Hkv)`` or ``(batch, H)``: number of entries in use in each row of `selected`.
+        selected_size : int, optional
+            Tokens of a block, where each query has a list of its own: see `paged_select_attention`.
         sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out
             See `paged_attention`.
 
@@ -288,7 +290,7 @@ class PagedPlan:
             raise TypeError("selected: expected an array, got NoneType")
         return attend_requests(
             q, k_cache, v_cache, self._tables, self._rules, selected, counts, sinks, k_scale, v_scale, kv_ranges, attn_mask,
-            alibi_slopes, return_lse, out,
+            alibi_slopes, return_lse, out, size_of_selected(selected_size),
         )  # fmt: skip
 
     @overload

@@ -139,9 +139,16 @@ def _attend(name: str, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, se
         lists = np.asarray(selected).astype(np.int64)
         behind = lists < 0 if o["counts"] is None else np.arange(lists.shape[2]) >= np.asarray(o["counts"])[..., None]
         lists[np.logical_or.accumulate(behind, axis=-1)] = -1
-        size = by_token(k_cache, o["kv_layout"]).shape[1]
-        for r, rows in zip(requests, lists, strict=True):
-            r.kept, r.block_shape = core.named(rows, -(-r.kv_len // size))[:, None], (max(1, r.q_len), size)
+        size, first = o["selected_size"], 0
+        if size is None:
+            size = by_token(k_cache, o["kv_layout"]).shape[1]
+            for r, rows in zip(requests, lists, strict=True):
+                r.kept, r.block_shape = core.named(rows, -(-r.kv_len // size))[:, None], (max(1, r.q_len), size)
+        else:
+            for r in requests:
+                rows = lists[first : first + r.q_len].swapaxes(0, 1)
+                r.kept, r.block_shape = core.named(rows, -(-r.kv_len // size)), (1, size)
+                first += r.q_len
     rules, sinks = core.ScoreRules.of(o), per_head(o["sinks"], "sinks")
     results = [core.attend(r, rules, rounding_of(name), sinks) for r in requests]
     outs = np.zeros((*wide.shape[:2], np.shape(v_cache)[-1])), np.zeros(wide.shape[:2])
@@ -156,7 +163,7 @@ def paged_select_attention(q, k_cache, v_cache, block_tables, seq_lens, selected
     return _attend("float64", q, k_cache, v_cache, block_tables, seq_lens, selected, options)
 
 
-@with_options_of(paged_select_attention, without="counts")
+@with_options_of(paged_select_attention, without="counts selected_size")
 def paged_attention(q, k_cache, v_cache, block_tables, seq_lens=None, **options):
     """See `blitz_attn.paged_attention`."""
     return _attend("float64", q, k_cache, v_cache, block_tables, seq_lens, None, options)
@@ -175,7 +182,7 @@ def paged_same_precision(q, k_cache, v_cache, block_tables, seq_lens=None, selec
         See `blitz_attn.paged_attention`.
     kv_ranges, attn_mask, alibi_slopes, kv_split
         See `blitz_attn.paged_attention`.
-    selected, counts
+    selected, counts, selected_size
         See `blitz_attn.paged_select_attention`; None attends to all pages.
     return_lse, out_dtype, out, dtype, kv_dtype, num_threads
         See `paged_attention` in this module.

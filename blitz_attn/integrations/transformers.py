@@ -83,7 +83,8 @@ def paged_cache(model: PreTrainedModel | PretrainedConfig, *, page_size: int = 6
     It grows without copying what it holds at every step. Every attention implementation can read it. Layers with a sliding window,
     and layers with another mechanism than attention, alone or beside it, get the same layers as in transformers' `DynamicCache`. Under
     torch.autocast, keys and values are kept in its dtype, in which attention is computed. For a model of encoder and decoder, it is an
-    `EncoderDecoderCache`, which has pages for cross-attention, too.
+    `EncoderDecoderCache`, which has pages for cross-attention, too. For a model that chooses its own tokens, the keys of its indexer are
+    kept in the same way.
 
     Parameters
     ----------

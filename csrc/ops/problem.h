@@ -169,6 +169,17 @@ static inline int64_t ba_list_batch(const ba_problem *p, int64_t batch) { return
 /* The index of a sequence's block row on the lists' axis of rows. */
 static inline int64_t ba_list_row(const ba_problem *p, int64_t batch, int64_t row) { return p->cu_rows ? p->cu_rows[batch] + row : row; }
 
+/* The sequence that holds place `at` where sequence n begins at begin[n] and the last one ends at begin[sequences]. Some may be empty. */
+static inline int64_t ba_sequence_at(const int64_t *begin, int64_t sequences, int64_t at) {
+    int64_t low = 0, end = sequences; /* begin[low] <= at < begin[end] */
+    while (end - low > 1) {
+        const int64_t middle = low + (end - low) / 2;
+        if (begin[middle] <= at) low = middle;
+        else end = middle;
+    }
+    return low;
+}
+
 /* How many block columns the lists of a batch entry may name: those of its own tokens where keys are paged, else those of the padded length. */
 static inline int64_t ba_list_columns(const ba_problem *p, int64_t batch) {
     return p->page_size ? ba_ceil_div(ba_kv_span(p, batch).valid, p->block_kv) : p->block_columns;

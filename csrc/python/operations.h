@@ -124,6 +124,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     O(T, kv_split, INTEGER) \
     A(T, selected,      PAGES,        ARG_OPTIONAL, selected) \
     O(T, counts, LIST) \
+    A(T, selected_size, INTEGER,      ARG_OPTIONAL, selected_size) \
     A(T, sinks,         HEADS,        ARG_OPTIONAL, sinks) \
     A(T, k_scale,       SCALES,       ARG_OPTIONAL, k_scale) \
     A(T, v_scale,       SCALES,       ARG_OPTIONAL, v_scale) \

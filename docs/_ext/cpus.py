@@ -8,7 +8,7 @@ from typing import Any
 from results_table import MACHINES, RESULTS, Results, read_results
 
 Rows = list[dict[str, str]]
-# Name of a row, operation, dtype and column of roofline.txt, digits.
+# For each row of the table: its name; operation, dtype and column in roofline.txt; digits.
 RATES = (
     ("dense", "dense", "float32", "GFLOP/s", 0),
     ("dense", "dense", "bfloat16", "GFLOP/s", 0),
@@ -27,7 +27,7 @@ RATES = (
 
 
 def machines() -> dict[str, str]:
-    """The names of all machines that have results, and their folders: those that have no name yet stand last."""
+    """The names of all machines that have results, and their folders. Folders without a name in MACHINES come last."""
     folders = {path.name: path.name for path in sorted(RESULTS.iterdir()) if (path / "roofline.txt").exists()}
     named = {name: folder for name, folder in MACHINES.items() if folders.pop(folder, None)}
     return named | folders
@@ -38,7 +38,7 @@ def read(folder: str, file: str) -> Results | None:
 
 
 def rates(table: Rows, operation: str, dtype: str, column: str, digits: int) -> str:
-    """One thread's and two threads' rate, at the machine's own level, which stands first."""
+    """The rates of one thread and of two, at the machine's own level, which is that of the first row."""
     level = table[0]["level"]
     found = [row for row in table if (row["operation"], row["dtype"], row["level"]) == (operation, dtype, level)]
     return " / ".join(f"{float(row[column]):.{digits}f}" for row in found)

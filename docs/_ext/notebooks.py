@@ -1,4 +1,4 @@
-"""Pages made of the notebooks in examples/ as they are stored, and a gallery of them. Nothing is run here.
+"""Makes pages from the notebooks in examples/, with their stored outputs, and a gallery of them. Nothing is run here.
 
 A Markdown page whose text is `notebook: <name>` becomes the notebook of that name. `.. gallery:: <name> ...` shows, for each, its largest
 picture, its title and its first paragraph.
@@ -21,7 +21,7 @@ def cells_of(name: str) -> list[dict[str, Any]]:
 
 
 def linked(text: str) -> str:
-    """Other notebooks and pages of the site become links."""
+    """The text, with the names of other notebooks and pages of the site as links."""
     text = re.sub(r"`(\w+)\.ipynb`", r"[\1](\1.md)", text)
     return re.sub(r"`docs/(\w+/\w+)\.rst`", r"{doc}`/\1`", text)
 
@@ -32,7 +32,7 @@ def picture_of(output: dict[str, Any]) -> str | None:
 
 
 def pixels(picture: str) -> int:
-    """How many a picture has, by the head of its PNG file."""
+    """The number of pixels of a picture, from the head of its PNG file."""
     head = base64.b64decode(picture.partition(",")[2][:32])
     return int.from_bytes(head[16:20], "big") * int.from_bytes(head[20:24], "big")
 

@@ -34,7 +34,7 @@ MACHINES = {
 
 @dataclass
 class Printed:
-    """One table as a script prints it: names, and rows of as many words."""
+    """One table as a script prints it: names of columns, and rows of one word per column."""
 
     names: list[str]
     lines: list[list[str]] = field(default_factory=list)
@@ -63,8 +63,8 @@ def _is_number(word: str) -> bool:
 
 
 def read_results(name: str) -> Results:
-    """The file `name`, a path under benchmark/results. A table is a line of names, none of them a number, and the lines below that have as
-    many words."""
+    """The file `name`, a path under benchmark/results. A table is a line of names, none of them a number, and the lines below it that have
+    as many words."""
     text = (RESULTS / name).read_text(encoding="utf-8")
     tables: list[Printed] = []
     open_table = False
@@ -82,7 +82,7 @@ def read_results(name: str) -> Results:
 
 
 def pivoted(rows: list[dict[str, str]], columns: list[str], key: str, value: str) -> tuple[list[str], list[list[str]]]:
-    """The heads and the cells of a table with a column for each value of `key`."""
+    """The column heads and the rows of a table that has a column for each value of `key`."""
     left = [column for column in columns if column not in (key, value)]
     heads = list(dict.fromkeys(row[key] for row in rows))
     cells: dict[tuple[str, ...], dict[str, str]] = {}

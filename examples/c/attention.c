@@ -1,7 +1,7 @@
 /* Attention from C: causal block-sparse attention over lists of blocks, and a step of decoding three requests over a paged cache. The results are
- * compared with plain arithmetic in double. The largest differences are printed, and the exit status is 1 where one is too large.
+ * compared with plain arithmetic in double. The program prints the largest differences, and exits with status 1 if one is too large.
  *
- * After `make lib` and `make install-lib`, with the shared library, and with the static one:
+ * After `make lib` and `make install-lib`, compile it with the shared library or with the static one:
  *
  *     cc -O2 attention.c -o attention $(pkg-config --cflags --libs blitz_attn) -lm
  *     cc -O2 attention.c -o attention $(pkg-config --cflags blitz_attn) $(pkg-config --variable=libdir blitz_attn)/libblitz_attn.a -lm -pthread
@@ -16,7 +16,7 @@ static void fill(float *numbers, size_t bytes, double step) {
     for (size_t i = 0; i < bytes / sizeof(float); i++) numbers[i] = (float)sin(step * (double)i);
 }
 
-/* The larger one of `largest` and the difference between `out` and softmax(q k^T / sqrt(D)) v, where q sees these rows of k and of v. */
+/* The maximum of `largest` and of the differences between `out` and softmax(q k^T / sqrt(D)) v, over the rows k and v that q sees. */
 static double compare(double largest, const float *out, const float *q, const float *const *k, const float *const *v, int keys) {
     double sum = 0, mean[D] = {0};
     for (int j = 0; j < keys; j++) {
@@ -33,7 +33,7 @@ static double compare(double largest, const float *out, const float *q, const fl
     return largest;
 }
 
-/* ---- Block-sparse attention: each block of queries attends the first block of keys, the block before its own, and its own ---------- */
+/* ---- Block-sparse attention: each block of queries attends to the first block of keys, the block before its own, and its own ------- */
 
 enum { TOKENS = 500, BLOCK = 64, ROWS = (TOKENS + BLOCK - 1) / BLOCK, WIDTH = 3 };
 static float q[HEADS][TOKENS][D], k[KV_HEADS][TOKENS][D], v[KV_HEADS][TOKENS][D], out[HEADS][TOKENS][D];
@@ -76,7 +76,7 @@ static double block_sparse(void) {
     return largest;
 }
 
-/* ---- A step of decoding: the new token of each request goes into the cache, and its query attends all tokens of the request -------- */
+/* ---- A step of decoding: the new token of each request goes into the cache, and its query attends to all tokens of the request ----- */
 
 enum { REQUESTS = 3, PAGES = 12, PAGE_SIZE = 16, MOST_PAGES = 5 };
 static float k_cache[PAGES][PAGE_SIZE][KV_HEADS][D], v_cache[PAGES][PAGE_SIZE][KV_HEADS][D];

@@ -223,7 +223,7 @@ def _paged(a: Arena, v: int) -> dict[str, Any]:
 def _paged_select(a: Arena, v: int) -> dict[str, Any]:
     call = {"seq_lens": None} | _paged(a, v)
     call["selected"] = a.integers([[[0, 1], [1, 0]], [[0, -1], [-1, -1]]])
-    return call | ({"counts": a.integers([[2, 1], [1, 0]])} if v & 4 else {})
+    return call | ({"counts": a.integers([[2, 1], [1, 0]])} if v & 4 else {"selected_size": 2} if v & 2 else {})
 
 
 def _append(a: Arena, v: int) -> dict[str, Any]:

@@ -24,11 +24,12 @@ class Paged:
     window: int | None
     sinks: np.ndarray | None
     softcap: float | None
-    selected: list[list[np.ndarray]] | None  # [request][KV head or query head] logical blocks
+    selected: list[list[np.ndarray]] | None  # [request or query][all heads, KV head or query head] logical blocks
     begin: np.ndarray | None = None  # token numbers of the first queries; None: the queries are the last tokens
     ranges: np.ndarray | None = None  # (T, 2): the run of tokens that each query sees, in place of those up to itself
     mask: np.ndarray | None = None  # (B or 1, H or 1, queries or 1, tokens or 1): added to the scores; -inf hides a token
     slopes: np.ndarray | None = None  # (H,): subtracted from the score per token of distance
+    selected_size: int | None = None  # tokens of a block if each query has a list of its own; None: a page, and one list per request
 
     @property
     def real(self) -> str:
@@ -52,11 +53,17 @@ class Paged:
             mask = mask[b % len(mask)][None]
             mask = mask if mask.shape[2] == 1 else mask[:, :, :n]
             mask = mask if mask.shape[3] == 1 else mask[..., :tokens]
+        shape = max(n, 1), size
         if self.selected is not None:
-            blocks = np.array([np.isin(np.arange(-(-tokens // size)), x) for x in self.selected[b]])[None, :, None]
+            shape = shape if self.selected_size is None else (1, self.selected_size)
+            lists = [self.selected[b]] if self.selected_size is None else self.selected[rows]
+            columns = np.arange(-(-tokens // shape[1]))
+            heads = len(self.selected[0]) if self.selected else 1
+            blocks = np.array([[np.isin(columns, x) for x in row] for row in lists], np.bool_)
+            blocks = blocks.reshape(len(lists), heads, len(columns)).swapaxes(0, 1)[None]
         return Attention(
             self.dtype, *(x.swapaxes(0, 1)[None] for x in (self.q[rows], self.tokens(self.k, b), self.tokens(self.v, b))),
-            np.array([n]), np.array([tokens]), blocks, (max(n, 1), size), self.scale, self.ranges is None,
+            np.array([n]), np.array([tokens]), blocks, shape, self.scale, self.ranges is None,
             None if self.window is None else (self.window, -1), None if self.begin is None else self.begin[b : b + 1], softcap=self.softcap,
             sinks=self.sinks, ranges=None if self.ranges is None else self.ranges[rows][None], mask=mask, slopes=self.slopes,
         )  # fmt: skip

@@ -121,7 +121,11 @@ class Case:
             indices = np.concatenate([*own, np.empty(0, np.int64)]).astype(draw.pick("indices.dtype", ("int32", "int64")))
             self.tables = (np.concatenate([[0], np.cumsum(counts)]), indices, lens - np.maximum(counts - 1, 0) * size), None
         if listed:
-            rows = heads if draw.pick("selected.rows", ("kv", "query")) == "query" else kv_heads
+            if not newest and draw.flag("selected.own", 0.3):
+                p.selected_size, self.kv_split = draw.integer("selected_size", 1, 70, likely=(1, 2, 4, 16, 64)), None
+                counts = (-(-lens // p.selected_size)).repeat(q_lens)
+            kinds = ("kv", "query") if p.selected_size is None else ("kv", "query", "one")
+            rows = {"kv": kv_heads, "query": heads, "one": 1}[draw.pick("selected.rows", kinds)]
             kept = draw.pick("selected.kept", (0.5, 0.0, 1.0))
             make = draw.rng("selected")
             p.selected = [[np.flatnonzero(make.random(n) < kept) for _ in range(rows)] for n in counts]
@@ -168,6 +172,7 @@ class Case:
     def lists(self, rng: np.random.Generator, counts: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """The selected blocks in any order, with -1 behind them, or with counts and arbitrary numbers behind them."""
         chosen = self.problem.selected
+        counts = counts and self.problem.selected_size is None
         assert chosen is not None
         width = max([len(x) for row in chosen for x in row], default=0) + 1
         rows = len(chosen[0]) if chosen else self.problem.k.shape[2]
@@ -182,7 +187,8 @@ class Case:
         """The name and the lists of the function or method that the case calls."""
         if self.problem.selected is None:
             return "attention", {}
-        return "select_attention", dict(zip(("selected", "counts"), self.lists(rng, counts), strict=True))
+        selected, numbers = self.lists(rng, counts)
+        return "select_attention", {"selected": selected, "counts": numbers, "selected_size": self.problem.selected_size}
 
     def call(self, rng: np.random.Generator, counts: bool, num_threads: int, **options: Any) -> tuple[Any, Any]:
         tables, lens = self.tables
@@ -233,7 +239,9 @@ def run(draw: Draw, listed: bool) -> None:
         elif check == "plan":
             check_plan(draw, case, with_counts, out, lse)
         elif check == "all" and listed:
-            every = [[np.arange(-(-n // p.k.shape[1])) for _ in row] for n, row in zip(p.seq_lens, p.selected or [], strict=True)]
+            size = p.selected_size or p.k.shape[1]
+            lens = p.seq_lens if p.selected_size is None else p.seq_lens.repeat(p.q_lens)
+            every = [[np.arange(-(-n // size)) for _ in row] for n, row in zip(lens, p.selected or [], strict=True)]
             case.problem = dataclasses.replace(p, selected=every)
             listed_all = case.call(draw.rng("order"), with_counts, 1)
             case.problem = dataclasses.replace(p, selected=None)
@@ -258,7 +266,9 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
         options["attn_mask"] = bias_draws.plain(p.mask[b if p.mask.shape[0] > 1 else 0][None], case.mask_dtype)
     arguments: list[Any] = [case.q.array[rows], case.k.given(), case.v.given(), tables, p.seq_lens[b : b + 1]]
     name, lists = case.named(draw.rng("other order"), False)
-    options |= {"selected": lists["selected"][b : b + 1]} if lists else {}
+    if lists:
+        lists["selected"] = lists["selected"][rows if lists["selected_size"] else slice(b, b + 1)]
+        options |= lists
     again = getattr(blitz_attn, f"paged_{name}")(*arguments, **options, return_lse=True, num_threads=1)
     checks.same_bits("a request alone", (np.asarray(out)[rows], np.asarray(lse)[rows]), again)
 

@@ -29,6 +29,7 @@ def _on_cpu(told: dict[str, Any], return_lse: bool) -> Any:
         told["block_tables"] = indptr, told["block_tables"], last_page_len
     if selected is None:
         told.pop("counts", None)
+        told.pop("selected_size", None)
         return numpy_calls.paged_attention(**told, return_lse=return_lse)
     told.setdefault("seq_lens", None)
     return numpy_calls.paged_select_attention(**told, selected=selected, return_lse=return_lse)
@@ -41,7 +42,7 @@ def _cast_queries(told: dict[str, Any], dtype: Any) -> None:
     told["q"] = told["q"] if to == torch.float64 else lowered(told["q"], to)
 
 
-_TABLES = {x.name: x for x in OPERATIONS["paged_attention"] if x.name in ("indptr", "last_page_len", "selected", "counts")}
+_TABLES = {x.name: x for x in OPERATIONS["paged_attention"] if x.name in ("indptr", "last_page_len", "selected", "counts", "selected_size")}
 operators.define(
     "paged_attention",
     taken(numpy_calls.paged_attention) | {name: x._replace(default=None) for name, x in _TABLES.items()},

@@ -111,7 +111,14 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         dtype = autocast_dtype()
         if dtype is not None:
             key_states, value_states = lowered(key_states, dtype), lowered(value_states, dtype)
-        pages = self._pages
+        pages = self._appended(self._pages, key_states, value_states)
+        # A weak reference, or the buffers of a layer that is replaced would wait for Python's collector of circles.
+        setattr(pages.views[0], _ATTRIBUTE, weakref.ref(self))
+        self._pages = pages
+        return pages.views
+
+    def _appended(self, pages: Pages | None, key_states: Any, value_states: Any) -> Pages:
+        """Pages with these tokens behind those that they had."""
         if pages is None or not pages.length:  # also where `early_initialization` has told other shapes of values, or of a batch
             pages = _no_tokens(key_states, value_states)
         if (pages.keys.dtype, pages.values.dtype) != (key_states.dtype, value_states.dtype):
@@ -124,11 +131,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             for at in range(begin, end, COPIED_AT_A_TIME):
                 some = slice(at, min(at + COPIED_AT_A_TIME, end))
                 buffer[:, some] = new[:, :, some.start - begin : some.stop - begin].transpose(1, 2)
-        pages = pages.with_length(end)
-        # A weak reference, or the buffers of a layer that is replaced would wait for Python's collector of circles.
-        setattr(pages.views[0], _ATTRIBUTE, weakref.ref(self))
-        self._pages = pages
-        return pages.views
+        return pages.with_length(end)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -151,8 +154,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected a number of at most 0, got {tokens_to_remove}")
-        if self._pages and tokens_to_remove:
-            self._pages = self._pages.with_length(max(0, self._pages.length + tokens_to_remove))
+        self._pages = _cropped(self._pages, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         self._take(beam_idx)
@@ -166,9 +168,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     def _take(self, entries: Any) -> None:
         """Keep these batch entries, in this order."""
-        if self._pages:
-            keys, values = (x[entries.to(x.device)] for x in (self._pages.keys, self._pages.values))
-            self._pages = Pages.of(keys, values, self._pages.length)
+        self._pages = _taken(self._pages, entries)
 
     # ---- Pages
 
@@ -234,6 +234,83 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _cropped(pages: Pages | None, tokens_to_remove: int) -> Pages | None:
+    return pages.with_length(max(0, pages.length + tokens_to_remove)) if pages and tokens_to_remove else pages
+
+
+def _taken(pages: Pages | None, entries: Any) -> Pages | None:
+    if not pages:
+        return pages
+    keys, values = (x[entries.to(x.device)] for x in (pages.keys, pages.values))
+    return Pages.of(keys, values, pages.length)
+
+
+class _Indexed(NamedTuple):
+    """What an `IndexedPagedLayer` holds at one moment."""
+
+    pages: Pages | None = None
+    indexer: Pages | None = None  # the keys of the indexer as those of one head, with values of no numbers
+    positions: Any = None  # (..., tokens): position numbers that some models keep there
+
+
+class IndexedPagedLayer(PagedLayer):
+    """Pages for a layer whose model chooses its own tokens, with one key of the model's indexer per token beside them."""
+
+    def __init__(self, page_size: int) -> None:
+        self._indexed = _Indexed()
+        super().__init__(page_size)
+
+    @property
+    def _pages(self) -> Pages | None:
+        return self._indexed.pages
+
+    @_pages.setter
+    def _pages(self, pages: Pages | None) -> None:
+        self._indexed = self._indexed._replace(pages=pages)
+
+    @property
+    def is_indexer_initialized(self) -> bool:
+        return self._indexed.indexer is not None
+
+    @property
+    def indexer_keys(self) -> Any:
+        return self._indexed.indexer and self._indexed.indexer.views[0][:, 0]
+
+    @property
+    def indexer_position_ids(self) -> Any:
+        return self._indexed.positions
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Any) -> None:
+        self._indexed = self._indexed._replace(positions=positions)
+
+    @torch.compiler.disable(reason="blitz_attn: the pages of a paged cache are no tensors of a graph")
+    def update_indexer(self, indexer_key_states: Any) -> Any:
+        states = indexer_key_states.detach()[:, None]
+        self._indexed = self._indexed._replace(indexer=self._appended(self._indexed.indexer, states, states[..., :0]))
+        return self.indexer_keys
+
+    def reset(self) -> None:
+        self._indexed = _Indexed()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        changed = copy.copy(self)
+        PagedLayer.crop(changed, tokens_to_remove)  # which also refuses numbers above 0
+        pages, indexer, positions = changed._indexed
+        positions = positions[..., :tokens_to_remove] if tokens_to_remove and positions is not None else positions
+        self._indexed = _Indexed(pages, _cropped(indexer, tokens_to_remove), positions)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        held = self._indexed.pages or self._indexed.indexer
+        if held:
+            self._take(torch.arange(held.keys.shape[0]).repeat_interleave(repeats))
+
+    def _take(self, entries: Any) -> None:
+        pages, indexer, positions = self._indexed
+        positions = positions if positions is None else positions[..., entries.to(positions.device), :]
+        self._indexed = _Indexed(_taken(pages, entries), _taken(indexer, entries), positions)
+
+
 def _no_tokens(key_states: Any, value_states: Any) -> Pages:
     keys, values = (x.new_zeros((x.shape[0], 0, x.shape[1], x.shape[3])) for x in (key_states, value_states))
     return Pages.of(keys, values, 0)
@@ -254,7 +331,8 @@ class PagedCache(cache_utils.DynamicCache):
 
     def __init__(self, config: Any, page_size: int) -> None:
         super().__init__(config=config)
-        self.layers: list[Any] = [PagedLayer(page_size) if type(layer) is cache_utils.DynamicLayer else layer for layer in self.layers]
+        kinds = {cache_utils.DynamicLayer: PagedLayer, getattr(cache_utils, "DynamicIndexedLayer", None): IndexedPagedLayer}
+        self.layers: list[Any] = [kinds[type(layer)](page_size) if type(layer) in kinds else layer for layer in self.layers]
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if layer_idx >= len(self.layers):

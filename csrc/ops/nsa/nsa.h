@@ -5,6 +5,7 @@
 #include "blitz_attn.h"
 #include "core/common.h"
 #include "kernels/kernels.h"
+#include "ops/problem.h"
 
 enum { BA_ROWS_AT_ONCE = 64 }; /* rows that ba_sum_rows() widens to reals before it adds them */
 
@@ -28,17 +29,6 @@ static inline int64_t ba_sequence_length(const int64_t *cu, int64_t each, int64_
 
 /* The number of complete blocks of `block` tokens, which begin `stride` tokens apart, among so many tokens. */
 static inline int64_t ba_complete_blocks(int64_t tokens, int64_t block, int64_t stride) { return tokens < block ? 0 : (tokens - block) / stride + 1; }
-
-/* The sequence that holds place `at` where sequence n begins at begin[n] and the last one ends at begin[sequences]. Some may be empty. */
-static inline int64_t ba_sequence_at(const int64_t *begin, int64_t sequences, int64_t at) {
-    int64_t low = 0, end = sequences; /* begin[low] <= at < begin[end] */
-    while (end - low > 1) {
-        const int64_t middle = low + (end - low) / 2;
-        if (begin[middle] <= at) low = middle;
-        else end = middle;
-    }
-    return low;
-}
 
 /* Checks the dtype (a float), the rank (3 where packed, else 4), D and the last axis of `t`, and fills `out`. `axes` is the expected shape in the
  * sentence of a refusal. */

@@ -9,6 +9,28 @@
 #include "ops/kv_cache/kv_cache.h"
 #include "ops/open/open.h"
 
+/* Puts lists with one row per query into the problem. Their blocks have selected_size tokens. */
+static ba_status take_selected_of_queries(const ba_paged_args *args, ba_problem *p) {
+    const ba_tensor *t = &args->selected;
+    if (args->selected_counts)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("selected_counts") ": expected none beside " BA_ARG("selected_size") ", got some");
+    if (t->ndim != 3 || t->dims[0] != args->q.dims[0] || (t->dims[1] != 1 && t->dims[1] != p->kv_heads && t->dims[1] != p->heads))
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("selected") ": expected shape (%" PRId64 ", %" PRId64 ", %" PRId64
+                                          " or 1, K), a list per query for each KV head, each query head or all heads, got %s",
+                       args->q.dims[0], p->kv_heads, p->heads, ba_shape_text(t).chars);
+    p->blocks.strides[0] = p->cu_q ? 0 : t->strides[0];
+    p->blocks.strides[2] = p->cu_q ? t->strides[0] : 0;
+    p->blocks.dims[0] = p->cu_q ? 1 : t->dims[0];
+    p->blocks.dims[2] = p->cu_q ? t->dims[0] : 1;
+    p->cu_rows = p->cu_q;
+    p->block_q = 1;
+    p->block_rows = p->q_len;
+    p->block_kv = args->selected_size;
+    p->block_columns = ba_ceil_div(p->kv_len, p->block_kv);
+    return BA_OK;
+}
+
 /* Checks the shape of the selected pages and their counts, and puts them into the problem as its lists: a block is one page, and one block row
  * has all queries of a request. Without selected pages the problem has no lists. The page numbers are checked when the call runs. */
 static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
@@ -21,11 +43,13 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     if (!ba_given(t)) {
         if (args->selected_counts)
             return ba_fail(BA_ERROR_VALUE, BA_ARG("selected_counts") ": expected none without " BA_ARG("selected") ", got some");
-        return BA_OK;
+        return args->selected_size ? ba_fail(BA_ERROR_VALUE, BA_ARG("selected_size") ": expected none without " BA_ARG("selected") ", got one") : BA_OK;
     }
     if (t->dtype != BA_INT32 && t->dtype != BA_INT64 && t->dtype != BA_INT16)
         return ba_fail(BA_ERROR_TYPE, BA_ARG("selected") ": expected int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
-    if (t->ndim != 3 || t->dims[0] != p->batch || (t->dims[1] != p->kv_heads && t->dims[1] != p->heads))
+    if (args->selected_size < 0)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("selected_size") ": expected at least 1 token, got %" PRId64, args->selected_size);
+    if (!args->selected_size && (t->ndim != 3 || t->dims[0] != p->batch || (t->dims[1] != p->kv_heads && t->dims[1] != p->heads)))
         return ba_fail(BA_ERROR_VALUE,
                        BA_ARG("selected") ": expected shape (%" PRId64 ", %" PRId64 " or %" PRId64
                                           ", K), one row per request and KV head or query head, got %s",
@@ -37,6 +61,7 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
                             .ndim = 4,
                             .dims = {t->dims[0], t->dims[1], 1, t->dims[2]},
                             .strides = {t->strides[0], t->strides[1], 0, t->strides[2]}};
+    if (args->selected_size) BA_TRY(take_selected_of_queries(args, p));
     ba_drop_unused_strides(&p->blocks);
     p->block_counts = args->selected_counts;
     for (int64_t i = 0; args->selected_counts && i < t->dims[0] * t->dims[1]; i++)
@@ -164,6 +189,8 @@ ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *opened,
     if (status == BA_OK)
         status = ba_check_attn_mask(&args->attn_mask, (const int64_t[]){p->batch, p->heads, p->q_len, p->kv_len}, true, &p->attn_mask);
     if (status == BA_OK) status = check_selected(args, p);
+    if (status == BA_OK && args->selected_size && a->kv_split)
+        status = ba_fail(BA_ERROR_VALUE, BA_ARG("selected_size") ": expected none beside " BA_ARG("kv_split") ", got %" PRId64, args->selected_size);
     if (status != BA_OK) ba_close_attention(a);
     return status;
 }

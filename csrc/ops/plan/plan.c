@@ -465,28 +465,30 @@ void ba_plan_lay_out(ba_plan *plan, int threads, char *base, int64_t *used) {
     plan->bitmaps = ba_take(base, used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
 }
 
-/* The sentence has the indices of the caller's array. */
+/* The sentence has the indices of the caller's array, which lacks one axis of p->blocks; in lists of queries over pages, queries come before heads. */
 ba_status ba_refuse_list_entry(const ba_problem *p, const int64_t bad[4]) {
     const ba_tensor *t = &p->blocks;
-    const int added_axis = p->page_size ? 2 : p->cu_rows ? 0 : -1; /* the axis of p->blocks that the caller's array does not have */
+    const int added_axis = p->cu_rows ? 0 : p->page_size ? 2 : -1;
+    const bool rows_first = p->page_size && p->cu_rows;
+    const int axes[] = {0, rows_first ? 2 : 1, rows_first ? 1 : 2, 3};
+    const char *const unit = !p->page_size ? "block column" : p->block_kv == p->page_size ? "page" : "block";
+    const int64_t sequence = rows_first ? ba_sequence_at(p->cu_rows, p->batch, bad[2]) : bad[0];
     int64_t at = 0;
     char where[128]; /* four numbers of 19 digits fit */
     size_t used = 0;
     for (int i = 0; i < 4; i++) {
         at += bad[i] * t->strides[i];
-        if (i != added_axis) used += (size_t)snprintf(where + used, sizeof where - used, used ? ", %" PRId64 : "%" PRId64, bad[i]);
+        if (axes[i] != added_axis) used += (size_t)snprintf(where + used, sizeof where - used, used ? ", %" PRId64 : "%" PRId64, bad[axes[i]]);
     }
-    const int64_t column = ba_list_entry(t, at), columns = ba_list_columns(p, bad[0]);
+    const int64_t column = ba_list_entry(t, at), columns = ba_list_columns(p, sequence);
     if (columns == 0)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected no %s %" PRId64 " has no %s, got %" PRId64 " at [%s]", p->list_name,
-                       p->page_size ? "page, since request" : "block column, since sequence", bad[0], p->page_size ? "tokens" : "keys", column,
-                       where);
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected no %s, since %s %" PRId64 " has no %s, got %" PRId64 " at [%s]", p->list_name, unit,
+                       p->page_size ? "request" : "sequence", sequence, p->page_size ? "tokens" : "keys", column, where);
     if (column < 0 || column >= columns)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected %s from 0 to %" PRId64 "%s, got %" PRId64 " at [%s]%s", p->list_name,
-                       p->page_size ? "pages" : "block columns", columns - 1, p->block_counts ? "" : ", or a pad", column, where,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected %ss from 0 to %" PRId64 "%s, got %" PRId64 " at [%s]%s", p->list_name, unit,
+                       columns - 1, p->block_counts ? "" : ", or a pad", column, where,
                        column == UINT16_MAX && !p->page_size ? " (65535 is a pad in uint16 alone)" : "");
-    return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected each %s once per row, got %" PRId64 " again at [%s]", p->list_name,
-                   p->page_size ? "page" : "block column", column, where);
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected each %s once per row, got %" PRId64 " again at [%s]", p->list_name, unit, column, where);
 }
 
 ba_status ba_plan_make(ba_plan *plan, int threads) {

@@ -151,16 +151,18 @@ static double cached(const ba_paged_args *a, const ba_tensor *t, const ba_tensor
     return fz_get(t, at) * (scale->data ? fz_get(scale, scale_at) : 1);
 }
 
-static bool is_selected(const ba_paged_args *a, int64_t heads, int64_t kv_heads, int64_t request, int64_t head, int64_t page) {
+/* Whether a list names a token. Requests have lists of pages or, with selected_size, queries have lists of blocks. */
+static bool is_selected(const ba_paged_args *a, int64_t kv_heads, int64_t request, int64_t query, int64_t head, int64_t token, int64_t page_size) {
     const ba_tensor *t = &a->selected;
     if (!t->data && t->ndim == 0) return true;
-    const int64_t list_head = t->dims[1] == heads ? head : head / (heads / kv_heads);
-    const int64_t entries = a->selected_counts ? a->selected_counts[request * t->dims[1] + list_head] : t->dims[2];
+    const int64_t heads = a->q.dims[1], block = token / (a->selected_size ? a->selected_size : page_size), row = a->selected_size ? query : request;
+    const int64_t list_head = t->dims[1] == heads ? head : t->dims[1] == kv_heads ? head / (heads / kv_heads) : 0;
+    const int64_t entries = a->selected_counts ? a->selected_counts[row * t->dims[1] + list_head] : t->dims[2];
     for (int64_t i = 0; i < entries; i++) {
-        const int64_t at[] = {request, list_head, i};
+        const int64_t at[] = {row, list_head, i};
         const double entry = fz_get(t, at);
         if (entry < 0) return false;
-        if ((int64_t)entry == page) return true;
+        if ((int64_t)entry == block) return true;
     }
     return false;
 }
@@ -191,7 +193,7 @@ void fz_compare_paged(const ba_paged_args *a) {
                 for (int64_t j = 0; j < a->seq_lens[b]; j++) {
                     if (a->kv_ranges.data ? !is_in_range(&a->kv_ranges, 0, q_begin + i, j) : j > token) continue;
                     if (a->window >= 0 && j < token - a->window) continue;
-                    if (!is_selected(a, heads, kv_heads, b, h, j / page_size)) continue;
+                    if (!is_selected(a, kv_heads, b, q_begin + i, h, j, page_size)) continue;
                     const int64_t in_table[] = {b, j / page_size}, in_run[] = {a->indptr ? a->indptr[b] + j / page_size : 0};
                     const int64_t page = (int64_t)fz_get(&a->block_tables, a->indptr ? in_run : in_table), kv_head = h / (heads / kv_heads);
                     double score = 0;

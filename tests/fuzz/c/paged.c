@@ -100,15 +100,18 @@ static void draw_selected(ba_paged_args *a, const sizes *s) {
     static const int64_t dtypes[] = {BA_INT32, BA_INT64, BA_INT16};
     if (!fz_once_in(3)) return;
     const int64_t least = fz_once_in(2) ? 1 : s->width; /* with 1, most lists name only pages that even the shortest request has */
-    const int64_t dims[] = {s->batch, fz_once_in(2) ? s->heads : s->kv_heads, fz_range(0, s->width + 1)};
+    if (fz_once_in(3)) a->selected_size = fz_unusual() ? fz_unusual_number() : fz_range(1, 40);
+    const int64_t size = a->selected_size > 0 ? a->selected_size : s->page_size;
+    const int64_t list_heads = a->selected_size && fz_once_in(3) ? 1 : fz_once_in(2) ? s->heads : s->kv_heads;
+    const int64_t dims[] = {a->selected_size ? s->queries : s->batch, list_heads, fz_range(0, s->width + 1)};
     a->selected = fz_tensor(FZ_INPUT, (ba_dtype)fz_pick(dtypes, 3), 3, dims, FZ_FREE_LAST);
-    int64_t pages = s->width;
+    int64_t pages = a->selected_size ? 1000 : s->width;
     for (int64_t b = 0; a->seq_lens && b < a->batch && b < 100; b++) {
-        const int64_t own = a->seq_lens[b] < 0 ? 0 : a->seq_lens[b] / s->page_size + (a->seq_lens[b] % s->page_size != 0);
+        const int64_t own = a->seq_lens[b] < 0 ? 0 : a->seq_lens[b] / size + (a->seq_lens[b] % size != 0);
         pages = own < pages ? own : pages;
     }
     fz_fill_lists(&a->selected, fz_unusual() ? least : pages);
-    if (!fz_once_in(3)) return;
+    if (!(a->selected_size ? fz_unusual() : fz_once_in(3))) return;
     const ba_tensor *t = &a->selected;
     const bool counted = t->ndim == 3 && t->dims[0] >= 0 && t->dims[0] < 100 && t->dims[1] >= 0 && t->dims[1] < 100;
     int64_t *counts = counted ? fz_numbers(t->dims[0] * t->dims[1]) : NULL;
