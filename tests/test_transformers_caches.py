@@ -71,7 +71,7 @@ CHANGES = {
 
 
 def index_keys(batch, tokens):
-    """New keys of the model's own indexer, in both caches."""
+    """Adds new keys of the model's own indexer to both caches."""
 
     def change(caches, rng):
         for layer in range(2):
@@ -82,7 +82,7 @@ def index_keys(batch, tokens):
     return change
 
 
-# Of a model that chooses its own tokens: each step brings keys of its indexer, too.
+# Changes of the caches of a model that chooses its own tokens: each step also brings keys of the model's indexer.
 INDEXED = {
     "a prompt": step(5), "its keys": index_keys(2, 5), "a token": step(1), "its key": index_keys(2, 1), "crop": each("crop", -2),
     "crop of nothing": each("crop", 0), "drafts": step(9), "their keys": index_keys(2, 9), "reorder": each("reorder_cache", torch.tensor([1, 1])),

@@ -151,7 +151,7 @@ static double cached(const ba_paged_args *a, const ba_tensor *t, const ba_tensor
     return fz_get(t, at) * (scale->data ? fz_get(scale, scale_at) : 1);
 }
 
-/* Whether a list names a token. Requests have lists of pages or, with selected_size, queries have lists of blocks. */
+/* Whether a list names a token. Lists are of pages, for each request, or with selected_size of blocks, for each query. */
 static bool is_selected(const ba_paged_args *a, int64_t kv_heads, int64_t request, int64_t query, int64_t head, int64_t token, int64_t page_size) {
     const ba_tensor *t = &a->selected;
     if (!t->data && t->ndim == 0) return true;
