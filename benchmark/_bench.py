@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options and refusals, the table and the files that keep it, a progress line, timing in turns."""
+"""What the scripts of this folder share: command-line options and their errors, the table and its files, progress, and timing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 
-# A checkout that has been built in place is measured as it stands, otherwise the installed package is; PYTHONPATH goes before both.
+# Measure this checkout if it has been built in place, else the installed package. What PYTHONPATH names comes before both.
 if (any((ROOT / "blitz_attn").glob("_core*.so")) and not os.environ.get("PYTHONPATH")) or importlib.util.find_spec("blitz_attn") is None:
     sys.path.insert(0, str(ROOT))
 
@@ -39,7 +39,7 @@ from machine import cache_sizes  # noqa: E402
 
 
 def checked(convert: Callable[[str], Any], holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """A type of options for argparse, which names the option ahead of what this says of a value that does not hold."""
+    """A type for argparse: refuses values that do not hold with "expected X, got Y", which argparse puts behind the name of the option."""
 
     def value_of(text: str) -> Any:
         try:
@@ -93,8 +93,8 @@ def parser_of(
             timing.add_argument("--threads", type=positive, nargs="+", default=sorted({1, most}), help="numbers of threads (%(default)s)")
         timing.add_argument("--isa", type=isa_level, help="highest instruction set to use, such as avx2 (the CPU's best)")
         timing.add_argument("--repeats", type=positive, default=repeats, help="timed turns, of which the median counts (%(default)s)")
-        timing.add_argument("--warmup", type=natural, default=warmup, help="turns before them (%(default)s)")
-    result.add_argument("--seed", type=natural, default=1234, help="of operands and lists (%(default)s)")
+        timing.add_argument("--warmup", type=natural, default=warmup, help="turns before the timed ones (%(default)s)")
+    result.add_argument("--seed", type=natural, default=1234, help="seed of operands and lists (%(default)s)")
     outputs = result.add_argument_group("outputs")
     outputs.add_argument("--csv", type=writable, metavar="FILE", help="also write the rows as CSV")
     outputs.add_argument("--json", type=writable, metavar="FILE", help="the same as JSON, with every timing")
@@ -111,8 +111,8 @@ def command(parser: Callable[[], argparse.ArgumentParser], shown: Sequence[Colum
     """Decorate a script's `main(args, report)`.
 
     The exit code is 1 where a row says that a result is wrong, and 2 where options are refused: by the parser, or by an error that begins
-    with the name of an argument. Other errors are mistakes of the script or the library, and keep their traceback. Where the reader of the
-    output goes away, the script ends quietly.
+    with the name of an argument. Any other error is a mistake in the script or the library, and keeps its traceback. If the reader of the
+    output closes its end, the script ends quietly.
     """
 
     def decorate(main: Callable[[argparse.Namespace, Report], None]) -> Callable[..., int]:
@@ -126,7 +126,7 @@ def command(parser: Callable[[], argparse.ArgumentParser], shown: Sequence[Colum
                 with blitz_attn.isa(args.isa):
                     main(args, report)
                     report.close()
-            except BrokenPipeError:  # `| head`: the reader has what it wanted
+            except BrokenPipeError:  # as by `| head`
                 drop_output()
                 return 0
             except (TypeError, ValueError) as error:
@@ -175,13 +175,13 @@ def yes(right: bool) -> str:
 
 
 class Report:
-    """What a script prints: rows on standard output as they come, progress and notes on standard error; and the files that keep it."""
+    """What a script prints (rows on standard output as they come, progress and notes on standard error), and the files that keep it."""
 
     def __init__(self, script: str, args: argparse.Namespace, shown: Sequence[Column]):
         self.script, self.args, self.columns, self.progress = script, args, tuple(shown), Progress()
         self.lines: list[str] = []
         self.rows: list[dict[str, Any]] = []
-        self.about: dict[str, Any] = {}  # for --json, beside the rows
+        self.about: dict[str, Any] = {}  # goes into the file of --json, next to the rows
         self.wrong = 0
 
     def line(self, text: str) -> None:
@@ -201,7 +201,7 @@ class Report:
         self.line("=" * RULE_WIDTH)
 
     def row(self, values: dict[str, Any], reason: str = "", **kept: Any) -> None:
-        """A row; `reason` stands behind it, and `kept` goes to the files alone."""
+        """Print a row. `reason` is printed behind it, and `kept` goes only into the files."""
         text = " ".join(column.text(values.get(column.name)) for column in self.columns)
         self.line(f"{text}  # {reason}" if reason else text)
         self.rows.append(values | kept)
@@ -212,7 +212,7 @@ class Report:
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Keep what was printed, where that is wanted. An earlier run's results are replaced only now, when this one has ended."""
+        """With --save, store what was printed. An earlier run's file is replaced only here, after this run has ended."""
         if self.wrong:
             self.note(f"{self.script}: {self.wrong} rows with wrong results")
         if self.args.save is not None:
@@ -222,7 +222,7 @@ class Report:
             self.note(f"{path}: saved")
 
     def write_rows(self) -> None:
-        """The files of --csv and --json."""
+        """Write the files of --csv and --json."""
         if self.args.csv and self.rows:
             with self.args.csv.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(name for row in self.rows for name in row)))
@@ -235,14 +235,14 @@ class Report:
 
 
 def parse_rows(text: str, first_columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of tables, found among any other output: lines with as many cells as the last header line above them, which starts with one
-    of `first_columns`. What stands behind a # is not looked at."""
+    """The rows of tables among any other output. A header is a line that starts with one of `first_columns`; a row is a line below it with
+    as many cells. What follows a # is ignored."""
     header: list[str] = []
     rows = []
     for line in text.splitlines():
         cells = line.partition("#")[0].split()
         if line.startswith("==="):
-            header = []  # the end of a table, or what stands above the next one's header
+            header = []  # a rule: ends a table, or stands above the next header
         elif len(cells) > 5 and cells[0] in first_columns:
             header = cells
         elif header and len(cells) == len(header):
@@ -261,7 +261,7 @@ HEAD = ("machine", "commit", "date", "command", "compiler")
 
 
 def machine() -> dict[str, Any]:
-    """What makes a machine another one for its speed."""
+    """What tells machines of different speed apart."""
     level, threads = _core.isa_active(), blitz_attn.get_num_threads()
     return {"cpu": _core.cpu_model(), "threads": threads, "level": level, "caches": cache_sizes()}
 
@@ -274,7 +274,7 @@ def tag(found: dict[str, Any]) -> str:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with a + where files differ from it; None where there is none."""
+    """The commit of this checkout, with a + if files differ from it; None outside a checkout."""
     try:
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
         return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip() or None
@@ -296,7 +296,7 @@ def head_of(command: list[str]) -> str:
 
 
 def read_head(text: str) -> dict[str, str]:
-    """The head of a file of results; notes, which are added by hand, are joined."""
+    """The head of a file of results as keys and values. Its notes, which are added by hand, are joined."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         match = re.match(r"# (machine|commit|date|command|compiler|note): (.+)", line)
@@ -324,14 +324,14 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Share done and time left, on stderr: a line now and then."""
+    """Prints the share that is done and the time that is left on stderr, every PROGRESS_EVERY seconds."""
 
     def __init__(self) -> None:
         self.done = 0.0
         self.start = self.last = time.monotonic()
 
     def add(self, share: float, label: str = "") -> None:
-        """So large a share of the whole run is done."""
+        """Count another `share` of the whole run as done."""
         self.done += share
         now = time.monotonic()
         if self.done and now - self.last > PROGRESS_EVERY:
@@ -343,7 +343,7 @@ class Progress:
 # ---- Timing ----------------------------------------------------------------------------------------------------
 
 SHORTEST_SAMPLE = 2e-3  # seconds; a quicker call is repeated until a sample lasts this long
-SETTLE_UP_TO = 0.25  # seconds; in a longer call, waking threads is little
+SETTLE_UP_TO = 0.25  # seconds; in a longer call, the time to wake threads hardly counts
 
 
 @dataclass(eq=False)
@@ -352,12 +352,12 @@ class Contender:
 
     label: str
     call: Callable[[], Any]
-    work: float = 1.0  # beside the others', for the progress line
-    before_last: Callable[[], Any] | None = None  # run ahead of the last sample, outside the clock
-    settle: float = 0.0  # seconds of calls ahead of each sample, outside the clock, while a call takes less than SETTLE_UP_TO
-    samples: list[float] = field(default_factory=list)  # seconds a call
-    values: list[float] = field(default_factory=list)  # what the calls returned, where that is a number: a limit of the machine
-    calls: int = 1  # in a sample
+    work: float = 1.0  # relative to the other contenders, for the progress line
+    before_last: Callable[[], Any] | None = None  # runs before the last sample, untimed
+    settle: float = 0.0  # seconds of untimed calls before each sample, if a call takes less than SETTLE_UP_TO
+    samples: list[float] = field(default_factory=list)  # seconds per call
+    values: list[float] = field(default_factory=list)  # what the calls returned, if that is a float: a measured limit of the machine
+    calls: int = 1  # per sample
 
     @property
     def median(self) -> float:
@@ -365,11 +365,11 @@ class Contender:
 
     @property
     def value(self) -> float:
-        """The median of what was measured."""
+        """The median of the values that the calls returned."""
         return statistics.median(self.values)
 
     def take(self, timed: bool) -> None:
-        """One sample, which is not kept where it is not `timed`."""
+        """Run one sample, and keep its time if it is `timed`."""
         if self.settle and (self.samples or [0.0])[-1] < SETTLE_UP_TO:
             start = time.perf_counter()
             while time.perf_counter() - start < self.settle:
@@ -383,14 +383,14 @@ class Contender:
             self.samples.append(taken)
             if isinstance(result, float):
                 self.values.append(result)
-        elif not isinstance(result, float):  # a limit is measured once a turn, as long as it takes
+        elif not isinstance(result, float):  # a call that measures a limit runs once per sample
             self.calls = max(1, math.ceil(SHORTEST_SAMPLE / max(taken, 1e-7)))
 
 
 def in_turns(contenders: Sequence[Contender], args: argparse.Namespace, progress: Progress, share: float = 1.0) -> Iterator[Contender]:
-    """Time the contenders A B C A B C ..., so that a slow spell of the machine hits all of them. They are a `share` of the whole run.
+    """Time the contenders A B C A B C ..., so that a slow spell of the machine hits all of them. This is a `share` of the whole run.
 
-    Yields a contender right after its last sample, before the next one runs: outputs that they share still hold this one's result.
+    Yields each contender right after its last sample and before the next contender runs, so that a shared output still holds its result.
     """
     turns = args.warmup + args.repeats
     whole = turns * sum(contender.work for contender in contenders) or 1.0

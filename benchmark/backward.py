@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Gradients of block-sparse attention: dense, causal and sparse, beside torch's dense backward where torch is installed.
+"""Gradients of block-sparse attention: dense, causal and sparse, next to torch's dense backward where torch is installed.
 
     python benchmark/backward.py                                  # about a minute and a half
     python benchmark/backward.py --isa avx2 --dtypes float32      # what a CPU with AVX2 gets
     python benchmark/backward.py -S 16384 --sparsities 0 0.9 --no-torch
 
-A row is one call of the backward pass. Backward/forward is its time over that of our own forward call with the same arguments. Torch is
-scaled_dot_product_attention's backward, dense or causal: for sparse rows the time of its dense one. Its forward pass is not in its time,
-nor is ours. README.md beside this file explains the other columns.
+A row is one call of the backward pass. Backward/forward is its time over that of our own forward call with the same arguments. Torch_[usec]
+is the time of the backward pass of scaled_dot_product_attention, dense or causal; sparse rows show the dense time. No time includes a
+forward pass. README.md in this folder explains the other columns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PEAK_SECONDS = 0.05
 
 
 def torch_call(gradients: Gradients, threads: int) -> Callable[[], Any]:
-    """torch's dense backward over the same operands; its forward pass has been run. Raises `UnavailableError` where there is no torch."""
+    """A call of torch's dense backward pass over the same operands, after its forward pass. Raises `UnavailableError` without torch."""
     torch, asked = imported_torch(), gradients.asked
     inputs = [torch_tensor(x, asked.dtype).requires_grad_() for x in asked.views[:3]]
     dout = torch_tensor(gradients.dout, asked.dtype)
@@ -52,7 +52,7 @@ def asked_of(dtype: str, causal: bool, sparsity: float, args: argparse.Namespace
 
 
 def measure(dtype: str, causal: bool, args: argparse.Namespace, report: Report, part: float) -> None:
-    """The rows of a dtype and rule: with each number of threads the dense one first, all in turns."""
+    """Measure the rows of a dtype and rule in turns. For each number of threads the dense row comes first."""
     cells = {sparsity: Gradients(asked_of(dtype, causal, sparsity, args), args.seed) for sparsity in args.sparsities}
     alone: dict[float, float] = {}
     for threads in args.threads:

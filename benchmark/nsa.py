@@ -7,9 +7,9 @@
     python benchmark/nsa.py --mode mslk --weights --dtype float32
 
 B = 1. Timed in turns: our own dense causal attention, native sparse attention, the same with the gradient (forward with context, then
-backward), and the parts of the forward pass by themselves. Dense attention is measured as long as a call is expected to take no more than
---dense-seconds; beyond that its time is that of the longest measured length, grown with N^2, and `Dense_by` says so: `N^2` in place of
-`run`. `Parts` is the sum of the parts over the whole call. Peaks are the process's largest resident memory during a call, inputs included.
+backward), and the parts of the forward pass by themselves. Dense attention is run if a call is expected to take at most --dense-seconds.
+Beyond that its time is extrapolated with N^2 from the longest length that was run, and `Dense_by` is `N^2` instead of `run`. `Parts` is the
+sum of the parts over the whole call. Peaks are the process's largest resident memory during a call, inputs included.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLUMNS = columns(
 
 
 def peak_during(call: Callable[[], Any]) -> float | None:
-    """MiB of resident memory at the call's highest point; None where the system cannot tell."""
+    """The largest resident memory during the call in MiB; None if the system cannot tell."""
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")
@@ -62,14 +62,14 @@ def peak_during(call: Callable[[], Any]) -> float | None:
 
 
 def bytes_needed(tokens: int, args: argparse.Namespace) -> dict[str, int]:
-    """A generous guess: inputs, results, and for the gradient what the context holds, the gradients and float32 sums."""
+    """A generous estimate: inputs, results, and for the gradient what the context holds, the gradients and float32 sums."""
     wide, narrow = (tokens * heads * args.head_dim * ITEM_BYTES[args.dtype] for heads in (args.heads, args.kv_heads))
     forward = 3 * wide + 2 * narrow + (4 * wide if args.parts else wide)
     return {"forward": forward, "backward": 9 * wide + 8 * narrow + 4 * tokens * (args.heads * 8 + args.kv_heads * 16)}
 
 
 def draw(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.ndarray:
-    """Normal numbers, (1, N, heads, dim). A stretch is drawn; each repetition of it is shifted, so that no two are alike."""
+    """Normal numbers, (1, N, heads, dim): a drawn stretch of tokens is repeated, shifted along dim each time so that repetitions differ."""
     drawn = testing.round_to(rng.standard_normal((min(shape[1], DRAWN_TOKENS), *shape[2:]), dtype=np.float32), dtype)
     x = np.empty(shape, drawn.dtype)
     for n, begin in enumerate(range(0, shape[1], len(drawn))):
@@ -103,7 +103,7 @@ class Problem:
             shapes["gate_proj_weight"] = (args.heads, 3, dim)
             for name, shape in shapes.items():
                 self.weights[name] = testing.round_to(rng.standard_normal(shape, dtype=np.float32) / dim**0.5, args.dtype)
-        self.kept: dict[str, Any] = {}  # what the parts leave for each other
+        self.kept: dict[str, Any] = {}  # results of parts, which later parts read
 
     def dense_forward(self) -> None:
         blitz_attn.block_sparse_attention(self.q, self.k, self.v, layout="BSND", causal=True, out=self.out, **self.bits)
@@ -121,7 +121,7 @@ class Problem:
         nsa_backward(self.dout, context)
 
     def parts(self) -> dict[str, Callable[[], Any]]:
-        """The parts of the forward pass in the order in which they feed each other; each keeps its result for the next."""
+        """The parts of the forward pass in the order in which they feed each other. Each one keeps its result for the next."""
         q, k, v, kept, size, bits = self.q, self.k, self.v, self.kept, self.args.block, self.bits
         w_k, w_v, w_gate = (self.weights.get(name) for name in ("w_k_compress", "w_v_compress", "gate_proj_weight"))
         seen = {"stride": self.stride, "mode": self.args.mode, "return_lse": True, **bits}
@@ -150,7 +150,7 @@ class Problem:
         return {name: keeping(name) for name in calls}
 
     def routing(self) -> np.ndarray:
-        """The blocks that the call chooses, from its parts."""
+        """The blocks that the call chooses, computed by its parts."""
         if "select" not in self.kept:
             calls = self.parts()
             for name in ("compress", "cmp", "select"):
@@ -159,8 +159,8 @@ class Problem:
         return np.asarray(self.kept["select"])
 
     def is_equal(self) -> bool:
-        """Whether every element of the result was written, and the last queries of the last heads are those of float64 over the blocks
-        chosen."""
+        """Whether every element of the result was written, and the last queries of the last heads equal float64 attention over the chosen
+        blocks."""
         if poisoned(self.out):
             return False
         group = self.args.heads // self.args.kv_heads
@@ -176,7 +176,7 @@ class Problem:
         return np.allclose(got, exact, rtol=RTOL, atol=max(ATOL, 2.0**-7 * abs(exact).max()))
 
 
-Longest = dict[tuple[str, int], tuple[int, float]]  # pass and threads -> the longest length that dense attention ran, and its seconds
+Longest = dict[tuple[str, int], tuple[int, float]]  # pass and threads -> the longest length that dense attention was run at, its seconds
 
 
 def measure(problem: Problem, threads: int, longest: Longest, passes: Sequence[str], report: Report, share: float) -> None:
@@ -184,7 +184,7 @@ def measure(problem: Problem, threads: int, longest: Longest, passes: Sequence[s
     args = problem.args
 
     def expected(name: str) -> float:
-        """Seconds of dense attention at this length, grown from the longest that was measured; 0 before the first measurement."""
+        """Seconds of dense attention at this length, extrapolated from the longest length that was run; 0 before the first run."""
         tokens, seconds = longest.get((name, threads), (1, 0.0))
         return seconds * (problem.tokens / tokens) ** 2
 
@@ -233,21 +233,21 @@ def parser() -> argparse.ArgumentParser:
     what = result.add_argument_group("what to run")
     what.add_argument("--quick", action="store_true", help=f"{', '.join(map(str, QUICK_TOKENS))} tokens and two repeats")
     what.add_argument("--tokens", type=positive, nargs="+", help="lengths (1K, 2K .. 64K)")
-    what.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"], help="what to time (both)")
+    what.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"], help="passes to time (both)")
     what.add_argument("--heads", "-H", type=positive, default=32, help="query heads (%(default)s)")
     what.add_argument("--kv-heads", type=positive, default=8, help="KV heads (%(default)s)")
     what.add_argument("--head-dim", "-D", type=positive, default=128, help="head dimension (%(default)s)")
     what.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16", help="dtype (%(default)s)")
     what.add_argument("--mode", choices=("paper", "mslk"), default="paper", help="which rules (%(default)s)")
-    what.add_argument("--block", type=positive, default=64, help="tokens a compressed block, and a selected one (%(default)s)")
-    what.add_argument("--stride", type=positive, help="paper mode: tokens from a compressed block to the next (half a block)")
+    what.add_argument("--block", type=positive, default=64, help="tokens per compressed block, and per selected block (%(default)s)")
+    what.add_argument("--stride", type=positive, help="paper mode: tokens from the start of a compressed block to the next (half a block)")
     what.add_argument("--selected", type=positive, default=16, help="blocks selected (%(default)s)")
     what.add_argument("--window", type=positive, default=512, help="keys of the window (%(default)s)")
     what.add_argument("--tile", type=positive, default=256, help="mslk mode: queries that share a selection (%(default)s)")
-    what.add_argument("--weights", action="store_true", help="with compression matrices and gates from q; without, gates of a third")
+    what.add_argument("--weights", action="store_true", help="with compression matrices, and with gates from q instead of gates of a third")
     what.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="also time the parts by themselves (yes)")
     from_zero = checked(float, lambda value: value >= 0, "a number from 0")
-    what.add_argument("--dense-seconds", type=from_zero, default=10.0, help="longest dense call to measure; 0 for none (%(default)s)")
+    what.add_argument("--dense-seconds", type=from_zero, default=10.0, help="longest dense call to run; 0 for none (%(default)s)")
     return result
 
 

@@ -1,8 +1,7 @@
 """What is measured: attention of whole sequences, its gradients, decode steps over pages, selection; how each is drawn, called and checked.
 
-`every_operation` is the small fixed set of roofline.py and speed.py. It is small so that measuring it can be a habit; a number
-there that changes makes old records worthless. Operands are normal random numbers, never zeros: processors that save power on them would
-be timed too fast.
+`every_operation` is the small fixed set of roofline.py and speed.py. It is small so that measuring it can be a habit. Changing a size in it
+makes old records worthless. Operands are normal random numbers, never zeros, which some processors compute with less power and so faster.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from _bench import Contender, Progress, in_turns
 from blitz_attn import _core, reference, sabi, testing
 from blitz_attn._sabi.lists import signed
 
-RTOL, ATOL = 0.01, 0.001  # of results beside float64; upstream's
+RTOL, ATOL = 0.01, 0.001  # upstream's tolerances, for results against float64
 CHECKED_ROWS = 32
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-# Relative errors that still count as the same answer; element by element, results near 0 differ however well they are computed.
+# Largest relative errors by norm. They are not of single elements, since elements near 0 have large relative errors in any computation.
 LARGEST_ERROR = {"float64": 1e-11, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 
 Call = Callable[[], Any]
@@ -34,7 +33,7 @@ Call = Callable[[], Any]
 
 @dataclass
 class Work:
-    """Something to time: how much it is, who makes its call for a number of threads (of this build or another), and what that fills."""
+    """Something to time: flops, bytes, output, and a function that makes its call for a number of threads (by this build or another)."""
 
     flops: float
     bytes: float  # operands and results, each counted once
@@ -54,12 +53,12 @@ def poisoned(out: np.ndarray) -> bool:
 
 
 def bits_options(x: np.ndarray) -> dict[str, str]:
-    """The option that names the dtype of bare bits, where `x` is such."""
+    """The option that names the dtype of `x`, if `x` holds bare bits."""
     return {"dtype": "bfloat16"} if x.dtype == np.uint16 else {}
 
 
 def memory_available() -> int:
-    """Bytes that can be taken without swapping; a generous guess where the system does not tell."""
+    """Bytes that can be allocated without swapping; a generous estimate if the system does not tell."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -71,7 +70,7 @@ def memory_available() -> int:
 
 
 def pair_areas(s_q: int, s_kv: int, block_shape: Sequence[int], causal: bool = False) -> np.ndarray:
-    """Query-key pairs in each block of the grid, (R, C): blocks at the ends are cut, and blocks on the diagonal where `causal`."""
+    """Query-key pairs in each block of the grid, (R, C). Blocks at the ends are cut, and so are blocks on the diagonal if `causal`."""
     block_q, block_kv = block_shape
     starts = np.arange(0, s_kv, block_kv)
     seen = np.arange(s_q) + s_kv - s_q + 1 if causal else np.full(s_q, s_kv)  # keys that each query sees
@@ -81,7 +80,7 @@ def pair_areas(s_q: int, s_kv: int, block_shape: Sequence[int], causal: bool = F
 
 @dataclass(eq=False)
 class Attention:
-    """Arrays as a call takes them, the same memory as (B, H, S, D) views, what goes to every call, and what is attended."""
+    """Arrays as a call takes them, the same memory as (B, H, S, D) views, the options of every call, and what is attended."""
 
     q: np.ndarray
     k: np.ndarray
@@ -94,18 +93,18 @@ class Attention:
     block_shape: tuple[int, int] = (128, 128)
 
     def over(self, lists: np.ndarray | None, block_shape: tuple[int, int] = (128, 128)) -> Attention:
-        """The same arrays, and another list or none."""
+        """The same arrays with another list, or without one."""
         return replace(self, lists=lists, block_shape=block_shape)
 
     def sparse(self, sparsity: float, block_shape: tuple[int, int], seed: int, frame: Any = None, sort: bool = True) -> Attention:
-        """The same over a random list that drops a share of the blocks."""
+        """The same arrays with a random list that drops a share of the blocks."""
         batch, heads, s_q, _ = self.views[0].shape
         options = {"frame": frame if sparsity else None, "batch": batch, "heads": heads, "seed": seed, "sort": sort}
         return self.over(sabi.random_with_frame(s_q, self.views[1].shape[2], block_shape, sparsity, **options), block_shape)
 
     @property
     def bits(self) -> str | None:
-        """The dtype's name where the arrays are bare bits."""
+        """The dtype's name if the arrays hold bare bits."""
         return self.options.get("dtype")
 
     @property
@@ -126,7 +125,7 @@ class Attention:
 
     @functools.cached_property
     def mask(self) -> np.ndarray | None:
-        """(B or 1, H or 1, S_q, S_kv) bool, True where a list lets attend; None where there is no list."""
+        """(B or 1, H or 1, S_q, S_kv) bool, True where the list lets a query attend a key; None without a list."""
         shape = self.views[0].shape[2], self.views[1].shape[2]
         return None if self.lists is None else sabi.to_token_mask(self.lists, *shape, self.block_shape)
 
@@ -144,14 +143,14 @@ class Attention:
         return Work(self.flops, float(sum(x.nbytes for x in (self.q, self.k, self.v, self.out))), self.call, self.out)
 
     def exact_rows(self, rows: np.ndarray) -> Iterator[tuple[tuple[Any, ...], np.ndarray]]:
-        """float64 results of some query rows: the index of a group of heads in (B, H), and theirs. A KV head at a time, to bound memory."""
+        """For one KV head at a time, to bound memory: the index of its query heads in (B, H), and float64 results of some query rows."""
         q, k, v = self.views[:3]
         group = q.shape[1] // k.shape[1]
         seen = np.stack([0 * rows, rows + k.shape[2] - q.shape[2] + 1], axis=1) if self.causal else None
         for b, g in np.ndindex(k.shape[:2]):
             heads = slice(g * group, (g + 1) * group)
             lists = None
-            if self.lists is not None:  # one query a block: the rows become a problem of their own
+            if self.lists is not None:  # the rows become a problem of their own, with blocks of one query
                 lists = signed(self.lists[b % len(self.lists)][None, :, rows // self.block_shape[0]])
                 lists = lists if lists.shape[1] == 1 else lists[:, heads]
             here = slice(b, b + 1)
@@ -161,7 +160,7 @@ class Attention:
             )  # fmt: skip
 
     def compared(self, out: np.ndarray, wanted: int = CHECKED_ROWS, seed: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Rows of `out`, a (B, H, S, D) result, and the same of the float64 reference: `wanted` ones of each head, 0 for all."""
+        """Rows of `out`, a (B, H, S, D) result, and the same rows of the float64 reference: `wanted` rows per head, 0 for all."""
         s_q = out.shape[2]
         rows = np.arange(s_q)
         if 0 < wanted < s_q:  # the first, the last and random ones between
@@ -176,14 +175,14 @@ class Attention:
         )
 
     def error(self, out: np.ndarray) -> float:
-        """Relative error of sampled rows of a result by Frobenius norms; infinite where not finite."""
+        """Relative error of sampled rows of a result by Frobenius norms; infinite if the result is not finite."""
         got, exact = (np.concatenate([x.reshape(-1) for x in parts]) for parts in zip(*self.compared(out), strict=True))
         return testing.error_of(got, exact).relative
 
 
 @dataclass
 class Gradients:
-    """The gradients of attention over (B, H, S, D) arrays, of a random dout."""
+    """The gradients of attention over (B, H, S, D) arrays, for a random dout."""
 
     asked: Attention
     seed: int
@@ -196,7 +195,7 @@ class Gradients:
         self.grads = tuple(np.zeros_like(x) for x in (q, k, v))
 
     def work(self) -> Work:
-        """Five products a pair."""
+        """Counts five products per query-key pair."""
         moved = 8.0 * self.dout.nbytes
         return Work(2.5 * self.asked.flops, moved, self.call, self.grads[0])
 
@@ -210,7 +209,7 @@ class Gradients:
             poison(grad)
 
     def is_equal(self) -> bool:
-        """Whether the first head's gradients are the float64 reference's, by norms."""
+        """Whether the first head's gradients equal the float64 reference's, by norms."""
         lists = None if self.asked.lists is None else self.asked.lists[:, :1]
         q, k, v, dout = (x[:, :1] for x in (*self.asked.views[:3], self.dout))
         saved = reference.block_sparse_attention(q, k, v, lists, return_lse=True, **self.options)
@@ -220,7 +219,7 @@ class Gradients:
 
 
 def _in_layout(x: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
-    """A (B, H, S, D) array laid out as `layout`, and a (B, H, S, D) view of that."""
+    """A copy of a (B, H, S, D) array in `layout`, and a (B, H, S, D) view of the copy."""
     laid = testing.to_layout(x, layout)
     batch, heads, tokens, dim = x.shape
     return laid, laid if layout == "BNSD" else laid.reshape(batch, tokens, heads, dim).swapaxes(1, 2)
@@ -239,7 +238,7 @@ def lay_out(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str, layout: str
     return Attention(*arrays, views, dtype, options)
 
 
-@functools.lru_cache(maxsize=1)  # cells that differ in their lists alone share their operands
+@functools.lru_cache(maxsize=1)  # cells that differ only in their lists share operands
 def draw(
     dtype: str, heads: int, tokens: int, head_dim: int, *, batch: int = 1, kv_heads: int | None = None, queries: int | None = None,
     layout: str = "BNSD", seed: int = 1234, causal: bool = False,
@@ -280,7 +279,7 @@ class Cache:
     bits: dict[str, str] = field(default_factory=dict)  # kv_dtype, where the arrays are bare bits
 
     def values(self, which: str, pages: np.ndarray, head: int) -> np.ndarray:
-        """float64 (pages * page_size, D): what one KV head of the listed pages means, of `which`, k or v."""
+        """The float64 values of one KV head on the listed pages of `which` (k or v), (pages * page_size, D)."""
         raw = getattr(self, which)[pages, :, head]
         scale = self.scales.get(f"{which}_scale")
         if scale is not None:
@@ -289,7 +288,7 @@ class Cache:
 
 
 def _on_a_line(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array that begins on a cache line, as other libraries' do; NumPy's large ones begin 16 bytes behind."""
+    """An array that begins on a cache line, as those of other libraries do. NumPy's large arrays begin 16 bytes after one."""
     size = int(np.prod(shape)) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -297,14 +296,14 @@ def _on_a_line(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _fill_pages(pages: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """The tokens of `part` over and over in (pages, page_size, ...)."""
+    """Fill (pages, page_size, ...) with the tokens of `part`, repeated."""
     tokens = pages.reshape(-1, *pages.shape[2:])
     for start in range(0, len(tokens), len(part)):
         tokens[start : start + len(part)] = part[: len(tokens) - start]
     return pages
 
 
-@functools.lru_cache(maxsize=1)  # cells that differ in their queries only share a cache
+@functools.lru_cache(maxsize=1)  # cells that differ only in their queries share a cache
 def draw_cache(dtype: str, pages: int, page: int, kv_heads: int, head_dim: int, seed: int) -> Cache:
     """A cache of random tokens."""
     rng = np.random.default_rng(seed)
@@ -323,7 +322,7 @@ def draw_cache(dtype: str, pages: int, page: int, kv_heads: int, head_dim: int, 
 
 
 def draw_tables(lengths: Sequence[int], page: int, pages: int, rng: np.random.Generator) -> np.ndarray:
-    """Block tables (B, W) int32 over a pool: no page twice until all have been given, in random order, as a busy pool's."""
+    """Block tables (B, W) int32 over a pool in random order, as in a busy pool. No page is given twice until all have been given."""
     counts = [-(-length // page) for length in lengths]
     order = np.concatenate([rng.permutation(pages) for _ in range(-(-sum(counts) // pages))])
     tables = np.full((len(counts), max(counts)), -1, np.int32)
@@ -344,17 +343,17 @@ class Decode:
 
     @property
     def bits(self) -> dict[str, str]:
-        """The options that name the dtypes of bare bits."""
+        """The options that name dtypes, if the arrays hold bare bits."""
         return self.cache.bits | bits_options(self.q)
 
     def work(self) -> Work:
-        """K, V and their scales are read once; a multiply and an add per element of both, for every query head of the group."""
+        """Reads K, V and their scales once, and counts a multiply and an add per element of K and V for every query head of the group."""
         tokens = int(self.lengths.sum())
         moved = tokens * token_bytes(self.cache.dtype, *self.cache.k.shape[2:])
         return Work(4.0 * tokens * self.q.shape[1] * self.q.shape[2], moved, self.call, self.out)
 
     def plan(self, threads: int | None = None, library: ModuleType = blitz_attn) -> blitz_attn.PagedPlan:
-        """Tables and lengths, looked at before: what a step does once for all its layers."""
+        """The plan of tables and lengths, which a step makes once for all its layers."""
         return library.PagedPlan(self.tables, self.lengths, page_size=self.cache.k.shape[1], num_threads=threads, **self.bits)
 
     def call(self, threads: int, library: ModuleType = blitz_attn) -> Call:
@@ -367,7 +366,7 @@ class Decode:
         return self.tables[request, : -(-int(self.lengths[request]) // self.cache.k.shape[1])]
 
     def request(self, index: int, which: str) -> np.ndarray:
-        """K or V of one request as (H_kv, S, D), one piece of memory, in the cache's own dtype."""
+        """K or V of one request as a contiguous (H_kv, S, D) array in the cache's own dtype."""
         tokens = getattr(self.cache, which)[self.pages(index)]
         return np.ascontiguousarray(tokens.reshape(-1, *tokens.shape[2:])[: self.lengths[index]].swapaxes(0, 1))
 
@@ -386,13 +385,13 @@ class Decode:
 
 
 def query_dtype(dtype: str) -> str:
-    """The dtype of queries and outputs beside a cache of `dtype`."""
+    """The dtype of queries and outputs for a cache of `dtype`."""
     return "bfloat16" if dtype in QUANTISED else dtype
 
 
 def draw_decode(lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: str, seed: int) -> Decode:
     """A decode step over random operands."""
-    rng = np.random.default_rng([seed, 1])  # not the cache's stream: a query that is one of the keys would find itself
+    rng = np.random.default_rng([seed, 1])  # not the cache's stream of random numbers, which would make queries equal to keys
     pages = sum(-(-length // page) for length in lengths)
     cache = draw_cache(dtype, pages, page, kv_heads, head_dim, seed)
     q = testing.round_to(rng.standard_normal((len(lengths), heads, head_dim), dtype=np.float32), query_dtype(dtype))
@@ -407,7 +406,7 @@ LARGE_BYTES = 64 << 20  # K and V of a decode step: beyond any L2
 SEED = 1234
 PROBE_SECONDS = 0.02
 SETTLE_SECONDS = 0.01
-READ_BINDS_BELOW = 64.0  # flop a byte; above, no machine's reads bind
+READ_BINDS_BELOW = 64.0  # flop/byte; with more, reading is not the limit on any machine
 
 
 @dataclass(frozen=True)
@@ -417,7 +416,7 @@ class Operation:
     name: str
     dtype: str
     draw: Callable[[], Work]
-    level: str | None = None  # None: the level in use
+    level: str | None = None  # None stands for the level in use
 
     @property
     def word(self) -> str:
@@ -426,7 +425,7 @@ class Operation:
 
 
 def attention(dtype: str, tokens: int, *, heads: int = HEADS, head_dim: int = HEAD_DIM, block: int = 0, **rules: Any) -> Attention:
-    """Attention of one of the set's sizes: over lists of 0.9 sparsity of blocks of `block` tokens, where that is not 0."""
+    """Attention of one of the set's sizes. If `block` is not 0, it is over lists of 0.9 sparsity with blocks of `block` tokens."""
     asked = draw(dtype, heads, tokens, head_dim, seed=SEED, **rules)
     return asked.sparse(0.9, (block, block), SEED) if block else asked
 
@@ -445,12 +444,12 @@ def _step(dtype: str, group: int, page: int, kv_bytes: int | None = None) -> Dec
 
 
 def decode(dtype: str, group: int, level: str | None = None, kv_bytes: int | None = None) -> Operation:
-    """A decode step of one request over pages of so many bytes, `group` query heads a KV head."""
+    """A decode step of one request whose K and V have `kv_bytes` bytes, with `group` query heads per KV head."""
     return Operation(f"decode G={group}", dtype, lambda: _step(dtype, group, 128, kv_bytes).work(), level)
 
 
 def selection(dtype: str) -> Work:
-    """The choice of 32 blocks by Quest, from the summaries of a cache. Small pages make it worth measuring."""
+    """The choice of 32 blocks by Quest, from the summaries of a cache. Small pages give enough summaries to measure."""
     page = 16
     step = _step(dtype, 4, page)
     pages = step.tables.shape[1]
@@ -470,16 +469,16 @@ def selection(dtype: str) -> Work:
         return run
 
     elements = 2.0 * pages * KV_HEADS * HEAD_DIM
-    return Work(2.0 * elements, elements * ITEM_BYTES[dtype], call, picked)  # a multiply, and a maximum or an add
+    return Work(2.0 * elements, elements * ITEM_BYTES[dtype], call, picked)  # per element a multiply, and a maximum or an add
 
 
 def _kernel(dtype: str, level: str) -> str:
-    """The level whose kernels attend to a dtype at `level`."""
+    """The level whose kernels run attention over `dtype` at `level`."""
     return next(own for name, own in _core.kernels(level) if name.startswith(f"attend_{dtype}_"))
 
 
 def every_operation() -> list[Operation]:
-    """The set: at the level in use, and the main ones at the levels below it that have kernels of their own."""
+    """The set: all operations at the level in use, and the main ones at each lower level that has kernels of its own."""
     own, main = _core.isa_active(), ("float32", "bfloat16")
     operations = [forward("dense", dtype) for dtype in DTYPES[:3]]
     operations += [forward("dense D=64", dtype, head_dim=64) for dtype in main]
@@ -502,7 +501,7 @@ def every_operation() -> list[Operation]:
 
 
 def chosen(operations: Sequence[Operation], words: Sequence[str] | None) -> list[Operation]:
-    """Those with one of the words in their name or dtype; all where there are no words."""
+    """The operations with one of the words in their name or dtype; all operations if there are no words."""
     return [one for one in operations if not words or any(word in f"{one.name} {one.word} {one.dtype}" for word in words)]
 
 
@@ -511,15 +510,15 @@ def chosen(operations: Sequence[Operation], words: Sequence[str] | None) -> list
 
 @dataclass
 class Point:
-    """What was measured of an operation with a number of threads, turn by turn."""
+    """Measurements of an operation with one number of threads, turn by turn."""
 
     operation: Operation
     work: Work
     threads: int
     level: str  # whose kernels ran
-    bound: str  # the limit that binds: F, P or R
+    bound: str  # the limit that binds: F, P or R (roofline.py says what they are)
     seconds: list[float]
-    shares: list[float]  # the least time that the limit allows, over the time
+    shares: list[float]  # the least time that the limit allows, over the measured time
 
     def values(self) -> dict[str, Any]:
         """The table's cells that roofline.py and speed.py share."""
@@ -534,7 +533,7 @@ class Point:
 
 
 def _probe(kind: str, level: str, threads: int, size: int = 0) -> Contender:
-    """A measurement of F, P or R, in turns with what they bind."""
+    """A measurement of F, P or R as a contender, so that it takes turns with the operations it limits."""
     probes: dict[str, Callable[[], float]] = {
         "F": lambda: _core.probe_flops(level, PROBE_SECONDS, threads),
         "P": lambda: _core.probe_tile_flops(level, PROBE_SECONDS, threads),
@@ -544,7 +543,7 @@ def _probe(kind: str, level: str, threads: int, size: int = 0) -> Contender:
 
 
 def _limits_of(work: Work, dtype: str, level: str, threads: int) -> list[tuple[Any, ...]]:
-    """What may bind, as arguments of `_probe`; sizes to read are rounded, so that operations of about the same size share a probe."""
+    """The limits that may bind, as arguments of `_probe`. Sizes to read are rounded, so that operations of similar size share a probe."""
     tiles = dtype == "bfloat16" and _core.probe_tile_flops(level, 0.001, 1)
     limits: list[tuple[Any, ...]] = [("P" if tiles else "F", level, threads)]
     if work.flops / work.bytes < READ_BINDS_BELOW:

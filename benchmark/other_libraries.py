@@ -1,7 +1,7 @@
-"""Other libraries, where they are installed: how each is asked for the same attention of a whole sequence, and for the same decode step.
+"""How each other library, if installed, is asked for the same attention of a whole sequence, and for the same decode step.
 
-Each works over its own favourite form of the same operands. What a library needs besides q, k and v (a mask, a list of blocks, another
-layout) is made once, outside its time.
+Each one gets the same operands in the form that suits it best. What a library needs besides q, k and v (a mask, a list of blocks, another
+layout) is made once and is not timed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from blitz_attn import sabi
 from operations import Attention, Decode
 
 Step = Callable[[], Any]  # returns the library's own result
-Fetch = Callable[[Any], np.ndarray]  # of that, the result in the shape of the queries, float32
+Fetch = Callable[[Any], np.ndarray]  # turns that result into a float32 array in the shape of the queries
 
-PAUSE_SECONDS = 0.03  # after a call on several threads: whoever ran may spin for a while
+PAUSE_SECONDS = 0.03  # after a call on several threads, which may spin for a while
 
 
 class UnavailableError(Exception):
-    """This library cannot do this cell; the text says why."""
+    """A library cannot run this cell. The text says why."""
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, None where it is not installed."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -40,14 +40,14 @@ def version(package: str) -> str | None:
 
 
 def reason_of(error: Exception) -> str:
-    """What an error of another library says, in a line: its first one that is neither a place nor advice."""
+    """An error of another library in one line: the first line of its text that is neither a location nor advice."""
     noise = ("Exception from", "Set TORCH", "You can suppress", "from user code")
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.strip().startswith(noise)]
     return (lines or [type(error).__name__])[0][:120]
 
 
 def pause(seconds: float = PAUSE_SECONDS) -> Contender:
-    """A turn in which nobody runs."""
+    """A contender that only sleeps."""
     return Contender("pause", lambda: time.sleep(seconds), 0.0)
 
 
@@ -60,13 +60,13 @@ def imported_torch() -> Any:
 
 
 def torch_tensor(x: np.ndarray, dtype: str) -> Any:
-    """A tensor over the array's memory. NumPy's bfloat16 arrays, bare bits or ml_dtypes', are none that torch knows."""
+    """A tensor over the array's memory. torch does not take NumPy's bfloat16 arrays, whether bare bits or ml_dtypes'."""
     torch = imported_torch()
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(x)
 
 
 def torch_sdpa(parts: list[tuple], threads: int, **options: Any) -> Step:
-    """torch's scaled_dot_product_attention of each of the (q, k, v)."""
+    """torch's scaled_dot_product_attention of each (q, k, v) in `parts`."""
     torch = imported_torch()
 
     def run() -> list[Any]:
@@ -81,7 +81,7 @@ ONNX_KINDS = {"float32": "FLOAT", "float16": "FLOAT16"}
 
 
 def onnx_session(operator: str, inputs: list, outputs: list, threads: int, **attributes: int) -> Any:
-    """An onnxruntime session of one operator of its own; `inputs` and `outputs` are (name, shape, dtype), name "" where one is left out."""
+    """A session that runs one of onnxruntime's own operators. `inputs` and `outputs` are (name, shape, dtype); "" leaves an input out."""
     try:
         import onnxruntime
         from onnx import TensorProto, helper
@@ -107,7 +107,7 @@ def onnx_session(operator: str, inputs: list, outputs: list, threads: int, **att
 
 
 def onnx_bound(session: Any, fed: list[np.ndarray | Any], results: list[Any]) -> Step:
-    """A call of the session over arrays (or its own values) that stay where they are; `results` are its own values."""
+    """A call of the session that copies no array. `fed` holds arrays or onnxruntime's own values, and `results` holds its own values."""
     import onnxruntime
 
     binding = session.io_binding()
@@ -120,7 +120,7 @@ def onnx_bound(session: Any, fed: list[np.ndarray | Any], results: list[Any]) ->
 
 
 def openvino_sdpa(arrays: list[np.ndarray], dtype: str, threads: int, causal: bool = False) -> tuple[Step, Fetch]:
-    """OpenVINO's scaled_dot_product_attention of q, k, v of `dtype` and, where there are four arrays, a bool mask."""
+    """OpenVINO's scaled_dot_product_attention of q, k, v in `dtype`. A fourth array is a bool mask."""
     try:
         import openvino
         from openvino import opset13
@@ -132,7 +132,7 @@ def openvino_sdpa(arrays: list[np.ndarray], dtype: str, threads: int, causal: bo
     inputs = [opset13.parameter(list(x.shape), openvino.Type.boolean if x.dtype == bool else kinds[dtype]) for x in arrays]
     attention = opset13.scaled_dot_product_attention(*inputs, causal=causal)
     model = openvino.Model([opset13.convert(attention, "f32")], inputs)  # NumPy cannot hold a bfloat16 result
-    # With a hint of float16 or bfloat16 some sums are held in that too, which is another result than everybody else's; it is no quicker.
+    # With a hint of float16 or bfloat16, some sums are in that dtype too: the result differs from all others', and is not computed faster.
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     try:
         request = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
@@ -143,7 +143,7 @@ def openvino_sdpa(arrays: list[np.ndarray], dtype: str, threads: int, causal: bo
     except Exception as error:
         raise UnavailableError(reason_of(error)) from None
 
-    def run(held: Any = arrays) -> None:  # the tensors know only the address of what they share: it must not be freed
+    def run(held: Any = arrays) -> None:  # keeps the arrays alive: the tensors know only their addresses
         request.infer()
 
     return run, lambda _: np.array(request.get_output_tensor(0).data)
@@ -151,11 +151,11 @@ def openvino_sdpa(arrays: list[np.ndarray], dtype: str, threads: int, causal: bo
 
 # ---- A whole sequence -------------------------------------------------------------------------------------------
 
-BLOCK = 128  # queries and keys a block
+BLOCK = 128  # queries per block, and keys per block
 
 
 def blitz(asked: Attention, threads: int) -> tuple[Step, Fetch]:
-    """This library. Like the others it makes its own output."""
+    """This library. Like the others, it allocates its output in each call."""
     return asked.call(threads, out=None), lambda result: result
 
 
@@ -169,7 +169,7 @@ def _blas() -> Any:
 
 
 def numpy_lines(asked: Attention, threads: int) -> tuple[Step, Fetch]:
-    """Three lines of NumPy, S x S in memory. Other dtypes are widened first, for its products of those are not BLAS."""
+    """Three lines of NumPy with S x S in memory. 16-bit dtypes are widened first, because NumPy does not use BLAS for them."""
     blas = _blas()
     q, k, v = asked.views[:3]
     bits, scale = asked.bits, np.float32(1 / np.sqrt(q.shape[-1]))
@@ -200,7 +200,7 @@ def torch_prefill(asked: Attention, threads: int) -> tuple[Step, Fetch]:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
-    """flex_attention, compiled for each shape, dtype and number of threads that comes."""
+    """flex_attention, compiled anew for each shape, dtype and number of threads."""
     torch = imported_torch()
     try:
         from torch.nn.attention.flex_attention import flex_attention
@@ -209,7 +209,7 @@ def _compiled_flex() -> Callable[..., Any]:
     from torch import _dynamo
 
     limit = "recompile_limit" if hasattr(_dynamo.config, "recompile_limit") else "cache_size_limit"
-    setattr(_dynamo.config, limit, 10000)  # a cell is a shape; beyond the limit it would run uncompiled
+    setattr(_dynamo.config, limit, 10000)  # every cell has another shape; beyond the limit, flex would run uncompiled
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -230,7 +230,7 @@ def torch_flex(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     else:
         lists = sabi.dense(tokens, tokens, (BLOCK, BLOCK)) if asked.lists is None else asked.lists
         kept = np.broadcast_to(sabi.to_block_mask(lists, rows), (1, heads, rows, rows))
-        full = torch.from_numpy(np.argsort(~kept, axis=-1, kind="stable").astype(np.int32))  # kept columns first: one shape for all lists
+        full = torch.from_numpy(np.argsort(~kept, axis=-1, kind="stable").astype(np.int32))  # kept columns first: all lists in one shape
         counts = torch.from_numpy(kept.sum(axis=-1, dtype=np.int32))
         none = (torch.zeros_like(counts), torch.zeros_like(full))
         blocks = BlockMask.from_kv_blocks(*none, counts, full, BLOCK_SIZE=BLOCK, seq_lengths=(tokens, tokens))
@@ -244,13 +244,13 @@ def torch_flex(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     try:
         run()  # compiles
     except Exception as error:
-        torch.compiler.reset()  # else it runs uncompiled from now on, where the list does not count
+        torch.compiler.reset()  # otherwise it would run uncompiled from now on, and ignore the list
         raise UnavailableError(f"does not compile: {reason_of(error)}") from None
     return run, lambda result: result.float().numpy()
 
 
 def onnxruntime_mha(asked: Attention, threads: int) -> tuple[Step, Fetch]:
-    """onnxruntime's MultiHeadAttention, tokens before heads; a list as an additive bias, which is the form of a mask that it takes."""
+    """onnxruntime's MultiHeadAttention, tokens before heads. A list becomes an additive bias, the only form of mask that it takes."""
     q, k, v = asked.views[:3]
     heads, tokens, head_dim = asked.q.shape[1:]
     flat = (1, tokens, heads * head_dim)
@@ -281,7 +281,7 @@ def _cpus() -> int:
 
 
 def jax_sdpa(asked: Attention, threads: int) -> tuple[Step, Fetch]:
-    """jax.nn.dot_product_attention, jit-compiled. Its threads are as many as the CPUs that the process may use when it starts."""
+    """jax.nn.dot_product_attention, compiled by jit. It has as many threads as the process may use CPUs when it starts."""
     if threads != _cpus():
         raise UnavailableError(f"its threads cannot be set in a running process (taskset gives it {threads})")
     try:
@@ -301,11 +301,11 @@ def jax_sdpa(asked: Attention, threads: int) -> tuple[Step, Fetch]:
 
 @dataclass(frozen=True)
 class Peer:
-    """A library that can answer a asked."""
+    """A library that can compute an `Attention`."""
 
     make: Callable[[Attention, int], tuple[Step, Fetch]]
     package: str  # whose version is shown
-    bytes_a_pair: tuple[int, int]  # memory that it takes for each query-key pair of a head: without and with a list. A guess from above
+    bytes_a_pair: tuple[int, int]  # upper estimate of its memory per query-key pair of a head: without and with a list
     rest: float = PAUSE_SECONDS  # how long its threads may spin after a call
 
     @property
@@ -324,11 +324,11 @@ PREFILL_PEERS = {
 OURS = Peer(blitz, "blitz_attn", (0, 0))
 
 
-# ---- A decode step: K and V of a request in one piece, for none of the others reads pages -----------------------
+# ---- A decode step: K and V of a request in one piece, because no other library reads pages ---------------------
 
 
 class Pieces:
-    """K and V of a step in one piece, (B, H_kv, S, D), gathered once for all peers. Requests of different lengths: one piece each."""
+    """K and V of a step in one contiguous piece, (B, H_kv, S, D), gathered once for all peers; one piece per request if lengths differ."""
 
     def __init__(self, step: Decode):
         if step.cache.scales:
@@ -346,7 +346,7 @@ class Pieces:
 
 
 def torch_decode(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
-    """torch's scaled_dot_product_attention with enable_gqa; one call a request where their lengths differ."""
+    """torch's scaled_dot_product_attention with enable_gqa; one call per request if their lengths differ."""
     dtype = pieces.step.cache.dtype
     q = torch_tensor(pieces.step.q[:, :, None], dtype)
     parts = [(q[first:last], torch_tensor(k, dtype), torch_tensor(v, dtype)) for first, last, k, v in pieces.groups]
@@ -370,7 +370,7 @@ def onnxruntime_gqa(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
 
     value = onnxruntime.OrtValue.ortvalue_from_numpy
     newest = [np.ascontiguousarray(x[:, :, -1:].swapaxes(1, 2)).reshape(batch, 1, -1) for x in (k, v)]
-    past = [value(x) for x in (k, v)]  # past and present are one memory, as in a serving loop
+    past = [value(x) for x in (k, v)]  # past and present share memory, as in a serving loop
     result = value(np.zeros(shapes[0], step.q.dtype))
     lengths = [np.full(batch, tokens - 1, np.int32), np.full(1, tokens, np.int32)]
     run = onnx_bound(session, [step.q.reshape(batch, 1, -1), *newest, *past, *lengths], [result, *past])
@@ -378,7 +378,7 @@ def onnxruntime_gqa(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
 
 
 def openvino_decode(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
-    """OpenVINO's scaled_dot_product_attention. It wants as many KV heads as query heads, so a group's heads are queries of one head."""
+    """OpenVINO's scaled_dot_product_attention. It needs as many KV heads as query heads, so the heads of a group become queries of one."""
     step = pieces.step
     k, v = pieces.only()
     batch, heads, head_dim = step.q.shape

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""This library beside others: the same attention over the same operands and threads, in turns in one process. A table on stdout.
+"""This library next to others: the same attention, operands and number of threads, in turns in one process. A table on stdout.
 
-    python benchmark/peers.py | tee peers.log | python benchmark/plot.py  # everything: an hour or so; says first how many cells
+    python benchmark/peers.py | tee peers.log | python benchmark/plot.py  # everything: an hour or so; first prints the number of cells
     python benchmark/peers.py --quick                                     # two minutes
     python benchmark/peers.py -S 512 2048 -D 64 --dtypes bfloat16 --peers torch flex
 
-Contenders are what is installed of NumPy (three lines), torch (scaled_dot_product_attention), flex (torch's flex_attention, compiled, with
-an equal BlockMask), onnxruntime (MultiHeadAttention), OpenVINO and JAX; `pip install .[peers]` brings them. Each is asked for the same
-result, and timed only if its error against float64 is within the dtype's. `Over_ours` is the time over this library's: above 1, this
-library is quicker. A contender that cannot do a cell, or would take longer than --most-seconds for it, has a row without a time, and the
-reason behind a #.
+Contenders, as far as installed: NumPy (three lines), torch (scaled_dot_product_attention), flex (torch's flex_attention, compiled, with
+an equal BlockMask), onnxruntime (MultiHeadAttention), OpenVINO and JAX; `pip install .[peers]` installs them. Each is asked for the same
+result, and is timed only if its error against float64 is within the bound for the dtype. `Over_ours` is its time over this library's: above
+1, this library is faster. A contender that cannot run a cell, or would need longer than --most-seconds for it, has a row without a time,
+with the reason behind a #.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from other_libraries import PREFILL_PEERS as PEERS
 
 OWN = "ours"
 DTYPES = ("float32", "float16", "bfloat16")
-LARGEST_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # relative; no element is looked at by itself, for those near 0 differ
+LARGEST_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # relative, by norms: single elements near 0 may differ by more
 SEQ = (256, 512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128)
 SPARSITIES = (0.0, 0.5, 0.9)
 PROBE_SECONDS = 0.03
-# Threads that slept are woken one by one, some on the same CPU, and tiles and wide vectors need a while to come up to speed: without calls
-# ahead of the clock, a call of half a millisecond takes anything up to 16.
+# Sleeping threads are woken one by one, some on the same CPU, and tiles and wide vectors need a while to reach full speed. Without untimed
+# calls first, a call of half a millisecond takes up to 16 milliseconds.
 SETTLE_SECONDS = 0.03
 
 COLUMNS = columns(
     "dtype:9 D:4 rule:7 sparsity:8.2f H:3 S:6 threads:7 contender:12 Equal:6 Error:8.1e Time_[usec]:12.1f GFLOP/s:8.1f "
     "Limit_[GFLOP/s]:15.1f Share_of_limit:14.3f Over_ours:10.2f"
 )
-CELL_COLUMNS = ("dtype", "D", "rule", "sparsity", "H", "S", "threads")  # what a row measures, but for who
+CELL_COLUMNS = ("dtype", "D", "rule", "sparsity", "H", "S", "threads")  # what a row measures, except for the contender
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A problem, and what is attended."""
+    """A problem, and which keys its queries attend."""
 
     dtype: str
     head_dim: int
@@ -64,7 +64,7 @@ class Cell:
 
 
 def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
-    """The cells that were asked for, by rising length: how long a contender takes tells how long it will take for more."""
+    """The cells that were asked for, by rising length, so that the time of a contender predicts its time at the next length."""
     rules = [(False, sparsity) for sparsity in args.sparsities] + ([(True, 0.0)] if args.causal else [])
     for dtype, head_dim, tokens, rule in itertools.product(args.dtypes, args.head_dim, sorted(args.seq), rules):
         if is_feasible(tokens, (BLOCK, BLOCK), rule[1]):
@@ -73,15 +73,15 @@ def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
 
 @dataclass
 class Table:
-    """The rows of a run, and what has been learnt about contenders."""
+    """The rows of a run, and the rates of contenders that were measured so far."""
 
     args: argparse.Namespace
     report: Report
-    rates: dict[tuple[Any, ...], float] = field(default_factory=dict)  # seconds a query-key pair, attended or not, at the last length
+    rates: dict[tuple[Any, ...], float] = field(default_factory=dict)  # seconds per query-key pair, attended or not, at the last length
 
     def prepared(self, name: str, threads: int, cell: Cell, asked: Attention) -> tuple[Step, float]:
-        """A call of a contender and the error of its result; UnavailableError where there is none to time: it is not installed, does not
-        fit into memory, would take too long, fails, or gives another result."""
+        """A call of a contender and the error of its result. Raises UnavailableError if the contender is not installed, does not fit into
+        memory, would take too long, fails, or gives another result."""
         peer, pairs, most = OURS if name == OWN else PEERS[name], asked.q.shape[1] * cell.tokens**2, self.args.most_seconds
         kind, calls = (name, threads, cell.dtype, cell.head_dim, cell.causal, cell.sparsity), self.args.repeats + self.args.warmup + 1
         needed, seconds = peer.bytes_a_pair[cell.sparsity > 0] * pairs, self.rates.get(kind, 0.0) * pairs
@@ -94,7 +94,7 @@ class Table:
                 result = run()
                 seconds = time.perf_counter() - start
                 error = asked.error(fetch(result))
-            except (RuntimeError, ValueError, MemoryError, NotImplementedError) as failure:  # how the others say that they cannot
+            except (RuntimeError, ValueError, MemoryError, NotImplementedError) as failure:  # what other libraries raise if they cannot
                 raise UnavailableError(reason_of(failure)) from None
             self.rates[kind] = seconds / pairs
         if seconds * calls > most:
@@ -104,7 +104,7 @@ class Table:
         return run, error
 
     def measure(self, cell: Cell, share: float) -> None:
-        """Print the rows of a cell, ours first for each number of threads."""
+        """Measure and print the rows of a cell. For each number of threads, ours comes first."""
         args, asked = self.args, cell.draw(self.args)
         limits: dict[int, Contender] = {}
         timed: dict[tuple[int, str], tuple[Contender, float]] = {}
@@ -147,7 +147,7 @@ class Table:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line a cell: our rate and its share, and everybody else's time over ours; then how many cells have somebody ahead."""
+    """A line per cell with our rate, its share of the limit and each peer's time over ours; then the number of cells with a peer ahead."""
     names = [name for name in PEERS if any(row["contender"] == name for row in rows)]
     shown = [column for column in COLUMNS if column.name in (*CELL_COLUMNS, "GFLOP/s", "Share_of_limit")]
     shown += columns(" ".join(f"{name}/ours:{len(name) + 5}.2f" for name in names))

@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""Draw the table of a benchmark script: the head of the table tells which figure it is.
+"""Draw the table of a benchmark script. The head of the table tells which figure is drawn.
 
     python benchmark/benchmark.py | python benchmark/plot.py -o benchmark.png
 
-benchmark.py: speed-up over dense attention against sparsity, one line per block shape; of a capture, the median over layers and choosers.
-roofline.py: what the machine allows at each arithmetic intensity, and where operations stand; hollow marks are lower levels. peers.py:
-what each library reaches over the length, for the largest head dimension and the most threads in the table. decode.py: the share of the
-limit that each cell reaches; marks are other libraries, held against the same limit. quest.py: time over context beside the byte model,
-and the speed-up over dense decode. nsa.py: time, speed-up over dense attention, shares of the parts and memory, over the length; what has
-no mark was not measured but grown with N^2. distributed.py: what the busiest rank receives, and the imbalance of work, over the number of
-ranks.
+benchmark.py: speed-up over dense attention against sparsity, one line per block shape; for a capture, the median over layers and choosers.
+roofline.py: what the machine allows at each arithmetic intensity, and what operations reach; hollow marks are lower levels. peers.py: the
+rate of each library over the length, for the largest head dimension and the most threads in the table. decode.py: the share of the limit
+that each cell reaches; marks show other libraries, against the same limit. quest.py: time over context next to the byte model, and the
+speed-up over dense decode. nsa.py: time, speed-up over dense attention, shares of the parts and memory, over the length; a point without a
+mark was extrapolated with N^2. distributed.py: what the busiest rank receives, and the imbalance of work, over the number of ranks.
 
-Reads the table on stdin and takes nothing else from it, so a log with other lines in it is fine; several tables of one script are one.
+Reads the table from stdin and ignores all other lines, such as those of a log. Several tables of one script are drawn as one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ DTYPE_COLOURS = {"float32": "#0072B2", "float16": "#56B4E9", "bfloat16": "#009E7
 
 
 def new_figure(width: float, height: float, dpi: int) -> Any:
-    from matplotlib.figure import Figure  # here, so that a missing matplotlib is said in one sentence
+    from matplotlib.figure import Figure  # imported here, so that one sentence can say that matplotlib is missing
 
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
@@ -80,7 +79,7 @@ def merged(rows: list[Row], keys: Sequence[str], columns: Sequence[str]) -> list
 
 
 def draw_benchmark(rows: list[Row], title: str | None, dpi: int) -> Any:
-    """Of a capture, a line is the median over layers and choosers."""
+    """Speed-up over sparsity, a line per block shape. For a capture, it is the median over layers and choosers."""
     if "Layer" in rows[0]:
         keys = ("B", "H", "s_q", "s_kv", "D", "block_shape", "sparsity")
         rows = merged(rows, keys, ("Ref_Latency_[usec]", "Our_Latency_[usec]"))
@@ -91,19 +90,19 @@ def draw_benchmark(rows: list[Row], title: str | None, dpi: int) -> Any:
 
 FAMILY_MARKS = {"dense": "o", "causal": "^", "sparse": "s", "backward": "v", "few": "D", "decode": "P", "select": "X", "small": "*"}
 PEAKS = {"flops": "{} FMA", "tiles": "{} tiles"}
-INTENSITIES = (0.0625, 4096.0)  # operations begin at 0.5; left of them stand the names of the slopes
+INTENSITIES = (0.0625, 4096.0)  # operations begin at 0.5; the names of the slopes are to the left
 
 
 def family(row: Row) -> str:
-    """What a row's mark stands for: dense_D=64 and dense are both dense."""
+    """The name of a row's mark in the legend, such as dense for both dense_D=64 and dense."""
     return next((name for name in FAMILY_MARKS if row["operation"].startswith(name)), "dense")
 
 
 def draw_ceilings(axes: Any, limits: list[Row]) -> tuple[float, float]:
-    """The roofs; returns where the lowest begins, and the highest."""
+    """Draw the roofs. Returns where the lowest one begins, and the highest peak."""
     peaks: dict[float, list[str]] = {}
     for row in limits:
-        if row["what"] in PEAKS:  # levels whose vectors are equally wide have the same peak but for noise
+        if row["what"] in PEAKS:  # levels with vectors of the same width have the same peak, except for noise
             near = next((value for value in peaks if abs(value / row["value"] - 1) < 0.05), row["value"])
             peaks.setdefault(near, []).append(PEAKS[row["what"]].format(row["level"]))
     top = max(peaks)
@@ -125,7 +124,7 @@ def draw_ceilings(axes: Any, limits: list[Row]) -> tuple[float, float]:
 
 
 def draw_roofline(rows: list[Row], title: str | None, dpi: int) -> Any:
-    """A panel a number of threads: slopes are the read bandwidths of the caches and of memory, level lines the peaks of the levels."""
+    """A panel for each number of threads. Slopes are the read bandwidths of caches and memory; horizontal lines are the peaks of levels."""
     limits = [row for row in rows if "what" in row]
     points = [row for row in rows if "flop/byte" in row]
     if not limits or not points:
@@ -142,7 +141,7 @@ def draw_roofline(rows: list[Row], title: str | None, dpi: int) -> Any:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlim(*INTENSITIES)
-        rates = [row["GFLOP/s"] for row in own]  # those of pairs of bfloat16 can be twice the peak
+        rates = [row["GFLOP/s"] for row in own]  # pairs of bfloat16 can reach twice the peak
         axes.set_ylim(0.7 * min(bottom, *rates), 1.6 * max(top, *rates))
         axes.set_xlabel("arithmetic intensity (flop/byte, operands and results counted once)")
         axes.set_ylabel("GFLOP/s")
@@ -178,7 +177,7 @@ def attended(row: Row) -> str:
 
 
 def draw_peers(rows: list[Row], title: str | None, dpi: int) -> Any:
-    """A panel a dtype (across) and what is attended (down)."""
+    """A column of panels for each dtype, and a row for each choice of what is attended."""
     widest, most = max(row["D"] for row in rows), max(row["threads"] for row in rows)
     rows = [row for row in rows if row["D"] == widest and row["threads"] == most]
     dtypes = distinct(rows, "dtype")
@@ -203,7 +202,7 @@ SIZE_CLASSES = ("L2", "L3", "DRAM", "ragged")
 
 
 def draw_decode(rows: list[Row], title: str | None, dpi: int) -> Any:
-    """A panel a size class and number of threads."""
+    """A panel for each size class and number of threads."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
         panels.setdefault(f"{row['cell'] if row['cell'] in SIZE_CLASSES else 'models'}, {counted(row['threads'])}", []).append(row)
@@ -251,7 +250,7 @@ def draw_quest(rows: list[Row], title: str | None, dpi: int) -> Any:
     left, right = figure.subplots(1, 2)
     most, widest = max(row["threads"] for row in rows), max(row["blocks"] for row in rows)
     groups: dict[tuple[int, int], list[Row]] = {}
-    for row in rows:  # a context of fewer blocks than were asked for belongs to the smallest number that was
+    for row in rows:  # a context with fewer blocks than were asked for is drawn on the curve of `widest`, the most blocks
         row["Model_of_dense"] = row["Model_[usec]"] * row["Model_speedup"]
         groups.setdefault((row["threads"], row["blocks"] if row["blocks"] * row["page"] < row["context"] else widest), []).append(row)
     for number, ((threads, blocks), own) in enumerate(groups.items()):
@@ -286,7 +285,7 @@ def draw_nsa(rows: list[Row], title: str | None, dpi: int) -> Any:
     """The figure of the rows with the most threads."""
     threads = max(row["threads"] for row in rows)
     rows = [row for row in rows if row["threads"] == threads]
-    run = [row for row in rows if row["Dense_by"] == "run"]  # where dense attention was grown and not run, marks are missing
+    run = [row for row in rows if row["Dense_by"] == "run"]  # points at which dense attention was extrapolated have no marks
     figure = new_figure(13, 9, dpi)
     times, speedups, shares, memory = figure.subplots(2, 2).flat
     for tag, (what, line, mark, colour) in PASSES.items():
@@ -326,7 +325,7 @@ DISPATCHES = {
 
 
 def draw_distributed(rows: list[Row], title: str | None, dpi: int) -> Any:
-    """A column for each pattern: bytes above, imbalance below."""
+    """A column for each pattern, with bytes above and imbalance below."""
     patterns = distinct(rows, "pattern")
     figure = new_figure(3 * len(patterns), 6.5, dpi)
     grid = figure.subplots(2, len(patterns), sharey="row", squeeze=False)
@@ -347,7 +346,7 @@ def draw_distributed(rows: list[Row], title: str | None, dpi: int) -> Any:
 
 Draw = Callable[[list[Row], str | None, int], Any]
 
-# The first columns of a script's tables, the columns that tell them from others, and who draws them.
+# For each script: the first columns of its tables, the columns that only its tables have, and the function that draws them.
 FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Draw]] = {
     "roofline": (("what", "operation"), ("what", "flop/byte"), draw_roofline),
     "peers": (("dtype",), ("contender",), draw_peers),
@@ -359,7 +358,7 @@ FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Draw]] = {
 
 
 def table_of(text: str) -> tuple[str, list[Row], Draw]:
-    """The script whose table is in `text`, its rows, and who draws them. Rows of benchmark.py are known without a head, too."""
+    """The script whose table is in `text`, its rows, and the function that draws them. Rows of benchmark.py need no head."""
     for script, (first_columns, columns, draw) in FIGURES.items():
         rows = [row for row in parse_rows(text, first_columns) if any(column in row for column in columns)]
         if rows:

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Quest on a paged cache against dense decode, over the context length: a table on stdout, progress on stderr.
+"""Quest on a paged cache against dense decode, by context length: a table on stdout, progress on stderr.
 
     python benchmark/quest.py | tee quest.log | python benchmark/plot.py  # 4K .. 1M tokens, as memory allows
     python benchmark/quest.py --quick                                     # 4K, 32K, 128K
     python benchmark/quest.py --contexts 131072 --blocks 16 32 64 --dtype float16
 
 One request. Timed: dense paged decode, the summaries of all pages (Build), the choice of blocks (Select), attention over them (Attend)
-and both in a row (Both). A step goes through several layers, each with its own queries, tables and summaries and as far as memory
-allows its own pages, so that nothing is found in a cache that a real model would not find there; times are for one layer. The byte
-model says what must be read: dense, all of K and V; sparse, the summaries and the K and V of the chosen blocks. README.md beside
-this file explains the columns.
+and the latter two in a row (Both). A step goes through several layers, so that it finds nothing in a cache that a real model would not find
+there. Each layer has its own queries, tables and summaries, and its own pages as far as memory allows; times are for one layer. The byte
+model counts what must be read: dense, all of K and V; sparse, the summaries and the K and V of the chosen blocks. README.md in this folder
+explains the columns.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from operations import ITEM_BYTES, Decode, bits_options, draw_cache, draw_tables
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 QUICK_CONTEXTS = (4096, 32768, 131072)
 MOST_LAYERS = 32
-CACHES_OVER = 4  # what a step reads is this many times as large as the largest cache, where that takes no more than MOST_LAYERS
+CACHES_OVER = 4  # what a step reads is this many times the largest cache, unless that needs more than MOST_LAYERS
 PROBE_SECONDS = 0.05
-SCORE_TOLERANCE = 1e-4  # of float32 sums against float64 ones, relative to the largest score
+SCORE_TOLERANCE = 1e-4  # of scores in float32 against float64, relative to the largest score
 
 COLUMNS = columns(
     "context:8 blocks:6 page:4 dtype:8 H:3 H_kv:4 D:4 threads:7 layers:6 Outputs_equal:13 Dense_[usec]:12.1f "
@@ -47,7 +47,7 @@ class Layers:
 
     def __init__(self, context: int, blocks: int, args: argparse.Namespace):
         self.context, self.page = context, args.page
-        self.count = -(-context // args.page)  # pages of a layer
+        self.count = -(-context // args.page)  # pages per layer
         self.blocks = min(blocks, self.count)
         largest = CACHES_OVER * max(machine.cache_sizes().values())
         item = ITEM_BYTES[args.dtype]
@@ -56,7 +56,7 @@ class Layers:
         self.summary_bytes = 2 * self.count * args.kv_heads * args.head_dim * item
         self.picked_bytes = min(self.blocks * args.page, context) * token_bytes(args.dtype, args.kv_heads, args.head_dim)
         self.layers = min(MOST_LAYERS, max(1, -(-largest // self.summary_bytes)))
-        self.few = min(self.layers, max(1, -(-2 * largest // self.kv_bytes)))  # for what reads all of K: it finds nothing in a cache
+        self.few = min(self.layers, max(1, -(-2 * largest // self.kv_bytes)))  # layers that exceed the caches if all of K is read
         self.pool_pages = max(self.count, -(-largest * self.count // self.kv_bytes))
         self.args = args
 
@@ -72,10 +72,10 @@ class Layers:
         lengths = np.array([self.context], np.int64)
         shape = (1, args.heads, args.head_dim)
         queries = [testing.round_to(rng.standard_normal(shape, dtype=np.float32), args.dtype) for _ in range(self.layers)]
-        out = np.zeros_like(queries[0])  # one for all layers: who fills its bytes once must see the last layer's result
+        out = np.zeros_like(queries[0])  # shared by all layers, so that a check sees the last layer's result
         self.steps = [Decode(q, cache, table[None], lengths, out) for q, table in zip(queries, tables, strict=True)]
         self.plans = [step.plan() for step in self.steps]
-        rows = -(-self.count // self.page)  # summary pages of a layer; a summary page has as many rows as a page has tokens
+        rows = -(-self.count // self.page)  # summary pages per layer; a summary page has as many rows as a page has tokens
         summaries = np.zeros((2, self.layers * rows, self.page, args.kv_heads, args.head_dim), cache.k.dtype)
         self.high, self.low = summaries
         self.summaries = summaries.view(np.uint8).reshape(-1)
@@ -84,7 +84,7 @@ class Layers:
         self.bits = bits_options(cache.k)
 
     def each(self, layers: int, *parts: Callable[[int], None]) -> Callable[[], None]:
-        """A call of the parts for one layer after the other."""
+        """A call that runs all parts for one layer after the other."""
 
         def run() -> None:
             for layer in range(layers):
@@ -111,15 +111,17 @@ class Layers:
         self.plans[layer].select_attention(step.q, step.cache.k, step.cache.v, self.selected[layer], out=step.out)
 
     def head_is_equal(self, head: int) -> bool:
-        """Whether the last layer's blocks of a KV head are the best by float64 scores, which are upper bounds of the products of the
-        group's mean query with the keys of each block; and its output float64 attention over them."""
+        """Whether a KV head's blocks in the last layer are the best by float64 scores, and its output equals float64 attention over them.
+
+        The score of a block is an upper bound of the products of the group's mean query with its keys.
+        """
         step, listed, bits = self.steps[-1], np.sort(self.selected[-1][0, head]), self.bits.get("dtype")
         group = self.args.heads // self.args.kv_heads
         query = testing.to_float64(step.q[0, head * group : (head + 1) * group], bits).mean(axis=0)
         rows = (x[self.summary_tables[-1][0], :, head].reshape(-1, query.size)[: self.count] for x in (self.high, self.low))
         scores = np.maximum(*(query * testing.to_float64(x, bits) for x in rows)).sum(axis=-1)
         worst, best_left = scores[listed].min(), np.delete(scores, listed).max(initial=-np.inf)
-        tokens = np.minimum((listed + 1) * self.page, self.context) - listed * self.page  # only the newest page can be cut
+        tokens = np.minimum((listed + 1) * self.page, self.context) - listed * self.page  # only the newest page can be partly filled
         return (
             len(set(listed.tolist())) == self.blocks
             and worst >= best_left - SCORE_TOLERANCE * abs(scores).max()
@@ -131,14 +133,14 @@ class Layers:
 
 
 def measure(layers: Layers, args: argparse.Namespace, report: Report, share: float) -> None:
-    """Time everything; a row for each number of threads."""
+    """Time everything, and print a row for each number of threads."""
     isa = _core.isa_active()
     count, few = layers.layers, layers.few
     layers.each(count, layers.build)()
     some = layers.steps[0].cache.memory[: 1 << 28]
     for threads in args.threads:
         blitz_attn.set_num_threads(threads)
-        calls = {  # summaries are read far from where they are selected by, with other memory read in between
+        calls = {  # a layer's summaries are built in one call and read in another, with other memory read in between
             "limit": lambda threads=threads: _core.probe_read(isa, some, PROBE_SECONDS, threads),
             "dense": layers.each(few, layers.dense),
             "once": lambda threads=threads: _core.probe_read(isa, layers.summaries, None, threads),
@@ -184,8 +186,8 @@ def parser() -> argparse.ArgumentParser:
     result = parser_of(__doc__, repeats=None)
     result.add_argument("--quick", action="store_true", help=f"contexts {', '.join(map(str, QUICK_CONTEXTS))} and two repeats")
     result.add_argument("--contexts", type=positive, nargs="+", help="tokens of the request (4K, 8K .. 1M)")
-    result.add_argument("--blocks", type=positive, nargs="+", default=[32], help="blocks that a KV head attends to (%(default)s)")
-    result.add_argument("--page", type=positive, default=128, help="tokens a page, and rows a summary page (%(default)s)")
+    result.add_argument("--blocks", type=positive, nargs="+", default=[32], help="blocks that a KV head attends (%(default)s)")
+    result.add_argument("--page", type=positive, default=128, help="tokens per page, and rows per summary page (%(default)s)")
     result.add_argument("--heads", "-H", type=positive, default=32, help="query heads (%(default)s)")
     result.add_argument("--kv-heads", type=positive, default=8, help="KV heads (%(default)s)")
     result.add_argument("--head-dim", "-D", type=positive, default=128, help="head dimension (%(default)s)")

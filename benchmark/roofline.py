@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What this machine can do at most, measured through the library's own vector code, and how near its operations come.
+"""The limits of this machine, measured through the library's own vector code, and how near the library's operations come to them.
 
     python benchmark/roofline.py | tee roofline.log | python benchmark/plot.py  # a minute or so
-    python benchmark/roofline.py --threads 2 --no-operations                    # limits only, two threads only
+    python benchmark/roofline.py --threads 2 --no-operations                    # only the limits, only with two threads
 
-First one row a limit: `flops` rows give F, the fp32 FMA peak of a level's widest vectors in GFLOP/s; `tiles` rows
-give P, that of products of bfloat16 tiles with random operands, where the CPU has tiles; `read` rows give GB/s when
-every thread reads its own memory over and over, small enough to stay in the cache named. All threads together. Then one row an
-operation of a small fixed set: its flops over its operands and results counted once, what it reaches, and the share of the limit that binds
-it (F or P for its arithmetic, R for reading), measured in the same turns. Columns are split by white space.
+The first rows are limits, of all threads together: `flops` rows give F, the float32 FMA peak of a level's widest vectors in GFLOP/s.
+`tiles` rows give P, the peak of products of bfloat16 tiles with random operands, if the CPU has tiles. `read` rows give GB/s when every
+thread repeatedly reads memory of its own, small enough to stay in the named cache. Then each operation of a small fixed set has a row: its
+flops over the bytes of its operands and results counted once, its rates, and its share of the limit that binds it (F or P for arithmetic,
+R for reading), measured in the same turns. Columns are split by white space.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPERATION_COLUMNS = columns(
 
 
 def limits(threads: int, levels: Sequence[str], seconds: float) -> Iterator[dict[str, Any]]:
-    """Measure the machine's limits: rows of the table. Reads use the highest of the levels."""
+    """Measure the machine's limits, and yield them as rows of the table. Reads use the highest of the levels."""
     for what, probe in (("flops", _core.probe_flops), ("tiles", _core.probe_tile_flops)):
         for level in levels:
             value = probe(level, seconds, threads)
@@ -46,7 +46,7 @@ def limits(threads: int, levels: Sequence[str], seconds: float) -> Iterator[dict
 def parser() -> argparse.ArgumentParser:
     result = parser_of(__doc__, repeats=5)
     result.set_defaults(threads=list(range(1, blitz_attn.get_num_threads() + 1)))
-    result.add_argument("--seconds", type=above_zero, default=0.3, help="time a measurement of a limit (%(default)s)")
+    result.add_argument("--seconds", type=above_zero, default=0.3, help="seconds per measurement of a limit (%(default)s)")
     result.add_argument("--operations", action=argparse.BooleanOptionalAction, default=True, help="measure operations too (yes)")
     return result
 

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""A speed memory: how near the library's operations came to this machine's limits, stored, and what has moved since.
+"""Records how near the library's operations come to this machine's limits, and compares with an earlier record or with another build.
 
     python benchmark/speed.py --record     # or make bench-record: before a change
     python benchmark/speed.py --compare    # or make bench-compare: after it
     python benchmark/speed.py              # the table alone
     git worktree add ../before HEAD && make -C ../before build && python benchmark/speed.py --beside ../before --threads 1
 
-A row is one operation of a small fixed set (operations.py) at one level with one number of threads; its number is the share of the limit
-that binds it (F, P or R), the median over turns, limits measured in the same turns. `Spread` is half the range of the middle half of the
-turns, over the median. A row is flagged where its median moved by more than both spreads twice over and by more than a twentieth (0.15
-where R binds): what moves by less may be the machine. Records are kept by machine, benchmark/results/<machine>/speed.json: CPU model,
-number of threads, level and cache sizes, and nothing else of it.
+A row is one operation of a small fixed set (operations.py) at one level with one number of threads. `Share` is its share of the limit that
+binds it (F, P or R), measured in the same turns, as the median over turns. `Spread` is half the range of the middle half of the turns, over
+the median. A row is flagged if its median moved by more than twice the sum of both spreads and by more than a twentieth (0.15 if R binds):
+smaller moves may come from the machine. Each machine has its own record, benchmark/results/<machine>/speed.json, where <machine> is made
+from the CPU model, number of threads, level and cache sizes.
 
-`--beside` measures two builds of this library in one process, in turns over the same arrays, and tells what a change gained to half a
-percent: runs of their own differ by three percent, for each process is given other pages of memory. `This/other` is the time of this
-checkout over the other's, the median over turns and the middle half of them: below 1, this one is quicker. `Same_bits`: whether both
-returned the same. `--only decode --kv-mib 512` takes caches beyond L3.
+`--beside` measures two builds of this library in one process, in turns over the same arrays, and so shows differences of half a percent.
+Separate runs differ by three percent, because each process is given other pages of memory. `This/other` is the time of this checkout over
+the other's, as the median over turns; `Low` and `High` bound the middle half of the turns. Below 1, this checkout is faster. `Same_bits`
+tells whether both returned the same bits. `--only decode --kv-mib 512` uses caches larger than L3.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from _bench import RESULTS, Contender, Report, columns, command, commit, in_turn
 from blitz_attn import _core
 from operations import SETTLE_SECONDS, chosen, decode, every_operation, measured, poison
 
-# Between two runs of the same build, medians differ by this much on a machine that others share: caches and memory more than arithmetic.
+# Between two runs of the same build on a shared machine, medians differ by this much: more for caches and memory than for arithmetic.
 LEAST_MOVE = {"F": 0.05, "P": 0.05, "R": 0.15}
 
 COLUMNS = columns("operation:22 dtype:9 level:12 threads:7 Time_[usec]:12.1f Bound_by:8 Share:7.3f Spread:7.3f")
@@ -47,7 +47,7 @@ BESIDE_COLUMNS = columns(
 
 
 def spread(shares: Sequence[float]) -> float:
-    """Half the range of the middle half, over the median."""
+    """Half the range of the middle half of the shares, over their median."""
     if len(shares) < 2:
         return 0.0
     low, _, high = statistics.quantiles(shares, n=4, method="inclusive")
@@ -55,7 +55,7 @@ def spread(shares: Sequence[float]) -> float:
 
 
 def moved(was: Sequence[float], now: Sequence[float], bound: str) -> tuple[float, str]:
-    """How much a share moved, as a part of what it was, and the flag: faster, slower, or - where it may be noise."""
+    """By how much a share moved, relative to its old value, and the flag: faster, SLOWER, or - if it may be noise."""
     change = statistics.median(now) / statistics.median(was) - 1
     noise = max(LEAST_MOVE[bound], 2 * (spread(was) + spread(now)))
     return change, "-" if abs(change) <= noise else "faster" if change > 0 else "SLOWER"
@@ -67,16 +67,16 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"--compare: cannot read {path}: {error.strerror}. make bench-record makes a record of this machine") from None
     except ValueError:
-        raise ValueError(f"--compare: {path} is no record, for it is not JSON") from None
+        raise ValueError(f"--compare: {path} is not a record, because it is not JSON") from None
 
 
 def load(checkout: Path) -> ModuleType:
-    """The library of a checkout that was built in place, or of any folder that holds the package, under another name."""
+    """Import, under another name, the library of a checkout that was built in place or of any folder that holds the package."""
     package = (checkout / "blitz_attn").resolve()
     if not any(package.glob("_core*.so")):
         raise ValueError(f"--beside: expected a checkout that was built in place (make build), found no _core*.so in {package}")
     spec = importlib.util.spec_from_file_location("blitz_attn_other", package / "__init__.py", submodule_search_locations=[str(package)])
-    assert spec  # of a path there is always one
+    assert spec  # a path always has one
     assert spec.loader
     library = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = library
@@ -102,7 +102,7 @@ def beside(other: ModuleType, args: argparse.Namespace, report: Report) -> None:
                 results.append(work.out.tobytes())
                 contenders.append(Contender(operation.name, call, settle=SETTLE_SECONDS))
             before, after = contenders
-            # each goes first in half of a turn: what the one left in caches is what the other finds
+            # Each build runs right after the other and right after itself equally often, so that caches favour neither.
             list(in_turns([before, after, after, before], args, report.progress, 1 / len(operations) / len(args.threads)))
             ratios = [mine / theirs for mine, theirs in zip(after.samples, before.samples, strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     what = result.add_mutually_exclusive_group()
     what.add_argument("--record", action="store_true", help="store what is measured as this machine's record")
     what.add_argument("--compare", action="store_true", help="show what has moved since this machine's record")
-    what.add_argument("--beside", type=Path, metavar="CHECKOUT", help="measure beside this checkout, built in place, in one process")
+    what.add_argument("--beside", type=Path, metavar="CHECKOUT", help="measure CHECKOUT too, in turns in one process; it must be built")
     result.add_argument("--kv-mib", type=positive, default=64, help="with --beside: K and V of a decode step in MiB (%(default)s)")
     result.add_argument("--file", type=Path, help="the record (benchmark/results/<this machine>/speed.json)")
     result.add_argument("--only", nargs="+", metavar="WORD", help="only operations with one of these words in their name or dtype")
@@ -159,7 +159,7 @@ def main(args: argparse.Namespace, report: Report) -> None:
     if args.record:
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"machine": here, "version": blitz_attn.__version__, "commit": commit(), "compiler": _core.compiler, "date": today()}
-        lines = ",\n  ".join(json.dumps(row) for row in rows)  # a row a line: a record's changes can be read
+        lines = ",\n  ".join(json.dumps(row) for row in rows)  # one row per line, so that a diff of records can be read
         path.write_text(json.dumps(about, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
         report.note(f"{path}: {len(rows)} rows")
 

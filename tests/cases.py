@@ -5,27 +5,27 @@ import numpy as np
 import blitz_attn
 from blitz_attn import reference, testing
 
-# A level that has no kernels of its own runs those of the level below: once is enough.
+# A level without kernels of its own runs those of the level below, so it needs no test.
 ISA_LEVELS = tuple(level for level in blitz_attn.isa_levels(available=True) if level in blitz_attn.kernels(level).values())
 DTYPES = ["float32", "float16", "bfloat16", "float64"]
 LAYOUTS = ["BNSD", "BSND", "BSH", "TND"]
 
-# Scores are summed in float32 (float64 for float64) whatever the inputs are.
+# Scores are summed in float64 if the inputs are float64, and in float32 for every other dtype.
 LSE_TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5}
 
 
 def dtype_of(x):
-    """Name of the dtype that an array of `testing.make_qkv` stands for."""
+    """Name of the dtype that an array from `testing.make_qkv` stands for, such as bfloat16 for its bits."""
     return "bfloat16" if x.dtype == np.uint16 else x.dtype.name
 
 
 def bits_option(x):
-    """The keyword that bfloat16 bits need where ml_dtypes is missing."""
+    """The keyword argument that names bfloat16 if `x` holds its bits, as without ml_dtypes."""
     return {"dtype": "bfloat16"} if x.dtype == np.uint16 else {}
 
 
 def poisoned(shape, like):
-    """An array of NaN in the dtype of `like`: whatever the operation does not write will show."""
+    """An array of NaN in the dtype of `like`, so that elements that an operation does not write show."""
     return testing.round_to(np.full(shape, np.nan), dtype_of(like))
 
 
@@ -42,7 +42,7 @@ def lse_shape(q, layout, num_heads=None, num_kv_heads=None):
 
 
 def attend(q, k, v, sabi=None, **options):
-    """(out, lse) of the operation, both written over NaN."""
+    """(out, lse) of the operation, both written into arrays of NaN."""
     layout = options.get("layout", "BNSD")
     heads = {name: options[name] for name in ("num_heads", "num_kv_heads") if name in options}
     out = poisoned(out_shape(q, v, layout, **heads), q)
@@ -54,9 +54,9 @@ def attend(q, k, v, sabi=None, **options):
 
 
 def check(q, k, v, sabi=None, **options):
-    """Hold output and log-sum-exp against the float64 reference, by the error rule, at every instruction set level.
+    """Compare output and log-sum-exp with the float64 reference, by the error rule, at every instruction set level.
 
-    The rule's factor is 2; results of under 2000 elements, whose few roundings are a matter of luck on both sides, get 3.
+    The factor of the rule is 2. It is 3 for results of under 2000 elements, because the errors of few elements vary by chance.
     Returns (out, lse) of the highest level.
     """
     dtype = dtype_of(q)
@@ -79,17 +79,17 @@ def read_only_zeros(*shape):
 
 
 def same_bits(a, b):
-    """True where two arrays hold the same bytes, NaN and signed zero included."""
+    """Whether two arrays hold the same bytes, including NaN and signed zero."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def assert_same(got, expected):
-    """Holds results against others bit for bit."""
+    """Assert that results equal expected ones bit for bit."""
     assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def random_lists(rng, batch, heads, rows, columns, *, share=0.5, empty=0.0, dtype=np.int32):
-    """Unsorted random block lists, a share of whose rows is empty."""
+    """Unsorted random block lists that keep `share` of the blocks; a share `empty` of the rows lists nothing."""
     mask = rng.random((batch, heads, rows, columns)) < share
     mask &= rng.random((batch, heads, rows, 1)) >= empty
     order = rng.random(mask.shape)

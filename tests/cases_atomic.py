@@ -1,4 +1,4 @@
-"""Objects that change, and calls that change them: for suites that stop such a call half-way."""
+"""Objects that change, and calls that change them, for suites that stop such a call halfway."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from cases_nsa import PAPER, WEIGHTS, problem
 
 class Case(NamedTuple):
     make: Callable  # () -> an object
-    call: Callable  # changes it
-    seen: Callable  # (object) -> what a user can see of it, as something that can be compared
+    call: Callable  # (object) -> changes it
+    seen: Callable  # (object) -> the state that a user can see, in a form that can be compared
 
 
 # ---- NsaCache -----------------------------------------------------------------------------------------------------

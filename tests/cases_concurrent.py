@@ -1,4 +1,4 @@
-"""Calls that are big enough for threads to share them out, each a few milliseconds: for what goes on around calls that run."""
+"""Calls of a few milliseconds, large enough to use several threads, for tests of what happens while calls run."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def bits(result):
 
 
 def appended(case):
-    """Caches of 8 bits after the tokens of the case's first pages were appended again."""
+    """8-bit caches, after the tokens of the case's first pages were appended to them again."""
     tokens = case.k_cache[:8].reshape(-1, *case.k_cache.shape[2:])
     caches = [np.zeros(case.k_cache.shape, np.int8) for _ in range(2)]
     blitz_attn.append_paged_kv(tokens, tokens, *caches, slot_mapping=np.arange(len(tokens)), k_scale=0.03, v_scale=0.02)
@@ -21,7 +21,7 @@ def appended(case):
 
 
 def calls(threads):
-    """By name, calls without arguments that return new arrays."""
+    """A dictionary of calls without arguments, each of which returns new arrays."""
     options = {"block_shape": (32, 32), "causal": True, "num_threads": threads}
     q, k, v = testing.make_qkv(1, 4, 2, 400, 400, 32)
     halves = [x.astype(np.float16) for x in (q, k, v)]

@@ -1,4 +1,4 @@
-"""The grid of options that attention and its gradients share: dtypes, layouts, head ratios, token rules, lists and head dims."""
+"""The grid of options for the tests of attention and of its gradients: dtypes, layouts, head ratios, token rules, lists and head dims."""
 
 import numpy as np
 import pytest
@@ -25,14 +25,14 @@ DIMS = {"40x24": (40, 24), "64x64": (64, 64), "7x33": (7, 33)}
 
 
 def every_combination(function):
-    """A test of (dtype, layout, heads, rule, kind, dims): names of this file's tables."""
+    """Decorate a test of (dtype, layout, heads, rule, kind, dims), which are names in this file's tables."""
     for name, values in [("dims", DIMS), ("kind", LISTS), ("rule", RULES), ("heads", HEADS), ("layout", LAYOUTS), ("dtype", DTYPES)]:
         function = pytest.mark.parametrize(name, list(values))(function)
     return function
 
 
 def rule_options(rule, layout, heads, kv_heads):
-    """Options of a call in a layout; TND says its lengths by where the sequences end."""
+    """Options of a call in a layout. For TND, lengths become cumulative lengths."""
     options = dict(RULES[rule], layout=layout)
     if layout == "BSH":
         options.update(num_heads=heads, num_kv_heads=kv_heads)
@@ -43,7 +43,7 @@ def rule_options(rule, layout, heads, kv_heads):
 
 
 def trimmed(q, k, v, options):
-    """Arrays of as many tokens as the cumulative lengths of a TND call say."""
+    """The arrays, cut to the number of tokens in the cumulative lengths of a TND call."""
     if options["layout"] != "TND":
         return q, k, v
     q_end, kv_end = options["cu_seqlens_q"][-1], options["cu_seqlens_kv"][-1]

@@ -1,4 +1,4 @@
-"""Masks, what they add to scores, and attention under them in plain NumPy: for the tests of `attn_mask`, `alibi_slopes` and `kv_ranges`."""
+"""Masks, the bias that they add to scores, and attention under them in plain NumPy, for tests of `attn_mask`, `alibi_slopes` and `kv_ranges`."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ HAS_ML_DTYPES = testing.round_to([1.0], "bfloat16").dtype != np.uint16
 BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.skipif(not HAS_ML_DTYPES, reason="needs ml_dtypes"))
 
 
-# ---- Masks and what they say ----------------------------------------------------------------------------------------
+# ---- Masks and biases -----------------------------------------------------------------------------------------------
 
 
 def kept(rng, *shape):
@@ -49,7 +49,7 @@ def mask_of(name, batch=B, q_len=Q, kv_len=KV):
 
 
 def bias_of(mask):
-    """What a mask adds, in float64."""
+    """What a mask adds to scores, in float64."""
     return np.where(mask, 0.0, -np.inf) if mask.dtype == bool else testing.to_float64(mask)
 
 
@@ -62,7 +62,7 @@ def slope_bias(q_len, kv_len, slopes=SLOPES, begin=None):
 
 
 def softmax_of(q, k, v, bias, softcap=None, sinks=None):
-    """Weights, output and log-sum-exp in float64. Keys and values are those of each query head."""
+    """Weights, output and log-sum-exp in float64. `k` and `v` have as many heads as `q`."""
     scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3])
     scores = (scores if softcap is None else softcap * np.tanh(scores / softcap)) + bias
     sink = np.full(scores.shape[:3], -np.inf) if sinks is None else np.broadcast_to(np.float64(sinks)[:, None], scores.shape[:3])
@@ -76,7 +76,7 @@ def softmax_of(q, k, v, bias, softcap=None, sinks=None):
 
 
 def score_gradients(p, out, v, dout, dlse=0.0):
-    """The gradient of what is added to each score, (B, H, Sq, Skv), from what `softmax_of` took and returned."""
+    """The gradient of the bias that is added to each score, (B, H, Sq, Skv), from arguments and results of `softmax_of`."""
     return p * (dout @ v.swapaxes(2, 3) - (dout * out).sum(axis=-1, keepdims=True) + dlse)
 
 
@@ -99,7 +99,7 @@ def expected(q, k, v, bias, dout=None, softcap=None, sinks=None):
 
 
 def problem(dtype="float32", layout="BNSD", q_len=Q, kv_len=KV):
-    """Arrays in the layout and the same in float64 as (B, H, S, D), and the options of the call."""
+    """Arrays in the layout, the same values in float64 as (B, H, S, D), and the options of the call."""
     given = testing.make_qkv(B, H, HKV, q_len, kv_len, D, dtype=dtype)
     exact = [testing.to_float64(x, dtype) for x in given]
     options = {"layout": layout} | bits_option(given[0])
@@ -115,7 +115,7 @@ def laid_out(x, layout):
 
 
 def to_heads(x, layout, heads):
-    """(B, H, S, D), or (B, H, S), of a result."""
+    """A result as (B, H, S, D), or as (B, H, S) for a log-sum-exp."""
     if layout == "TND":
         return x.reshape(B, -1, *x.shape[1:]).swapaxes(1, 2)
     if layout == "BNSD" or x.shape[1] == heads:
@@ -124,14 +124,14 @@ def to_heads(x, layout, heads):
 
 
 def attend(arrays, options, num_threads=1, **more):
-    """(out, lse) of the call, whose bits three threads give as well."""
+    """(out, lse) of the call, after a check that three threads give the same bits."""
     results = [blitz_attn.block_sparse_attention(*arrays, return_lse=True, num_threads=n, **options, **more) for n in (num_threads, 3)]
     assert all(map(same_bits, *results))
     return results[0]
 
 
 def gradients(dout, arrays, result, options, **more):
-    """(dq, dk, dv) of the call, whose bits three threads give as well."""
+    """(dq, dk, dv) of the call, after a check that three threads give the same bits."""
     call = blitz_attn.block_sparse_attention_backward
     found = [call(dout, *arrays, *result, num_threads=n, **options, **more) for n in (1, 3)]
     assert all(map(same_bits, *found))
@@ -144,7 +144,7 @@ def close(found, right, dtype="float32", times=1):
 
 
 def hiding(kind, hidden):
-    """A mask that hides what is True in `hidden`."""
+    """A mask that hides the keys that are True in `hidden`."""
     if kind == "bool":
         return ~hidden
     least = np.finfo(np.float32).min if kind == "least" else -np.inf

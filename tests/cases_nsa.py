@@ -32,10 +32,10 @@ MODES = {
 both_modes = pytest.mark.parametrize("mode", [PAPER, MSLK], ids=["paper", "mslk"])
 every_mode = pytest.mark.parametrize("mode", list(MODES))
 
-# Tolerances of the upstream suite, by what they are for.
+# Tolerances of the upstream suite for each of its comparisons.
 UPSTREAM = {
     "compress_float32": 1e-5,
-    "compress_bfloat16": 1e-3,  # fused against plain, of inputs * 0.1 as all of its suite
+    "compress_bfloat16": 1e-3,  # its fused kernel against its plain computation; in that suite, all inputs are multiplied by 0.1
     "compress_bfloat16_against_float32": 1e-2,
     "gating_bfloat16_max": 0.05,
     "gating_bfloat16_mean": 5e-3,
@@ -53,7 +53,7 @@ UPSTREAM = {
     "varlen_mean": 1e-3,
     "varlen_one_sequence": 1e-5,
     "varlen_backward_one_sequence": 0.01,
-    "gradcheck": {"eps": 1e-6, "atol": 1e-5, "rtol": 1e-3},  # torch's own
+    "gradcheck": {"eps": 1e-6, "atol": 1e-5, "rtol": 1e-3},  # torch's own tolerances
 }
 
 
@@ -66,7 +66,7 @@ def tensors(shape, *, dtype="float32", seed=0, size=1.0):
 
 
 def problem(tokens, heads=4, kv_heads=2, dim=16, v_dim=None, *, batch=2, packed=False, dtype="float32", seed=0, size=1.0, weights=()):
-    """q, k, v and a dictionary of what `weights` names. `packed`: tokens is a list of lengths, and cu_seqlens comes along."""
+    """q, k, v and a dictionary of the arrays that `weights` names. If `packed`, `tokens` is a list of lengths, and cu_seqlens is in it too."""
     v_dim = v_dim or dim
     leading = (sum(tokens),) if packed else (batch, tokens)
     rng = np.random.default_rng(seed)
@@ -88,7 +88,7 @@ def problem(tokens, heads=4, kv_heads=2, dim=16, v_dim=None, *, batch=2, packed=
 
 
 def one_hot(q, branch, dtype=None):
-    """Gates that leave one branch: 0 compressed, 1 selected, 2 window."""
+    """Gates that are 1 for one branch (0 compressed, 1 selected, 2 window) and 0 for the others."""
     gates = np.zeros((*q.shape[:-1], 3))
     gates[..., branch] = 1
     return testing.round_to(gates, dtype or dtype_of(q))
@@ -102,7 +102,7 @@ def sequences(q, options):
 
 
 def alone(n, q, k, v, options, routing=None):
-    """Arguments of sequence n of a packed call as a call of its own."""
+    """Arguments of a call of sequence n alone, from those of a packed call."""
     part = sequences(q, options)[n]
     own = {name: x for name, x in options.items() if name not in ("cu_seqlens", "gates")}
     if "gates" in options:
@@ -114,7 +114,7 @@ def alone(n, q, k, v, options, routing=None):
 
 
 def run(q, k, v, **options):
-    """(result over NaN, context)."""
+    """(result, context). The result is written into an array of NaN."""
     out = poisoned((*q.shape[:-1], v.shape[-1]), q)
     result, context = nsa.nsa(q, k, v, out=out, return_context=True, **bits_option(q), **options)
     assert result is out
@@ -134,10 +134,11 @@ def errors_close(values, exact, rough, dtype, factor, what):
 
 
 def check(q, k, v, *, levels=ISA_LEVELS, **options):
-    """Hold the result and all gradients against the float64 reference, by the error rule, at every instruction set level.
+    """Compare the result and all gradients with the float64 reference, by the error rule, at every instruction set level.
 
-    Blocks whose scores differ by less than rounding may be chosen either way, so the reference attends to what was chosen; of float64, it
-    chooses the same. Factors are those of `cases.check`, and 3 for gradients. Returns (result, gradients) of the highest level.
+    Of blocks whose scores differ by less than rounding, either may be chosen, so the reference attends the blocks that the operation chose.
+    In float64 it must choose the same. Factors are those of `cases.check`, and 3 for gradients. Returns (result, gradients) of the highest
+    level.
     """
     dtype, bits = dtype_of(q), bits_option(q)
     previous = None

@@ -1,4 +1,4 @@
-"""Every public operation as a small call over arrays that are made once: for the suites that call each of them many times."""
+"""Every public operation as a small call over arrays that are made once, for suites that call each operation many times."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,15 +12,15 @@ from blitz_attn.compat.torch_bsa import blitz_sparse_attention
 
 
 class Operation(NamedTuple):
-    """`call()` returns what the operation returns; `outs` are the arrays that it writes, if the caller gives them."""
+    """`call()` returns what the operation returns. `outs` are the arrays given to it for its results, if any."""
 
     call: Callable[[], Any]
     outs: tuple[np.ndarray, ...] = ()
-    refused: Callable[[], Any] | None = None  # the same with an argument that raises ValueError or TypeError
+    refused: Callable[[], Any] | None = None  # the same call with an argument that raises ValueError or TypeError
 
 
 def arrays_of(result):
-    """The arrays of a result, whatever tuples they lie in."""
+    """The arrays of a result, which may be nested tuples."""
     if isinstance(result, tuple):
         return [x for part in result for x in arrays_of(part)]
     return [] if result is None else [np.asarray(result)]
@@ -426,7 +426,7 @@ def compatible(_threads):
 
 
 def settings(_threads):
-    """Each returns what a call before it could have left changed."""
+    """Operations that return settings, which an earlier call could have left changed."""
 
     def capped():
         with blitz_attn.isa("portable"):
@@ -452,5 +452,5 @@ GROUPS = (block_sparse, choosing, paged, quest, merging, native, compatible, set
 
 
 def operations(threads=1):
-    """All of them, by name: that of the function, or of the class and method, and what may follow a comma."""
+    """All operations by name: the name of the function, or of the class and method, and in some cases a comma and a remark."""
     return {name: operation for group in GROUPS for name, operation in group(threads).items()}

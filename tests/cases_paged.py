@@ -1,4 +1,4 @@
-"""What the suites of the paged operations share: calls over poisoned outputs, comparison with the reference."""
+"""What the suites of the paged operations share: calls that write into poisoned outputs, and comparison with the reference."""
 
 import numpy as np
 
@@ -7,8 +7,8 @@ from blitz_attn import reference, testing
 from cases import DTYPES, ISA_LEVELS, LSE_TOLERANCE, poisoned
 
 CACHE_DTYPES = ["float32", "float16", "bfloat16", "int8", "float8_e4m3"]
-PAIRS = [(d, c) for d in DTYPES for c in (CACHE_DTYPES if d != "float64" else ["float64"])]  # queries, and the caches that they may read
-# Requests of 12, 20, 8, 32, 0 and 36 queries of a KV head, with four heads per KV head.
+PAIRS = [(d, c) for d in DTYPES for c in (CACHE_DTYPES if d != "float64" else ["float64"])]  # dtypes of queries, and of the caches that they may read
+# Lengths and new tokens of requests. With four query heads per KV head, a KV head has 12, 20, 8, 32, 0 and 36 queries.
 DRAFT_LENS, DRAFTS = [1400, 2200, 700, 2100, 30, 2400], [3, 5, 2, 8, 0, 9]
 
 
@@ -18,7 +18,7 @@ def _poisoned_results(case):
 
 
 def attend_paged(case, selected=None, tables=None, **options):
-    """(out, lse) of the operation, both written over NaN. `tables` replaces the case's tables and lengths."""
+    """(out, lse) of the operation, both written into arrays of NaN. `tables` replaces the case's tables and lengths."""
     out, lse = _poisoned_results(case)
     arrays = case.arrays if tables is None else (*case.arrays[:3], *tables)
     options = {**case.options, **options}
@@ -31,12 +31,12 @@ def attend_paged(case, selected=None, tables=None, **options):
     return out, lse
 
 
-# The options that a plan's calls take. Its constructor takes all others.
+# The options that a plan's calls take. The constructor of a plan takes all others.
 PER_CALL = ("sinks", "k_scale", "v_scale", "counts", "kv_ranges", "attn_mask", "alibi_slopes")
 
 
 def plan_paged(case, tables=None, **options):
-    """A plan of the case's requests, and the options that are left for its calls. `tables` as in `attend_paged`."""
+    """A plan of the case's requests, and the options that remain for its calls. `tables` is as in `attend_paged`."""
     options = {**case.options, **options}
     per_call = {name: options.pop(name) for name in PER_CALL if name in options}
     return blitz_attn.PagedPlan(*(tables or case.arrays[3:]), page_size=case.page_size, **options), per_call
@@ -53,11 +53,11 @@ def every_block(case, rows, width=None):
 
 
 def check_paged(case, selected=None, **options):
-    """Hold output and log-sum-exp against the float64 reference, by the error rule, at every instruction set level.
+    """Compare output and log-sum-exp with the float64 reference, by the error rule, at every instruction set level.
 
-    The rule's factor is 2; results of under 2000 elements, whose few roundings are a matter of luck on both sides, get 3. All
-    elements of a row share the error of its scores, and a decode has few rows: so the largest single error, which is a matter
-    of the unluckiest row on both sides, always gets 3. Returns (out, lse) of the highest level.
+    The factor of the rule is 2. It is 3 for results of under 2000 elements, because the errors of few elements vary by chance. It is always
+    3 for the largest single error: all elements of a row share the error of its scores, and a decode has few rows. Returns (out, lse) of
+    the highest level.
     """
     both = {**case.options, **options}
     if selected is None:

@@ -1,4 +1,4 @@
-"""Every operation and option at sizes of choice: for the suites that ask how time and memory depend on the numbers of tokens, queries and requests."""
+"""Every operation and option at sizes of choice, for suites that test how time and memory depend on numbers of tokens, queries and requests."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,20 +16,21 @@ class Sized(NamedTuple):
     """An operation. `make(tokens, queries, requests, threads)` makes its arrays and returns the call."""
 
     make: Callable[[int, int, int, int], Callable[[], Any]]
-    small: tuple[int, int, int]  # sizes at which a call takes a moment
-    long: tuple[int, int, int]  # sizes at which it takes a second, if it can
-    # The sizes that grow in turns: tokens, queries, requests; "s": tokens and queries together. Where a call makes a grid anyway, they grow alone.
+    small: tuple[int, int, int]  # tokens, queries and requests of a quick call
+    long: tuple[int, int, int]  # those of a call of about a second
+    # The sizes that grow, each in its own runs: "t" tokens, "q" queries, "r" requests, "s" tokens and queries together. A call whose arrays are a
+    # grid of queries and tokens anyway has "t" and "q" instead of "s".
     grows: str = "tq"
 
 
 def reals(*shape, dtype=np.float32):
-    """Random numbers, few of which are drawn."""
+    """Random numbers, of which 65536 are drawn and repeated."""
     drawn = np.random.default_rng(sum(shape)).standard_normal(1 << 16).astype(dtype)
     return np.resize(drawn, shape)
 
 
 def zeros(*shape, dtype=np.float32):
-    """Zeros whose memory is there: np.zeros leaves that to the first who writes."""
+    """Zeros in memory that is already resident. np.zeros would leave it to the first write."""
     array = np.empty(shape, dtype)
     array[...] = 0
     return array
@@ -43,7 +44,7 @@ def qkv(tokens, queries, requests, dtype=np.float32):
 
 
 def window_list(tokens, queries, heads=1, width=4):
-    """Some blocks for each block of queries."""
+    """A list of `width` blocks for each block of queries."""
     rows, columns = -(-queries // BLOCK), -(-tokens // BLOCK)
     listed = (np.arange(rows)[:, None] + np.arange(width) * (columns // width)) % columns
     return np.broadcast_to(np.sort(listed, axis=1).astype(np.int32), (1, heads, rows, width)).copy()
@@ -194,7 +195,7 @@ def cache_of(pages, dtype=np.float32):
 
 
 def eight_bit(pages):
-    """Keys, values and their scales."""
+    """Keys, values and their scales in 8 bits."""
     values = np.resize(np.arange(-127, 128).astype(np.int8), (pages, PAGE, KV_HEADS, DIM))
     scale = zeros(pages, PAGE, KV_HEADS)
     scale[...] = 0.01
@@ -362,7 +363,7 @@ SIZES = {"compress_block_size": 64, "num_selected_blocks": 4, "window_size": 256
 
 
 def native(of, **options):
-    """A call of `of(name -> array)` over arrays in layout BSND."""
+    """Makes a call of `of` with arrays in layout BSND."""
 
     def make(tokens, queries, requests, threads):
         q, k, v = (reals(requests, tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -451,12 +452,12 @@ NATIVE = {
 
 
 def built(of):
-    """A call of `of(queries, tokens)`."""
+    """Makes a call of `of(queries, tokens)`."""
     return lambda tokens, queries, requests, threads: lambda: of(queries, tokens)
 
 
 def over_list(of, heads=1):
-    """A call of `of(list, columns, tokens)` over a list of as many rows and columns as queries and tokens have blocks."""
+    """Makes a call of `of(list, columns, tokens)`, where the list has a row per block of queries and a column per block of tokens."""
 
     def make(tokens, queries, requests, threads):
         lists, columns = window_list(tokens, queries, requests * heads, 16), -(-tokens // BLOCK)

@@ -14,7 +14,7 @@ from blitz_attn.integrations._transformers import attention  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache, register  # noqa: E402
 
-register()  # for all tests that import this file
+register()  # once, for all tests that import this file
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -68,7 +68,7 @@ def reset_configurations():
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
-    """Threads of small models wait for each other more than they compute."""
+    """Use one thread: in small models, several threads would wait for each other more than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,7 +90,7 @@ def forward(model, implementation, ids, **options):
 
 
 def padded(rng, side, batch, tokens):
-    """2-D mask of a batch, None without padding."""
+    """The 2-D padding mask of a batch; None without padding."""
     if side == "none":
         return None
     mask = torch.ones(batch, tokens, dtype=torch.long)
@@ -114,7 +114,7 @@ def make_cache(kind, model, tokens):
 
 
 def in_chunks(model, implementation, ids, mask, cache, sizes):
-    """Logits of a prompt that is read in chunks through a cache; without a cache at once."""
+    """Logits of a prompt that is read in chunks through a cache, or at once without a cache."""
     where = positions(mask, *ids.shape)
     parts, begin = [], 0
     for size in sizes if cache is not None else [ids.shape[1]]:
@@ -128,7 +128,7 @@ def in_chunks(model, implementation, ids, mask, cache, sizes):
 
 
 def draw_sizes(rng, tokens):
-    """Chunks that cover the tokens: at once, a chunk and single tokens, or any."""
+    """Sizes of chunks that cover the tokens: one chunk, one chunk and then single tokens, or random sizes."""
     kind = rng.choice(("whole", "decode", "any"))
     if kind == "whole":
         return [tokens]
@@ -152,7 +152,7 @@ def tensors(*shape, seed=0):
 
 
 def eager(q, k, v, mask, bias=0.0, scale=None, softcap=None, sinks=None):
-    """Attention in float64 by the elements of a mask, by what is added to the scores, and with a score without a value for each head."""
+    """Attention in float64 with a bool mask, a bias that is added to scores, and sinks: per head, a score that has no value."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q.double() @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -163,7 +163,7 @@ def eager(q, k, v, mask, bias=0.0, scale=None, softcap=None, sinks=None):
 
 
 def seen_by_calls(mask):
-    """What the calls that a mask leads to let each query see, by the alignment that the operations document."""
+    """The keys that each query sees in the calls that a mask becomes, by the alignment that the operations document."""
     batch, _, queries, keys = mask.shape
     rules, seen = mask.rules, np.zeros((batch, queries, keys), bool)
     left, right = rules.window or (-1, -1)

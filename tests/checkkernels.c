@@ -95,8 +95,8 @@ static subject subject_of(const listed *l) {
     return s;
 }
 
-/* The family's own kernels over a cache of another dtype: for few queries, where it has one, and for panels, where these take scales. Returns whether
- * it has any. */
+/* Sets `over` to the family's own kernels over a cache of another dtype: for few queries, if it has one, and for panels, if they take scales. Returns
+ * whether the family has any. */
 static bool subject_over(const listed *l, ba_dtype kv_dtype, subject *over) {
     static char name[80];
     subject s = subject_of(l);
@@ -251,8 +251,8 @@ static void check_end(const test_case *c, const ba_panel *panel, record *r, cons
     }
 }
 
-/* Runs the case in chunks of chunk_keys keys: with the fused kernel; where the family has the separate parts, with these; and for FEW also as two
- * states that are joined. */
+/* Runs the case in chunks of chunk_keys keys: with the fused kernel; with its separate parts, if the family has them; and for FEW also as two states
+ * that are joined. */
 static void check_case(const test_case *c, int64_t chunk_keys) {
     static plain_row want[BA_MAX_LANES];
     for (int64_t i = 0; i < c->queries; i++) attend_plainly(c, i, &want[i]);
@@ -328,8 +328,8 @@ static void make_single(test_case *c, int64_t v_dim) {
 
 static double visible_number(const test_case *c, double x) { return fabs(x) < tiny(c) ? 0 : x; }
 
-/* Checks that every bit pattern of K and V is read as the number that it stands for: K exactly, V up to the rounding of its weight, which is nothing
- * where the weight is 1: m is then the maximum itself, and there is no scale. */
+/* Checks that every bit pattern of K and V is read as the number that it stands for: K exactly, V up to the rounding of its weight. A weight of 1
+ * has no rounding: m is then the maximum itself, and there is no scale. */
 static void check_patterns_in(test_case *c) {
     const int64_t patterns = patterns_of(c->s.kv_dtype), size = ba_dtype_size(c->s.kv_dtype);
     const bool packs = c->variant != FEW && c->s.pack_k;
@@ -418,8 +418,8 @@ static void check_pack_queries(test_case *c) {
     }
 }
 
-/* For n = 0, 1, 2, ..: of each bit pattern in turn its number, the midpoint to the next pattern's number, and the floats just above and just below
- * the midpoint. */
+/* For n = 0, 1, 2, .., four numbers for each bit pattern: its own number, the midpoint to the next pattern's number, and the floats just above and
+ * just below the midpoint. */
 static double near_pattern(ba_dtype dtype, int64_t n) {
     const int patterns = patterns_of(dtype), bits = (int)(n / 4 % patterns);
     const double here = decode(dtype, bits), next = decode(dtype, (bits + 1) % patterns);
@@ -607,7 +607,7 @@ static void check_probabilities(test_case *c) {
     }
 }
 
-/* Two chunks, cut anywhere: a block that the cut parts is continued. */
+/* The keys are cut into two chunks anywhere. A block that is cut is continued in the second chunk. */
 static void check_block_sums(test_case *c) {
     record *r = &records[BLOCK_SUMS];
     const ba_panel_kernels *kernels = c->s.f->panel;
@@ -684,7 +684,7 @@ static void check_weighed_heads(test_case *c) {
     }
 }
 
-/* The next block to choose among those that are not taken yet: one that is always chosen, else the one with the highest score. -1: no block is
+/* The next block to choose among those that are not taken yet: one that is always chosen, else the one with the highest score; -1 if no block is
  * left. */
 static int64_t next_choice(const ba_choice *choice, const double *score, const bool *taken, int64_t row) {
     int64_t best = -1;
@@ -766,7 +766,7 @@ static void check_score_heads(test_case *c) {
         for (int64_t i = 0; i < heads * queries; i++)
             for (int64_t j = 0; j < rows; j++) {
                 double sum = 0, size = 0, other_size = 0;
-                bool defined = true; /* the result is not defined where one side's product is 0 times infinity */
+                bool defined = true; /* the result is not defined if one side's product is 0 times infinity */
                 for (int64_t d = i / queries * dim; d < (i / queries + 1) * dim; d++) {
                     const double query = q.value[i % queries][d], first = query * k.value[j][d];
                     const double second = sides == 1 ? first : query * k.value[rows + j][d];
@@ -882,7 +882,7 @@ static void check_probe(void *context) {
         float *data = place(PROBE, bytes), sink[BA_MAX_LANES];
         int words = 0, word;
         for (int64_t i = 0; i < bytes / 4; i++) {
-            data[i] = (float)(0.6 + 0.1 * uniform()); /* also multipliers whose powers do not grow */
+            data[i] = (float)(0.6 + 0.1 * uniform()); /* usable as multipliers, too, because their powers do not grow */
             memcpy(&word, &data[i], sizeof word);
             words ^= word;
         }
@@ -898,8 +898,8 @@ static void check_probe(void *context) {
     }
 }
 
-/* Each level's table holds, for each dtype, the highest kernel of the list that the level and the CPU allow, and of two that differ in prefetches the
- * one whose prefetches the CPU carries out. */
+/* Checks that each level's table has, for each dtype, the highest kernel of the list that the level and the CPU allow, and of two kernels that differ
+ * in prefetches the one whose prefetches the CPU carries out. */
 static void check_dispatch(void) {
     clear_records();
     record *r = &records[0];

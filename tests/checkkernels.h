@@ -67,7 +67,7 @@ int patterns_of(ba_dtype dtype);          /* how many bit patterns the dtype has
 double get_element(ba_dtype dtype, const void *data, int64_t index);
 double set_element(ba_dtype dtype, void *data, int64_t index, double value); /* returns the rounded value */
 
-/* Unit roundoff, smallest positive and largest finite number of a dtype. For a family's real: of float or double. */
+/* Unit roundoff, smallest positive and largest finite number of a dtype. real_of() is float32 or float64: the type in which a family computes. */
 double unit_of(ba_dtype dtype);
 double smallest_of(ba_dtype dtype);
 double largest_of(ba_dtype dtype);
@@ -120,7 +120,7 @@ void guarded_run(void (*run)(void *context), void *context, record *r);
 
 /* ---- A case (checkkernels_case.c) --------------------------------------------------------------------------------- */
 
-/* What is checked: a family with K and V of its own dtype, or with a cache of another dtype, by the cache's kernels or by the family's own. */
+/* What is checked: a family with K and V of its own dtype, or with a cache of another dtype, run by the cache's kernels or by the family's own. */
 typedef struct subject {
     const char *name;
     const ba_attend_family *f;
@@ -130,7 +130,7 @@ typedef struct subject {
     ba_pack_rows_fn widen; /* rows of a quantised cache are widened before they are packed; NULL: they are packed as they are */
     int64_t pack_bytes;
     ba_attend_few_fn few;
-    ba_attend_few_fn few_into_l1;          /* where `few` prefetches into L2: the kernel that it replaces, whose bits it returns */
+    ba_attend_few_fn few_into_l1;          /* if `few` prefetches into L2: the kernel that it replaces, whose bits it returns */
     const ba_cache_kernels *cache_into_l1; /* the same of all kernels of a cache */
 } subject;
 
@@ -170,7 +170,7 @@ extern operand q, k, v;
 extern const double specials[3]; /* NaN and the infinities */
 
 bool in_rows(const test_case *c); /* FEW and ROUTED, whose o is [query][dim] */
-/* Draws everything of a case but the kernel, the variant and the sizes. Forgets what was placed before. */
+/* Draws everything of a case except the kernel, the variant and the sizes. Forgets what was placed before. */
 void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim);
 void set_variant(test_case *c, int variant, int64_t queries);
 void drop_options(test_case *c); /* neither a softcap, nor scales, nor a bias */
@@ -185,12 +185,12 @@ void **place_out_rows(const test_case *c);
 ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l);
 ba_panel open_panel(const test_case *c);
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys);
-/* The same, with rows that are longer than what the kernel reads of them. */
+/* The same, with rows that are longer than the part that the kernel reads. */
 ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t k_dim, int64_t v_dim);
 ba_bias place_bias(const test_case *c, int64_t first, int64_t keys); /* without numbers where there is none */
 void attend(const test_case *c, ba_panel *panel, const ba_chunk *chunk);
 
-/* Makes a panel of an empty state fresh, with NaN where its sums will be, in most cases where the family takes such panels. */
+/* Marks a panel with an empty state as fresh and fills its sums with NaN, in most cases; does nothing if the family takes no fresh panels. */
 void refresh(const test_case *c, ba_panel *panel);
 /* What the driver does with a panel that has attended nothing: its sums become 0. */
 void close_fresh(const test_case *c, ba_panel *panel);
@@ -204,7 +204,7 @@ int64_t o_index(const test_case *c, int64_t d, int64_t lane);
 enum { SHORT_DIMS = 40, DIMS = SHORT_DIMS + 8 };
 int64_t dim_at(int64_t i);
 
-/* The results of plain arithmetic, and how far a kernel may be from them. */
+/* The results of plain arithmetic, and by how much those of a kernel may differ. */
 double unit(const test_case *c);                       /* the relative error of one operation in real */
 bool few_are_own(const test_case *c);                  /* FEW packs queries in a format of its own */
 double tiny(const test_case *c);                       /* a number below this may count as 0 */

@@ -166,7 +166,7 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
         weights[n] = (ba_weights){data, width, used, 0, keys};
         if (!pick(3)) weights[n].end = pick(keys + 1);
         if (!pick(3)) weights[n].begin = pick(weights[n].end + 1);
-        const bool none = weights[n].begin == weights[n].end; /* at any key: the weights then stay NaN, and must not be read */
+        const bool none = weights[n].begin == weights[n].end; /* no key has weights: they stay NaN, and must not be read */
         for (int64_t at = 0; !none && at < keys * width; at++) {
             const bool inside = at / width >= weights[n].begin && at / width < weights[n].end;
             set_element(real_dtype(c), data, at, inside && pick(4) ? uniform() : 0);
@@ -217,7 +217,7 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
 enum { TILE_DQ, TILE_DK, TILE_DV, TILE_PARTS };
 static record tile_records[TILE_PARTS], joined_record;
 
-/* The right value of a sum, and how far a kernel may be from it. Weights below the range of real count as 0. */
+/* The right value of a sum, and by how much a kernel's may differ. Weights below the range of real count as 0. */
 typedef struct plain_sum {
     double value, size, error;
 } plain_sum;
@@ -439,7 +439,7 @@ static void same_sums(const test_case *c, record *r, void *a, void *b, int64_t n
     }
 }
 
-/* With joins_tiles, panels of several query tiles give the bits that they give one after another. */
+/* With joins_tiles, the panels of several query tiles give the same bits together as one after another. */
 static void check_joined(const test_case *c, record *r) {
     const ba_attend_family *f = c->s.f;
     const int panels = 2 + (int)pick(JOINED - 1);

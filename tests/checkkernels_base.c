@@ -291,7 +291,7 @@ void guarded_run(void (*run)(void *context), void *context, record *r) {
     struct sigaction action = {.sa_handler = on_fault}, before[3];
     for (int i = 0; i < 3; i++) sigaction(faults[i], &action, &before[i]);
 #ifdef BA_TILE_TRAPS
-    ba_trap_tiles(); /* leaves to on_fault what is no tile instruction */
+    ba_trap_tiles(); /* on_fault still gets the faults of all instructions except tile instructions */
 #endif
     const int fault = sigsetjmp(after_fault, 1);
     if (fault == 0) run(context);

@@ -5,7 +5,7 @@
 
 enum { MASK_KEYS = 200, MASK_STRIDE = 3, ROW_ELEMENTS = MASK_KEYS * MASK_STRIDE };
 
-/* What the numbers of a mask are: of any size, all 0, all -inf, few of them neither, or special. */
+/* The numbers of a mask: of any size, all 0, all -inf, 0 and -inf with few other numbers, or special ones. */
 typedef enum kind { ANY, ZEROS, HIDDEN, FEW_NUMBERS, SPECIALS, KINDS } kind;
 
 static double draw(kind kind) {

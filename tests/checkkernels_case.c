@@ -98,7 +98,7 @@ void drop_options(test_case *c) {
     c->biased = false;
 }
 
-/* Numbers of log2 units for all lanes, and -inf. Where sums are to be exact, only 0 and -inf. */
+/* Draws biases for all lanes: numbers in log2 units, and -inf. If sums must be exact, only 0 and -inf. */
 static void draw_bias(test_case *c, bool exact) {
     c->biased = c->variant != ROUTED && pick(4) == 0;
     const bool hides = pick(3) > 0;
@@ -351,11 +351,11 @@ double weight_error(const test_case *c, double x) {
     return exp2(x) * (unit(c) * (4 + fmin(fabs(x), 2000)) + exp_unit(c)) + (c->s.f->real_size == 4 ? 0x1p-126 : 0x1p-1022);
 }
 
-/* What is lost of a weight that is multiplied by the scale of its value before it is rounded: products of tiles read subnormal numbers as 0. */
+/* The largest error of a weight that is multiplied by the scale of its value before it is rounded: products of tiles read subnormal numbers as 0. */
 static double flushed_weight(const test_case *c) { return c->scaled ? tiny(c) : 0; }
 
-/* Computes the attention of one lane over all keys of the case, and how far a kernel may be from it: an error of a score becomes a relative error of
- * its weight, and errors of weights move the weighted mean of the values. */
+/* Computes the attention of one lane over all keys of the case, and by how much a kernel's may differ: an error of a score becomes a relative error
+ * of its weight, and errors of weights change the weighted mean of the values. */
 void attend_plainly(const test_case *c, int64_t lane, plain_row *r) {
     static double weight[MAX_KEYS], slack[MAX_KEYS];
     static int64_t seen[MAX_KEYS];

@@ -17,8 +17,8 @@ static void dot_by_instruction(uint32_t *sum, const uint32_t *a, const uint32_t 
 static bool is_nan(uint32_t bits) { return (bits & 0x7fffffff) > 0x7f800000; }
 static uint32_t draw(void) { return (uint32_t)pick(1 << 16) << 16 | (uint32_t)pick(1 << 16); }
 
-/* Bits of every kind, and of like sizes: at random; near 1, near the smallest and near the largest number; and sums that end next to the
- * smallest normal number. */
+/* Operands: bits at random; numbers of similar sizes near 1, near the smallest and near the largest number; and numbers whose sums end next to
+ * the smallest normal number. */
 static const struct {
     uint32_t keep, a, b, sum;
 } kinds[] = {{0xffffffff, 0, 0, 0},

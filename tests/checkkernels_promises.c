@@ -12,7 +12,7 @@ typedef struct key_range {
     int64_t begin, end;
 } key_range;
 
-/* A chunk may be cut at any multiple of so many keys. */
+/* Returns a number of keys; a chunk may be cut at any multiple of it. */
 static int64_t step_of(const test_case *c) {
     return c->variant == ROUTED ? BA_ROUTED_KEYS : c->variant == FEW ? ba_max(BA_FEW_KEY_ALIGN, c->s.f->key_align) : c->s.f->key_align;
 }
@@ -160,8 +160,8 @@ void check_promises(test_case *c) {
     }
 }
 
-/* Whether two results have the same bits, where any NaN equals any other: which of two NaN a sum keeps depends on the order of operands that the
- * compiler has chosen. */
+/* Whether two results have the same bits, with all NaN equal: which of two NaN a sum keeps depends on the order of operands that the compiler has
+ * chosen. */
 static bool same_state(const test_case *c, const void *a, const void *b, int64_t reals) {
     const int64_t real = c->s.f->real_size;
     for (int64_t i = 0; i < reals; i++)
@@ -171,8 +171,8 @@ static bool same_state(const test_case *c, const void *a, const void *b, int64_t
     return true;
 }
 
-/* Promise of attend_many: several panels that are attended together, each with visible keys of its own, get the bits that they get one after the
- * other. */
+/* Promise of attend_many: several panels that are attended together, each with visible keys of its own, have the same bits as when they are attended
+ * one after the other. */
 void check_together(test_case *c) {
     enum { PANELS = 5, STATE = (BA_MAX_HEAD_DIM + 2) * BA_MAX_LANES };
     static float states[2][PANELS][STATE] __attribute__((aligned(BA_ALIGN)));
@@ -225,8 +225,8 @@ void check_together(test_case *c) {
     }
 }
 
-/* Promise of the kernel for few queries: heads that attend a chunk together get the bits that each gets alone, whatever lies between their rows,
- * whether or not rows are prefetched, into whichever cache, and wherever rows are gathered first. */
+/* Promise of the kernel for few queries: heads that attend a chunk together have the same bits as each head alone. What lies between their rows, and
+ * whether and into which cache rows are prefetched or gathered first, does not matter. */
 void check_heads(test_case *c) {
     enum { HEADS = 5, STATE = BA_FEW_QUERIES * (BA_MAX_HEAD_DIM + 2) };
     static double states[3][HEADS][STATE] __attribute__((aligned(BA_ALIGN)));

@@ -4,9 +4,9 @@ import gc
 import os
 import sys
 
-# The reference multiplies many small matrices: BLAS threads would cost more than they bring, above all on a busy machine.
+# The reference multiplies many small matrices, for which BLAS threads cost more time than they save, above all on a busy machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Benchmark scripts would take two seconds each to measure how fast memory is read.
+# With memory of the usual size, each benchmark script would take two seconds to measure how fast memory is read.
 os.environ.setdefault("BENCHMARK_DRAM_BYTES", str(1 << 24))
 
 import pytest
@@ -27,7 +27,7 @@ def isa_level(request):
 
 @pytest.fixture
 def show(capfd):
-    """Prints a line while a test runs that takes long."""
+    """Prints a line while a long test still runs."""
 
     def show(line):
         with capfd.disabled():
@@ -40,8 +40,8 @@ def pytest_report_header():
     return sampling.description()
 
 
-# The tests themselves are millions of objects that last. Python's garbage collector would go through them again and again: without it, collecting
-# takes half as long, and the whole suite about 7 % less (182 instead of 197 seconds).
+# The collected tests are millions of objects that live to the end, and Python's garbage collector would go through them repeatedly. Without it,
+# collecting tests takes half as long, and the whole suite about 7 % less time (182 instead of 197 seconds).
 def pytest_collection():
     gc.disable()
 
@@ -51,9 +51,9 @@ def pytest_collection_finish():
     gc.enable()
 
 
-@pytest.hookimpl(trylast=True)  # decides about what -m and -k have left
+@pytest.hookimpl(trylast=True)  # sees only the tests that -m and -k have left
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what is long, and of grids what is not in the sample, unless everything is wanted, or a test by its options, or marks by -m."""
+    """Leave out tests marked long and what the sample leaves out, unless SAMPLE_SEED=all, a test is named with its options, or -m is given."""
     if sampling.ALL or any("[" in argument for argument in config.args) or config.option.markexpr != DEFAULT_MARKS:
         return
     left_out = sampling.left_out(items) | {item for item in items if item.get_closest_marker("long")}

@@ -1,4 +1,4 @@
-"""Exporters of the buffer protocol and of DLPack that misbehave on purpose, or show what the reader did with them."""
+"""Exporters of the buffer protocol and of DLPack that misbehave on purpose, or record what their consumer did."""
 
 import collections
 import ctypes
@@ -57,9 +57,10 @@ _KINDS = {"f": FLOAT, "i": INT, "u": UINT, "c": COMPLEX}
 
 
 class Dlpack:
-    """A NumPy array behind ``__dlpack__`` only. Counts calls of its deleter; keyword arguments overwrite what the tensor says.
+    """Exports a NumPy array by ``__dlpack__`` only, and counts calls of its deleter. Further keyword arguments overwrite fields of the tensor.
 
-    `deletes` False exports no deleter: NumPy calls one of Python's amid its exceptions. `version` None exports the structure from before DLPack 1.0 and, as exporters of that time do, knows no ``max_version``.
+    `deletes=False` exports no deleter, because NumPy may call the deleter, which is Python code, while an exception is set.
+    `version=None` exports the structure from before DLPack 1.0 and, as exporters of that time do, does not accept ``max_version``.
     """
 
     def __init__(self, array, *, version=(1, 0), flags=0, compact_strides=False, deletes=True, **changes):
@@ -88,7 +89,7 @@ class Dlpack:
         this = weakref.ref(self)
 
         def delete(_pointer):
-            this().deleted += 1  # it is there: _exported holds it
+            this().deleted += 1  # still alive, because _exported holds it
 
         self.deleter = DELETER(delete) if deletes else DELETER()  # none
 
@@ -112,12 +113,12 @@ class Dlpack:
 
     @property
     def names(self):
-        """Names of the capsules handed out, as they are now."""
+        """The present names of the capsules that were handed out. A consumer renames those it takes."""
         return [_capsule_name(capsule).decode() for capsule in self.capsules]
 
 
 class OnlyDlpack:
-    """An array that exports DLPack alone, and has no slices."""
+    """An array that exports only DLPack, and cannot be sliced."""
 
     def __init__(self, array):
         self._array = array
@@ -143,7 +144,7 @@ class StoppedDlpack:
 
 
 class StoppedBuffer:
-    """The same through the buffer protocol, which Python classes can export from 3.12 on."""
+    """Raises when asked for its memory by the buffer protocol, which Python classes can export from 3.12 on."""
 
     def __buffer__(self, flags):
         raise BufferError("the exporter has stopped")

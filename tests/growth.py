@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Calls every operation over and over, and has each refuse as often: memory must not grow. A line each.
+"""Calls every operation many times, and as many times with an argument that it refuses: memory must not grow. Prints a line per operation.
 
     make growth                             # a million calls and a million refusals of each: an hour on one core
     make growth CALLS=1000 ARGS="--only nsa"
 
-`RSS` is the memory of the process in KiB, first after some calls to warm up and then at the end. `Blocks` and `bytes` are per call: how many more
-blocks Python's allocator has handed out, and how many more bytes malloc has (glibc only). The smallest possible leaks would show 1 and 16.
+`RSS` is the memory of the process in KiB, after some calls to warm up and at the end. `Blocks` and `bytes` are the growth per call, of the blocks
+that Python's allocator has handed out and of the bytes that malloc has (glibc only). The smallest possible leaks would show as 1 and 16.
 """
 
 import argparse
@@ -15,12 +15,12 @@ import sys
 
 from cases_operations import operations
 
-ENOUGH = 1 << 20  # bytes that resident memory may grow by, however many the calls
-SPARE_BLOCKS, SPARE_BYTES = 300, 4096  # what the interpreter and NumPy keep for later, such as free tuples
+ENOUGH = 1 << 20  # bytes by which resident memory may grow over any number of calls
+SPARE_BLOCKS, SPARE_BYTES = 300, 4096  # what the interpreter and NumPy may keep for reuse, such as free tuples
 
 
 class Mallinfo2(ctypes.Structure):
-    """struct mallinfo2 of <malloc.h>: the bytes in blocks that have a mapping of their own, and in all others."""
+    """struct mallinfo2 of <malloc.h>: the bytes in blocks with a mapping of their own, and in all other blocks."""
 
     _fields_ = [
         ("before", ctypes.c_size_t * 4),
@@ -35,7 +35,7 @@ def malloced():
     """Bytes in blocks that malloc has handed out."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except AttributeError:  # a C library without it
+    except AttributeError:  # the C library has no mallinfo2
         return 0
     mallinfo2.restype = Mallinfo2
     info = mallinfo2()
@@ -48,7 +48,7 @@ def resident():
 
 
 def refusing(call):
-    """The call as one that returns when it was refused, as it should be."""
+    """A call that expects `call` to be refused, and returns then."""
 
     def refused():
         try:
@@ -66,7 +66,7 @@ def repeat(call, times):
 
 
 def measure(call, calls):
-    """Resident memory before and after, and blocks and bytes that were not given back."""
+    """Resident memory before and after the calls, and blocks and bytes that they did not give back."""
     repeat(call, max(100, calls // 50))
     gc.collect()
     before = resident(), sys.getallocatedblocks(), malloced()
@@ -78,14 +78,14 @@ def measure(call, calls):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=10**6, help="of each kind, an operation (%(default)s)")
-    parser.add_argument("--only", default="", metavar="WORD", help="operations whose name holds this")
+    parser.add_argument("--calls", type=int, default=10**6, help="accepted calls, and refused calls, of each operation (%(default)s)")
+    parser.add_argument("--only", default="", metavar="WORD", help="operations whose name contains this")
     args = parser.parse_args()
     grown = 0
     print(f"{'operation':42} {'kind':8} {'calls':>8} {'RSS':>8} {'at the end':>10} {'blocks':>8} {'bytes':>8}")
     every = operations()
     gc.collect()
-    gc.freeze()  # or each of 250 collections would go through the objects of all modules
+    gc.freeze()  # otherwise each of 250 collections would go through the objects of all modules
     for name, operation in every.items():
         if args.only not in name:
             continue

@@ -1,4 +1,4 @@
-"""Interpreters of their own, for what is decided once a process: environment variables, affinity, fork."""
+"""Runs Python in a process of its own, to test what is decided once per process: environment variables, affinity, fork."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ OURS = ("BLITZ_ATTN_ISA", "BLITZ_ATTN_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def python(*arguments, **variables):
-    """Standard output of ``python *arguments`` with these of the variables that the library looks at, and no others."""
+    """Standard output of ``python *arguments``. Of the environment variables that the library reads, only `variables` are set."""
     environment = {name: value for name, value in os.environ.items() if name not in OURS} | variables
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(blitz_attn.__file__).parents[1]), *filter(None, sys.path)])
     run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Interrupts every operation by a signal, and prints how long each takes to return. A line each.
+"""Interrupts every operation by a signal, and prints how long it takes to return, in a line per operation.
 
     python tests/interrupts.py                        # the whole table: some 20 minutes
     python tests/interrupts.py --only append --threads 1 --at 0.05
 
-The numbers are the seconds from the signal to the return, for signals after some seconds of work, in processor time per thread, which a busy machine
-does not lengthen. A call that is over before the signal comes has "-". A line ends in LATE where a number is above `--bound`.
+A line has the seconds from the signal to the return, for a signal after each time of `--at`. Seconds are processor time per thread, which a busy
+machine does not lengthen. If the call returns before the signal, "-" is printed. The line ends in LATE if a number is above `--bound`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from cases_sizes import CASES
 
 
 def interrupt(call, at):
-    """Processor time from a signal after `at` seconds of it to the return of the call; None if it was over before."""
+    """Processor time from a signal, sent after `at` seconds of processor time, to the return of the call; None if the call returned before."""
 
     def raise_error(number, frame):
         raise KeyboardInterrupt
@@ -36,7 +36,7 @@ def interrupt(call, at):
 
 
 def in_child(job):
-    """Runs job() in a process of its own, whose memory goes back to the system at once. Returns whether it ended well."""
+    """Runs job() in a child process, whose memory goes back to the system when it ends. Returns whether it succeeded."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -53,7 +53,7 @@ def in_child(job):
 
 
 def row(name, threads, times, bound):
-    """Prints the line of an operation. Ends the process where a call returns late."""
+    """Prints the line of an operation. Ends the process with status 1 if a call returns late."""
     case = CASES[name]
     call = case.make(*case.long, threads)
     found = [interrupt(call, at) for at in times]
@@ -64,16 +64,16 @@ def row(name, threads, times, bound):
 
 
 def drawn(names, number, seed):
-    """So many of the names, or all."""
+    """`number` of the names, drawn by `seed`, or all names if `number` is None."""
     return sorted(random.Random(seed).sample(names, min(number, len(names))), key=names.index) if number else names
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="operations whose name holds one of these")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="operations whose name contains one of these")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--bound", type=float, default=0.2, help="seconds (%(default)s)")
-    parser.add_argument("--sample", type=int, metavar="N", help="so many operations, which --seed draws")
+    parser.add_argument("--sample", type=int, metavar="N", help="N operations, which --seed draws")
     parser.add_argument("--seed", default="0")
     parser.add_argument("--at", type=float, nargs="+", default=[0.05, 0.3, 0.9], help="seconds of processor time before the signal")
     args = parser.parse_args()

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Memory of every operation and option beyond its inputs and outputs, while tokens, queries or requests double twice. A line each.
+"""Prints the memory of every operation and option beyond its inputs and outputs, while tokens, queries or requests double twice.
 
     python tests/peaks.py                    # the whole table
     python tests/peaks.py --only backward
 
-`n`, `2n` and `4n` are the MiB that the process holds at most during a call, more than before it and without the arrays that the call returns.
-A line ends in GROWS where the memory is above 6 MiB and grows faster than the size that doubles, or where a call failed.
+`n`, `2n` and `4n` are the peak of the process's memory during a call in MiB, minus its memory before the call and the arrays that the call returns.
+A line ends in GROWS if the memory is above 6 MiB and grows faster than the size that doubles, or if a call failed.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from cases_sizes import CASES
 from interrupts import drawn, in_child
 
 MIB = 1 << 20
-FLOOR = 6 * MIB  # what does not count: memory that threads keep, and what the system counts late
-MOST_RATIO = 2.35  # of a size to its half, which is 2 where memory is in proportion to the size
+FLOOR = 6 * MIB  # memory that threads keep, and what the system counts late, is ignored
+MOST_RATIO = 2.35  # of the memory at a size to that at half the size; 2 is memory in proportion to the size
 OF_AXIS = {"t": (1, 0, 0), "q": (0, 1, 0), "r": (0, 0, 1), "s": (1, 1, 0)}
 NAMES = {"t": "tokens", "q": "queries", "r": "requests", "s": "both"}
 
@@ -31,9 +31,9 @@ def status(name):
 
 
 def peak(call):
-    """Bytes held at most during a call, beyond those before it and those of its result."""
+    """The most bytes held during a call, minus those held before it and those of its result."""
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # VmHWM, the peak, begins anew
+        file.write("5")  # resets VmHWM, the peak
     before = status("VmRSS")
     result = call()
     return max(0, status("VmHWM") - before - sum(x.nbytes for x in arrays_of(result)))
@@ -44,20 +44,21 @@ def sizes_of(case, axis, times):
 
 
 def measure(case, axis, times, threads, found, i):
-    """Writes the peak of a call to found[i]. For a process of its own."""
+    """Writes the peak of a call to found[i]. To be run in a process of its own."""
     M_MMAP_THRESHOLD = -3
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back to the system: nothing hides in a free heap
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # freed memory goes back to the system, so that the heap has none to reuse
     call = case.make(*sizes_of(case, axis, times), threads)
     gc.collect()
-    libc.malloc_trim(0)  # gives back what the parent process had freed or left to the collector, so that nothing hides there either
+    libc.malloc_trim(0)  # gives back what the parent process had freed or left to the garbage collector, for the same reason
     found[i] = max(found[i], peak(call))
 
 
 def peaks(case, axis, threads=1):
-    """The peaks of a case with one axis at its size, twice and four times that; -1 where a call fails.
+    """The peaks of a case with one axis at its size, twice and four times that; -1 if a call fails.
 
-    The system may take pages of libraries back during a call, which hides as much of its memory: what seems to grow is measured again.
+    The system may reclaim pages of libraries during a call, which hides as much of the call's memory. So peaks that seem to grow are measured
+    again.
     """
     found = multiprocessing.RawArray("q", [-1] * 3)
     for _ in range(3):
@@ -69,15 +70,15 @@ def peaks(case, axis, threads=1):
 
 
 def grows_too_fast(found):
-    """Whether a call failed, or the memory at 4n is above FLOOR, above MOST_RATIO times that at 2n, and above its square times that at n."""
+    """Whether a call failed, or the memory at 4n is above FLOOR, above MOST_RATIO times that at 2n, and above MOST_RATIO**2 times that at n."""
     return min(found) < 0 or found[2] > max(FLOOR, MOST_RATIO * found[1], MOST_RATIO**2 * found[0])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="operations whose name holds one of these")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="operations whose name contains one of these")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--sample", type=int, metavar="N", help="so many operations, which --seed draws")
+    parser.add_argument("--sample", type=int, metavar="N", help="N operations, which --seed draws")
     parser.add_argument("--seed", default="0")
     args = parser.parse_args()
     wrong = 0

@@ -1,12 +1,12 @@
-"""Runs the suite in several pytest processes side by side, one per core, and sums up.
+"""Runs the suite in several pytest processes, one per core, and adds up their results.
 
     python tests/run.py [PYTEST ARGUMENTS]
 
-BLITZ_ATTN_TEST_PROCESSES says how many. Every process collects all tests; a file belongs to the process that comes to it first, so that all
-are busy to the end whatever the files take. A few files go to one process together. A line tells of every file that is done, and now and then
-of one that is not. What pytest says of failures and of skipped tests follows at the end, and the last line is a summary like pytest's. The exit
-status is 0 where tests ran, none failed and no process broke down. Where the arguments name tests or files, or want more than a run, pytest runs
-alone.
+BLITZ_ATTN_TEST_PROCESSES sets another number of processes. Every process collects all tests; a file belongs to the process that comes to it first,
+so that all are busy to the end however long the files take. A few files go to one process together. A line is printed for every file that is done,
+and every 15 seconds or so for one that is not. What pytest reports of failures and of skipped tests follows at the end, and the last line is a
+summary like pytest's. The exit status is 0 if tests ran, none failed and no process broke down. If the arguments name tests or files, or ask for
+something other than a plain run (ALONE), one pytest process runs.
 """
 
 import collections
@@ -24,9 +24,9 @@ import sampling
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-# One process takes all of these: torch's compiler takes seconds to import and to warm up.
+# One process takes all of these files, because torch's compiler takes seconds to import and to warm up.
 TOGETHER = ("test_transformers_compile", "test_torch_operators", "test_torch_sdpa", "test_torch_sinks")
-LONG = (  # begin with these
+LONG = (  # these files are begun first
     *TOGETHER, "test_attention", "test_matrix", "test_nsa_backward", "test_lse", "test_kernels", "test_benchmark",
     "test_interrupt", "test_nsa", "test_memory",
 )  # fmt: skip
@@ -36,14 +36,14 @@ NO_TESTS = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 class Share:
-    """A pytest plugin: runs the tests of the files that no other process has taken, and tells what is done."""
+    """A pytest plugin that runs the tests of files that no other process has taken, and prints which files are done."""
 
     def __init__(self, folder):
         self.folder, self.mine, self.file, self.counts = Path(folder), {}, None, collections.Counter()
         self.begun = self.told = time.monotonic()
 
     def takes(self, path):
-        """Whether the tests of a file are this process's: the first to come takes it."""
+        """Whether this process runs the tests of a file. The first process that asks takes it."""
         name = TOGETHER[0] if path.stem in TOGETHER else path.name
         if name not in self.mine:
             try:
@@ -68,7 +68,7 @@ class Share:
             self.tell()
             self.file = None
         if not self.takes(item.path):
-            # pytest keeps the folders and files of the test before, and expects them to be torn down for the next one.
+            # pytest keeps the folders and files of the previous test set up, and expects that they are torn down before the next one.
             item.session._setupstate.teardown_exact(nextitem)
             return True
         if not self.file:
@@ -85,7 +85,7 @@ class Share:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_report_teststatus(self):
-        """No dots."""
+        """Suppress the dots."""
         outcome = yield
         outcome.force_result((outcome.get_result()[0], "", ""))
 

@@ -1,14 +1,14 @@
-"""Which tests of a grid run: by default a sample in which every pair of options occurs.
+"""Chooses which tests of a grid run: by default a sample in which every pair of options occurs.
 
-A test marked ``sampled`` is parametrised with a full product of options. All of them are collected, and most are deselected again. With a
-number, ``sampled(3)``, what runs is that many such samples together. Tests that take seconds each are marked ``sampled("options")``: every option
-occurs, but not every pair. The environment variable ``SAMPLE_SEED`` draws another sample, and ``SAMPLE_SEED=all`` runs everything. A test that the
-command line names with its options runs in any case.
+A test marked ``sampled`` is parametrised with a full product of options. All cases are collected, and most are deselected again. With a number, as in
+``sampled(3)``, that many such samples run together. Tests that take seconds each are marked ``sampled("options")``: every option occurs, but not
+every pair. The environment variable ``SAMPLE_SEED`` draws another sample, and ``SAMPLE_SEED=all`` runs everything. If the command line names a test
+with its options, nothing is left out.
 
-``SAMPLE_ONE_IN=3`` leaves one test in three of every parametrised function, sampled or not, and of the other tests of a file, and one at least. It
-is for a further run of the suite, over the same kernels with another Python, or over kernels that are checked by themselves.
-``SAMPLE_CELLS_ONE_IN=3`` thins parametrised functions alone: every test function runs, in fewer cases. Neither leaves out a case of a test that is
-marked ``whole``.
+``SAMPLE_ONE_IN=3`` keeps one case in three of every parametrised function, sampled or not, and one in three of the other tests of each file, but at
+least one. It is for a further run of the suite: with another Python over the same kernels, or over kernels that have checks of their own.
+``SAMPLE_CELLS_ONE_IN=3`` thins only parametrised functions: every test function runs, in fewer cases. Neither variable leaves out a case of a test
+that is marked ``whole``.
 """
 
 import heapq
@@ -31,9 +31,9 @@ def description():
 
 
 def covering(cells, rng, pairs=True):
-    """Positions of a few cells in which every option of any cell occurs, and with ``pairs`` every pair of options.
+    """Positions of a few cells that contain every option that occurs in any cell, and with ``pairs`` every pair of options.
 
-    A cell is a tuple of options, one per axis. The cell that has the most pairs that are still missing is taken next.
+    A cell is a tuple of options, one per axis. The cell with the most missing pairs is always taken next.
     """
     order = rng.sample(range(len(cells)), len(cells))
     together = 2 if pairs else 1
@@ -44,7 +44,7 @@ def covering(cells, rng, pairs=True):
     while missing:
         count, place = heapq.heappop(best)
         now = -len(pairs[place] & missing)
-        if now == count:  # a cell's count only falls, so that no other has more
+        if now == count:  # counts only fall, so no other cell has more
             taken.append(order[place])
             missing -= pairs[place]
         elif now:
@@ -53,9 +53,9 @@ def covering(cells, rng, pairs=True):
 
 
 def sample(items):
-    """Those tests of one marked function that run."""
+    """The tests of one marked function that run."""
     name = items[0].nodeid.partition("[")[0]
-    rng = random.Random(f"{SEED} {name}")  # the same whichever other tests are collected
+    rng = random.Random(f"{SEED} {name}")  # independent of which other tests are collected
     (times,) = items[0].get_closest_marker("sampled").args or (1,)
     axes = sorted(items[0].callspec.params)
     cells = [tuple(repr(item.callspec.params[axis]) for axis in axes) for item in items]
@@ -67,7 +67,7 @@ def sample(items):
 
 
 def one_in(items, number):
-    """One test in so many of a function's, or of those of a file that have no options, and one at least."""
+    """One in `number` of the tests, but at least one. They are one function's cases, or the tests of a file that have no options."""
     rng = random.Random(f"{SEED} one in {number} of {items[0].nodeid.partition('[')[0]}")
     return rng.sample(items, -(-len(items) // number))
 

@@ -1,4 +1,4 @@
-"""Writing new tokens into paged caches: bit for bit against the twin, by slots, tables and plans, with and without summaries.
+"""Writing new tokens into paged caches, by slots, tables and plans, with and without summaries: bit for bit against the reference.
 
 Dtypes, views, kinds of arrays, scales and pieces are drawn together in tests/fuzz/cache_problems.py.
 """
@@ -32,7 +32,7 @@ def new_tokens(count, dtype="float32", seed=0):
 
 
 def append_both(tokens, case, **options):
-    """Caches and scales after the operation, held against the twin's."""
+    """Caches and scales after the operation, which are compared with the reference's."""
     results = []
     for op in (blitz_attn.append_paged_kv, reference.append_paged_kv):
         caches, scales = empty_like(case)
@@ -57,7 +57,7 @@ def test_by_tables(q_lens, kv_dtype, kv_layout):
 @pytest.mark.parametrize("kv_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 def test_by_slots(dtype, kv_dtype):
-    """Also of another dtype than the cache: float64 is rounded once. Tokens without a slot are not read."""
+    """New tokens may be of another dtype than the cache: float64 is rounded once. Tokens without a slot are not read."""
     case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM, kv_dtype=kv_dtype)
     slots, (k, v) = np.random.default_rng(2).permutation(len(case.k_cache) * 8)[:11], new_tokens(11, dtype)
     written = append_both((k, v), case, slot_mapping=slots.astype(np.int32))
@@ -72,7 +72,7 @@ def test_by_slots(dtype, kv_dtype):
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize(("kv_dtype", "as_bits"), [*((dtype, False) for dtype in DTYPES), ("bfloat16", True)])
 def test_summaries_follow(kv_dtype, as_bits, kv_layout, by):
-    """After every append, the summaries are what summarising the whole gives, and what the twin makes of them."""
+    """After every append, the summaries equal those of the whole cache, and those of the reference."""
     case = testing.make_paged(2, 4, KV_HEADS, [30, 23], 4, DIM, V_DIM, kv_dtype, kv_dtype, kv_layout, poison=False)
 
     def given(x):
@@ -117,7 +117,7 @@ FIXED_SCALES = {"one": 0.02, "array of one": np.array(0.02, np.float32), "heads"
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
 @pytest.mark.parametrize("scale", FIXED_SCALES.values(), ids=FIXED_SCALES)
 def test_given_scales(scale, kv_dtype, kv_layout, isa_level):
-    """One scale, or one per head, is read: what is too large becomes the dtype's largest number. Attention takes such scales, too."""
+    """A given scale, or one per head, is used as it is: values beyond its range become the dtype's largest number. Attention takes such scales."""
     case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM, kv_dtype=kv_dtype, kv_layout=kv_layout)
     where = {"block_tables": case.block_tables, "seq_lens": case.seq_lens, "q_lens": [9, 20]} | names_of(case)
     tokens = [3 * x for x in new_tokens(29)]
@@ -135,7 +135,7 @@ def test_given_scales(scale, kv_dtype, kv_layout, isa_level):
 
 @pytest.mark.parametrize(("kv_dtype", "tie"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
 def test_float64_is_rounded_once(kv_dtype, tie):
-    """A float64 that rounds to a tie of 16 bits in float32 is no tie."""
+    """A float64 that float32 would round to a tie between two 16-bit numbers is no tie itself, and is rounded to the nearer one."""
     numbers = [1 + tie, 1 + tie + 2.0**-40, 1 + 3 * tie - 2.0**-40, -1 - tie - 2.0**-40, 2.0**-149, -(2.0**-149), 1e300, -1e-300, np.inf]
     k = np.resize(numbers, (3, KV_HEADS, DIM))
     cache = np.zeros((1, 8, KV_HEADS, DIM), np.uint16 if kv_dtype == "bfloat16" else np.float16)
@@ -144,7 +144,7 @@ def test_float64_is_rounded_once(kv_dtype, tie):
 
 
 def test_keys_alone():
-    """MLA: the values are part of the keys."""
+    """Keys are appended without values, as in MLA, whose values are part of the keys."""
     k, cache = new_tokens(3)[0], np.zeros((4, 8, KV_HEADS, DIM), np.float32)
     blitz_attn.append_paged_kv(k, None, cache, None, slot_mapping=[3, 9, 12])
     assert same_bits(cache.reshape(-1, KV_HEADS, DIM)[[3, 9, 12]], k)
@@ -153,7 +153,7 @@ def test_keys_alone():
         blitz_attn.append_paged_kv(k, None, cache, cache.copy(), slot_mapping=[3, 9, 12])
 
 
-# How one array holds K and V: its shape, and the index of each
+# How one array holds K and V: its shape, and the indices of K and of V.
 IN_ONE_ARRAY = {
     "before pages": ((2, 4, 8, 2, 16), (0,), (1,)),
     "in pages": ((4, 2, 8, 2, 16), np.s_[:, 0], np.s_[:, 1]),
@@ -176,7 +176,7 @@ def test_caches_in_one_array(name, turned):
 
 
 def test_steps_by_plans_alone(isa_level):
-    """A server's steps over an 8-bit cache: new tokens and summaries, chosen pages, attention, by plans as by the functions."""
+    """Steps of a server over an 8-bit cache (new tokens and summaries, chosen pages, attention) give the same bits by plans as by functions."""
     tables, summary_tables = np.array([[4, 0, 6, 2, 9], [1, 3, 5, 7, 8]]), np.array([[2, 0], [1, 3]])
     by_call, by_plan = (
         {

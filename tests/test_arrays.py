@@ -1,4 +1,4 @@
-"""Every kind of array goes in without a copy, and results come back as the kind that came in."""
+"""Every kind of array is read without a copy, and results are of the same kind as the inputs."""
 
 import tracemalloc
 from array import array
@@ -80,7 +80,7 @@ def test_strides_of_axes_of_length_one_do_not_matter():
 
 
 def test_nothing_is_copied():
-    """Python's memory grows by the results, not by the inputs, strided as they are."""
+    """The memory of Python's allocator grows by the results, not by the inputs, even if they are strided."""
     q, k, v = testing.make_qkv(1, 2, 2, 64, 16384, 64)
     k, v = k[:, ::-1, ::-1], v[:, ::-1, ::-1]
     tracemalloc.start()
@@ -90,7 +90,7 @@ def test_nothing_is_copied():
     assert peak < out.nbytes + 10_000 < k.nbytes / 10
 
 
-# ---- Buffers that are not NumPy's ---------------------------------------------------------------------------------
+# ---- Other buffers ------------------------------------------------------------------------------------------------
 
 
 def test_memoryview():
@@ -150,7 +150,7 @@ def test_dlpack_is_let_go_when_refused():
 # ---- torch --------------------------------------------------------------------------------------------------------
 
 
-def test_torch_gradients_are_not_lost_in_silence():
+def test_torch_tensors_that_need_a_gradient_are_refused():
     torch = pytest.importorskip("torch")
     q, k, v = (torch.randn(1, 1, 16, 8) for _ in range(3))
     expected = attend(q, k, v)
@@ -164,7 +164,7 @@ def test_torch_gradients_are_not_lost_in_silence():
     assert torch.equal(attend(q, k.detach(), v), expected)
 
 
-def test_choosing_and_judging_have_no_gradient_to_lose():
+def test_choosing_and_judging_take_tensors_that_need_a_gradient():
     torch = pytest.importorskip("torch")
     q, k, v = (torch.randn(1, 2, 96, 8, requires_grad=True) for _ in range(3))
     plain = [x.detach() for x in (q, k, v)]
@@ -191,7 +191,7 @@ def test_choosing_and_judging_have_no_gradient_to_lose():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own code
-def test_torch_tangents_are_not_lost_in_silence():
+def test_torch_tensors_with_a_tangent_are_refused():
     torch = pytest.importorskip("torch")
     q, k, v = (torch.randn(1, 1, 16, 8) for _ in range(3))
     sentence = (
@@ -207,7 +207,7 @@ def test_torch_tangents_are_not_lost_in_silence():
 
 
 def written_arrays(torch):
-    """Calls that write tensors, by name: the call, a change of its arguments that is refused, and the tensors."""
+    """Calls that write tensors, by name: the call, arguments with which it is refused, and the tensors."""
     x, cache, lse = torch.randn(1, 1, 16, 8), torch.randn(4, 4, 1, 8), torch.zeros(1, 1, 16)
     tokens, places, few = x[0].transpose(0, 1), torch.arange(16), {"num_threads": -1}
     tables, high, low = torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)
@@ -257,7 +257,7 @@ def written_arrays(torch):
     ],
 )
 def test_torch_notices_what_is_written(name):
-    """Once it is: tensors of a call that is refused are what they were before."""
+    """A call raises the version of the tensors that it writes, and a call that is refused does not."""
     torch = pytest.importorskip("torch")
     call, bad, arrays = written_arrays(torch)[name]
     before = [x._version for x in arrays]
@@ -278,7 +278,7 @@ def test_torch_refuses_gradients_through_what_is_written():
 
 
 def test_torch_negative_bit():
-    """Of a view whose memory holds the numbers with the other sign."""
+    """A tensor with the negative bit is a view of memory that holds its elements with the opposite sign."""
     torch = pytest.importorskip("torch")
     negative = torch.randn(1, 1, 16, 1, dtype=torch.complex64).conj().imag
     assert negative.is_neg()
@@ -363,7 +363,7 @@ def test_jax_out_is_refused():
 # ---- Integers -----------------------------------------------------------------------------------------------------
 
 
-def test_numbers_of_numpy():
+def test_scalars_of_numpy():
     q, k, v, options = problem()
     expected = attend(q, k, v, scale=0.25, window=(3, -1), num_threads=1, **options)
     options |= {"block_shape": np.array([16, 16]), "causal": np.True_, "return_lse": np.bool_(True)}
@@ -379,7 +379,7 @@ def test_lengths_of_any_integers(dtype):
     assert same_bits(given[0], expected[0])
 
 
-def test_the_core_says_what_it_misses():
+def test_the_core_names_a_wrong_argument():
     with pytest.raises(TypeError, match="missing the argument 'q'"):
         _core.block_sparse_attention(np.empty)
     with pytest.raises(TypeError, match="unexpected keyword argument 'blocks'"):
@@ -392,7 +392,7 @@ def test_the_core_says_what_it_misses():
         _core.refuse_masked(3)
 
 
-def test_memory_that_an_exporter_lacks_is_no_mistake_of_the_caller():
+def test_an_exporters_memory_error_is_not_changed():
     class Full:
         def __array__(self, *args, **options):
             raise MemoryError

@@ -1,5 +1,5 @@
-"""Objects that change are atomic: after an exception at any point of a method, of a signal handler or of an allocation, they are as before the call or
-as after it, and the call can be made again."""
+"""Objects change atomically: if an exception of a signal handler or of an allocation ends a method at any point, the object is as before the call
+or as after it, and the call can be made again."""
 
 import ast
 import gc
@@ -141,7 +141,7 @@ class Stopped(BaseException):
     pass
 
 
-# Where the objects of the cases are changed. An exception in what these files call arrives at the bytecode that calls it.
+# The files that change the objects of the cases. An exception in a function that they call arrives at the bytecode of the call.
 WATCHED = ("blitz_attn/nsa.py", "_nsa/store.py", "_transformers/cache.py", "transformers/cache_utils.py")
 
 
@@ -150,7 +150,7 @@ def watched(filename):
 
 
 def traced(at, call, *arguments):
-    """Makes the call, and calls `at` with the place of each bytecode of the files that are watched, before it runs."""
+    """Makes the call. Before each bytecode of the watched files runs, calls `at` with its location."""
 
     def trace(frame, event, argument):
         if not watched(frame.f_code.co_filename):
@@ -169,7 +169,7 @@ def traced(at, call, *arguments):
 
 
 def stops(call, *arguments):
-    """Numbers of the bytecodes at which a call is to be stopped: each place of the code when it is reached first, once more, and last."""
+    """Numbers of the executed bytecodes at which a call is stopped: for each location in the code, the first, second and last time it is reached."""
     places = []
     traced(places.append, call, *arguments)
     chosen = set()
@@ -196,7 +196,7 @@ def stop(number, call, *arguments):
 
 
 def check_atomic(case):
-    """Stops the call everywhere. Returns how often."""
+    """Stops the call at each of its `stops`, and checks the object. Returns the number of stops."""
     whole = case.make()
     before = case.seen(whole)
     numbers = stops(case.call, whole)
@@ -217,7 +217,7 @@ def test_a_call_that_is_stopped_anywhere(name):
     assert check_atomic(CASES[name]) >= 3
 
 
-# ---- Mistakes that it must find -------------------------------------------------------------------------------------
+# ---- Mistakes that the harness must find ----------------------------------------------------------------------------
 
 
 def counts_first(self, k, v, lens):
@@ -279,7 +279,7 @@ def test_summaries_of_a_cropped_layer_are_those_of_a_layer_that_never_had_more()
 
 # ---- No object is forgotten ---------------------------------------------------------------------------------------
 
-# Classes whose methods change an object and that have no case above, and why.
+# Classes whose methods change their object but that need no case above, and the reason.
 OF_ONE_CALL = "is made by a call and ends with it"
 NEED_NO_CASE = {
     "_nsa/call.py Room": OF_ONE_CALL,
@@ -304,7 +304,7 @@ CONSTRUCTORS = ("__init__", "__new__")
 
 
 def changed_by(function):
-    """Whether a method assigns to something that hangs on its first argument."""
+    """Whether a method assigns to an attribute or element of its first argument."""
     if not function.args.args:
         return False
     name = function.args.args[0].arg
@@ -318,7 +318,7 @@ def changed_by(function):
     return False
 
 
-def test_every_object_that_changes_is_among_them():
+def test_every_method_that_changes_its_object_has_a_case():
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for owner in ast.walk(ast.parse(path.read_text())):
@@ -337,6 +337,6 @@ def test_every_object_that_changes_is_among_them():
 
 
 def test_no_value_is_computed_under_a_lock_of_python():
-    """A child that is forked while another thread holds it would wait for ever: see blitz_attn/distributed/_lazy.py."""
+    """A child that is forked while another thread holds such a lock would wait for it forever: see blitz_attn/distributed/_lazy.py."""
     named = [path.name for path in PACKAGE.rglob("*.py") if "import cached_property" in path.read_text()]
     assert named == []

@@ -1,4 +1,4 @@
-"""The attention output over upstream's grid: heads, lengths, frames, sparsities and the 16 block shapes.
+"""The output of attention over upstream's grid: heads, lengths, frames, sparsities and the 16 block shapes.
 
 ``PYTHONPATH=. python tests/test_attn.py`` runs one case as a smoke test.
 """

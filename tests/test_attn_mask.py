@@ -1,4 +1,4 @@
-"""`attn_mask` and `alibi_slopes`: what is added to scores, forward and backward, against softmax attention in plain NumPy."""
+"""`attn_mask` and `alibi_slopes`, which add to scores, forward and backward, against softmax attention in plain NumPy."""
 
 from functools import partial
 
@@ -45,7 +45,7 @@ from cases_masks import (
     [(300, 362, 300, 289), (450, 512, 450, 301), (96, 128, 512, 90), (64, 96, 512, 37), (64, 96, 512, 5)],
 )
 def test_gradients_beside_queries_that_see_nothing_of_a_chunk(first, last, key, window, dtype, isa_level):
-    """A mask hides from some queries all keys of a chunk that others of their tile see; a sink leaves them a log-sum-exp."""
+    """A mask hides all keys of a chunk from some queries of a tile, but not from the others. With a sink, those queries have a log-sum-exp."""
     q, k, v = testing.make_qkv(1, 1, 1, 512, 512, 32, dtype=dtype)
     dout = testing.make_qkv(1, 1, 1, 512, 512, 32, dtype=dtype, seed=1)[0]
     mask = np.ones((512, 512), bool)
@@ -65,7 +65,7 @@ def test_gradients_beside_queries_that_see_nothing_of_a_chunk(first, last, key, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MASKS)
 def test_against_softmax(name, dtype, layout, isa_level):
-    """Results, and gradients of all that goes in."""
+    """Results, and gradients of all inputs."""
     arrays, exact, options = problem(dtype, layout)
     mask = mask_of(name)
     options |= {"attn_mask": mask, "alibi_slopes": SLOPES / 8}
@@ -98,7 +98,7 @@ def test_against_softmax(name, dtype, layout, isa_level):
 @pytest.mark.parametrize("q_len", [1, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_queries_of_many_keys(dtype, q_len, name, isa_level):
-    """The parts of a long row of keys that are joined."""
+    """Many keys are attended in parts, whose states are joined."""
     arrays, exact, options = problem(dtype, "BSND", q_len, 5000)
     mask = mask_of(name, q_len=q_len, kv_len=5000)
     out, lse = attend(arrays, options, attn_mask=mask, alibi_slopes=SLOPES / 8)
@@ -106,8 +106,8 @@ def test_few_queries_of_many_keys(dtype, q_len, name, isa_level):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_many_queries_of_half_precision(dtype):
-    """Where there are this many queries, keys are packed once for all queries, and heads of a group go together."""
+def test_many_queries_of_16_bits(dtype):
+    """With so many queries, keys are packed once for all queries, and the heads of a group are computed together."""
     q, k, v = testing.make_qkv(1, 8, 2, 700, 900, D, dtype=dtype)
     rng = np.random.default_rng(3)
     slopes = np.float32(2.0 ** -np.arange(1, 9))
@@ -126,7 +126,7 @@ def test_many_queries_of_half_precision(dtype):
 @pytest.mark.parametrize("q_len", [1, 5, Q])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_what_a_mask_hides_is_not_read(dtype, q_len, kind, isa_level):
-    """NaN in keys and values that every query hides reaches no result and no gradient; the keys come in whole blocks and alone."""
+    """NaN in keys and values that are hidden from every query reaches no result and no gradient. Whole blocks of keys are hidden, and single keys."""
     if kind == "least" and dtype == "float64":
         kind = "-inf"  # a number like others there
     (q, k, v), _, options = problem(dtype, "BNSD", q_len, 700)
@@ -145,7 +145,7 @@ def test_what_a_mask_hides_is_not_read(dtype, q_len, kind, isa_level):
 
 
 def test_numbers_that_are_as_good_as_infinite(isa_level):
-    """The least numbers of float32 and float64 hide their keys where scores are float32, and are numbers where scores are float64."""
+    """The least finite numbers in a mask hide their keys if scores are float32, and are ordinary numbers if scores are float64."""
     for dtype in ("float32", "float16"):
         (q, k, v), _, options = problem(dtype)
         hidden = np.random.default_rng(4).random((Q, KV)) < 0.5
@@ -167,7 +167,7 @@ def test_numbers_that_are_as_good_as_infinite(isa_level):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [1, 40])
 def test_a_hidden_key_stays_hidden_whatever_its_distance_adds(q_len, dtype, kind, isa_level):
-    """Two tokens away, such a slope adds more than float32 holds, but the mask hides that token. What it adds to the others is finite."""
+    """To a token at distance 2, the slope adds more than float32 holds, but the mask hides that token. It adds finite numbers to the other tokens."""
     if kind == "least" and dtype == "float64":
         kind = "-inf"  # a number like others there
     q, k, v = testing.make_qkv(1, 1, 1, q_len, 3, D, dtype=dtype)
@@ -180,14 +180,14 @@ def test_a_hidden_key_stays_hidden_whatever_its_distance_adds(q_len, dtype, kind
     assert not any(testing.to_float64(x, dtype)[:, :, 0].any() for x in found[1:])
 
 
-# ---- The same mask otherwise ----------------------------------------------------------------------------------------
+# ---- Same bits, and shapes of gradients -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", ["bool", "numbers", "slopes"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("q_len", [33, 65, 100])
 def test_rows_without_a_bias_beside_others(q_len, dtype, given, isa_level):
-    """Queries to whose scores nothing is added have the same bits whichever queries a thread or a call computes them with."""
+    """Queries without a bias have the same bits, whichever other queries a thread or a call computes together with them."""
     (q, k, v), options = testing.make_qkv(1, 8, 1, q_len, 64, D, dtype=dtype, seed=3), {"block_shape": (8, 64)}
     options |= bits_option(q) | {"q_begin": 0}
     mask = np.ones((q_len, 64), bool)
@@ -224,7 +224,7 @@ def test_gradients_of_biases_depend_on_no_thread(shape, dtype, isa_level):
 
 
 def test_a_view_of_a_mask_has_a_gradient_of_its_shape():
-    """Also where the view repeats one row: the caller adds up what it has repeated."""
+    """The gradient has the shape of the mask even if the mask is a view that repeats one row: the caller adds up the repeated rows."""
     q, k, v = testing.make_qkv(1, 2, 1, 40, 60, 8)
     row = np.random.default_rng(0).standard_normal((1, 60), dtype=np.float32)
     result = blitz_attn.block_sparse_attention(q, k, v, attn_mask=row, return_lse=True)
@@ -238,7 +238,7 @@ def test_a_view_of_a_mask_has_a_gradient_of_its_shape():
 @pytest.mark.parametrize("shape", [(16, 8), (2, 16, 8), (16, 1), (1, 8)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_places_behind_short_sequences_add_nothing(shape, dtype, isa_level):
-    """Packed sequences of different lengths: a large bias of the last query of the short one, and NaN in a key that it does not see."""
+    """Packed sequences of different lengths, with a large bias of the shorter one's last query, and NaN in a key that it does not see."""
     q_cuts, kv_cuts = [0, 16, 19, 19], [0, 8, 16, 20]
     q, k, v = testing.make_qkv(1, 2, 1, 19, 20, 16, 16, dtype=dtype)
     dout = testing.make_qkv(1, 2, 2, 19, 19, 16, dtype=dtype, seed=9)[0]
@@ -271,7 +271,7 @@ def test_places_behind_short_sequences_add_nothing(shape, dtype, isa_level):
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.1), ("float64", 1e-12)])
 def test_the_same_precision_rounds_what_is_added(dtype, most):
-    """The error of a plain computation with a mask is that of its dtype."""
+    """The error of the plain computation in the same precision, with a mask, is as large as its dtype suggests."""
     arrays, _, options = problem(dtype)
     options |= {"attn_mask": mask_of("all axes"), "alibi_slopes": SLOPES}
     exact, rounded = (f(*arrays, **options) for f in (reference.block_sparse_attention, reference.dense_same_precision))

@@ -1,6 +1,6 @@
-"""`attn_mask` and `alibi_slopes` over pages: against the reference, what hides tokens beside them, and requests in chunks.
+"""`attn_mask` and `alibi_slopes` over pages: against the reference, together with other rules that hide tokens, and with KV splits.
 
-Shapes, dtypes and views of masks, lists and plans beside them are drawn together in tests/fuzz/paged_problems.py.
+Shapes, dtypes and views of masks are drawn together with lists and plans in tests/fuzz/paged_problems.py.
 """
 
 import numpy as np
@@ -22,13 +22,13 @@ def paged(dtype="float32", kv_dtype=None, lens=LENS, q_lens=Q_LENS):
 
 
 def tree(rng, queries, tokens):
-    """A tree of drafted tokens in the two longer requests: each sees the tokens before the tree, its own branch, and itself."""
+    """A mask for a tree of drafted tokens in the two longer requests. Each of them sees the tokens before the tree, its ancestors and itself."""
     mask = np.ones((3, 1, queries, tokens), bool)
     for b, (n, length) in enumerate(zip(Q_LENS, LENS, strict=True)):
         drafted = mask[b, 0, :n, length - n : length]
         drafted[...] = np.eye(n, dtype=bool)
         for node in range(1, n):
-            drafted[node] |= drafted[(node - 1) // 2]  # node n hangs on node (n - 1) // 2
+            drafted[node] |= drafted[(node - 1) // 2]  # the parent of node n is node (n - 1) // 2
     return mask
 
 
@@ -76,7 +76,7 @@ def test_one_new_token_each(dtype, kv_dtype, masked, slopes, kv_split):
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 @pytest.mark.parametrize("q_lens", [None, [16, 4, 1]], ids=["one", "many"])
 def test_tokens_that_a_mask_hides_are_not_read(q_lens, kv_dtype, kind, kv_split, isa_level):
-    """NaN in them, or in their scales, changes no bit. The last request sees nothing."""
+    """NaN in hidden tokens, or in their scales, changes no bit. The last request sees nothing."""
     case = paged("float32", kv_dtype, [70, 2100, 33], q_lens)
     hidden = np.zeros((3, 1, 1, 2100), bool)
     hidden[..., 16:32] = hidden[1, ..., 1000:1600] = hidden[..., 3] = hidden[2] = True
@@ -93,7 +93,7 @@ def test_tokens_that_a_mask_hides_are_not_read(q_lens, kv_dtype, kind, kv_split,
 
 @pytest.mark.parametrize("kv_split", [None, 2 * SIZE])
 def test_a_mask_of_one_axis_has_an_element_for_each_token(kv_split):
-    """A longer mask of tokens has an axis of queries, too; one element holds for any number of tokens."""
+    """A longer mask is accepted only with an axis of queries. A single element holds for any number of tokens."""
     case = paged()
     shown = np.random.default_rng(3).random(75) < 0.5
     rules = {"kv_split": kv_split, "return_lse": True}

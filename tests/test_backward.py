@@ -1,5 +1,5 @@
-"""Gradients of block-sparse attention: against central differences, then against the twin by the error rule, at every level, dtype, layout
-and shape; and what holds to the bit."""
+"""Gradients of block-sparse attention: against central differences; against the reference by the error rule, at every level, dtype, layout and
+shape; and properties that hold bit for bit."""
 
 import itertools
 
@@ -18,7 +18,7 @@ NAMES = ("dq", "dk", "dv")
 
 
 def rest_of(q, v, layout="BNSD", seed=100, **heads):
-    """Gradients of the output and of the log-sum-exp."""
+    """Random gradients of the output and of the log-sum-exp."""
     rng = np.random.default_rng(seed)
     heads = {name: n for name, n in heads.items() if name in ("num_heads", "num_kv_heads")}
     dout = testing.round_to(rng.standard_normal(out_shape(q, v, layout, **heads)), dtype_of(q))
@@ -27,7 +27,7 @@ def rest_of(q, v, layout="BNSD", seed=100, **heads):
 
 
 def gradients(dout, q, k, v, out, lse, lists=None, **options):
-    """(dq, dk, dv) of the operation, written over NaN."""
+    """(dq, dk, dv) of the operation, written into arrays of NaN."""
     grads = tuple(poisoned(x.shape, x) for x in (q, k, v))
     results = blitz_attn.block_sparse_attention_backward(dout, q, k, v, out, lse, lists, grads=grads, **bits_option(q), **options)
     assert all(result is given for result, given in zip(results, grads, strict=True))
@@ -40,7 +40,7 @@ def forward_and_back(q, k, v, lists=None, with_dlse=True, **options):
 
 
 def check(q, k, v, lists=None, *, levels=ISA_LEVELS, with_dlse=True, **options):
-    """Hold the gradients against the float64 twin by the error rule, at every instruction set level."""
+    """Compare the gradients with the float64 reference by the error rule, at every instruction set level."""
     dtype, bits = dtype_of(q), bits_option(q)
     dout, dlse = rest_of(q, v, **options)
     more = {"dlse": dlse if with_dlse else None, **bits, **options}
@@ -56,7 +56,7 @@ def check(q, k, v, lists=None, *, levels=ISA_LEVELS, with_dlse=True, **options):
             results = forward_and_back(q, k, v, lists, with_dlse, **options)
         for name, ours, theirs, right in zip(NAMES, results, plain, exact, strict=True):
             error, allowed = testing.error_of(ours, right, dtype), testing.error_of(theirs, right)
-            if right.size < 100:  # so few elements of the dense result can be right by luck, as some BLAS has them where a row has one key
+            if right.size < 100:  # so few elements of the dense result may be exact by chance, as with some BLAS if a row has one key
                 allowed = testing.Errors(max(allowed.relative, 2.0**-23), max(allowed.largest, 2.0**-23 * allowed.peak), allowed.peak)
             assert testing.meets_error_rule(error, allowed, dtype, FACTOR), (
                 f"{level}, {name}: error {error}, of the dense computation {allowed}"
@@ -82,7 +82,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize("direction", range(5))
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_float64_against_central_differences(name, direction):
-    """Along random directions, through the output and through the log-sum-exp."""
+    """The differences are along random directions, through the output and through the log-sum-exp."""
     options = dict(DIFFERENCES[name])
     tensors = testing.make_qkv(1, 2, 1, 7, 8, 4, 3, dtype="float64", layout=options.get("layout", "BNSD"), seed=3)
     lists = options.pop("sabi", None)
@@ -100,7 +100,7 @@ def test_float64_against_central_differences(name, direction):
     assert abs((8 * near - far) / (12 * STEP) - slope) < 1e-8 * max(1.0, abs(slope))
 
 
-# ---- The operation against the twin -------------------------------------------------------------------------------
+# ---- The operation against the reference --------------------------------------------------------------------------
 
 
 @pytest.mark.sampled
@@ -124,7 +124,7 @@ def test_every_head_dim_is_right(dtype, n):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_block_shapes(dtype, block_shape, heads):
-    """Lists of a head each and lists that heads share, over several tiles, items and chunks."""
+    """Each head has a list of its own, or heads share one, over several tiles, items and chunks."""
     q_len, kv_len = (150, 260) if min(block_shape) < 8 else (430, 600)
     q, k, v = testing.make_qkv(1, 4, 2, q_len, kv_len, 48, dtype=dtype)
     grid = -(-q_len // block_shape[0]), -(-kv_len // block_shape[1])
@@ -137,13 +137,13 @@ def test_block_shapes(dtype, block_shape, heads):
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_length(causal, tokens):
-    """Tails of panels, tiles and chunks."""
+    """The lengths leave tails of panels, tiles and chunks."""
     check(*testing.make_qkv(1, 1, 1, tokens, tokens + tokens // 3, 16, dtype="float32", seed=tokens), causal=causal)
 
 
 # ---- Bit for bit --------------------------------------------------------------------------------------------------
 
-THREADED = [  # calls with many items that add to the same keys, whose costs differ; and how many blocks their lists keep
+THREADED = [  # calls with many items of different cost that add to the same keys; the last number is the share of blocks in their lists
     ("float32", 1, 1, {}, None),
     ("float32", 4, 1, {"causal": True}, None),
     ("bfloat16", 2, 2, {"block_shape": (64, 64)}, 0.3),
@@ -169,7 +169,7 @@ def test_same_bits_for_any_number_of_threads(dtype, heads, kv_heads, options, de
 @pytest.mark.parametrize("block_shape", [(16, 32), (48, 64), (80, 96), (128, 128), (200, 33)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_with_equal_lists(dtype, block_shape):
-    """Query tiles with equal lists, whose panels differ in width, are computed together, from keys that are packed once for all."""
+    """Query tiles with equal lists are computed together, from keys that are packed once, even if their panels differ in width."""
     q, k, v = testing.make_qkv(1, 2, 1, 530, 650, 40, 24, dtype=dtype)
     rows, columns = -(-530 // block_shape[0]), -(-650 // block_shape[1])
     lists = np.tile(np.delete(np.arange(columns, dtype=np.int32), columns // 2), (1, 1, rows, 1))
@@ -184,7 +184,7 @@ PACKED = {"layout": "TND", "cu_seqlens_q": [0, 200, 201, 330], "cu_seqlens_kv": 
     "options", [{}, {"window": (200, 0)}, {"causal": True, "q_begin": [390]}, PACKED], ids=["all", "window", "part", "packed"]
 )
 def test_many_queries_of_one_kv_head(options):
-    """So many that keys are packed once for all, a window's from a later key on; the last keys are less than a group."""
+    """For so many queries, keys are packed once, under a window from a later key on. The last keys do not fill a group."""
     q, k, v = testing.make_qkv(1, 16, 1, 330, 701, 40, dtype="bfloat16")
     if options is PACKED:
         q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1))[:700] for x in (q, k, v))
@@ -192,7 +192,7 @@ def test_many_queries_of_one_kv_head(options):
 
 
 def test_query_tiles_together_or_one_by_one():
-    """Gradients of tiles that are computed together have the bits of the sums over calls of one tile each."""
+    """Gradients of query tiles that are computed together have the same bits as sums over calls with one tile each."""
     q, k, v = testing.make_qkv(1, 1, 1, 512, 300, 64, dtype="bfloat16")
     dout, _ = rest_of(q, v)
     out, lse = attend(q, k, v)
@@ -211,7 +211,7 @@ def test_query_tiles_together_or_one_by_one():
 
 
 def test_blocks_behind_the_last_key_change_no_bit():
-    """Heads that list the same keys and other blocks of padding, as batch entries do beside longer ones."""
+    """Heads that list the same keys may list different blocks of padding, as in a batch with longer entries."""
     q, k, v = testing.make_qkv(1, 4, 1, 1, 70, 16)
     kept = np.ones((1, 4, 1, 7), bool)
     kept[0, 1, 0, 5] = False
@@ -227,7 +227,7 @@ def test_blocks_behind_the_last_key_change_no_bit():
 
 
 def test_padding_of_queries_changes_no_bit():
-    """An entry of one query by itself, and padded: heads of one key head add in the same order."""
+    """An entry of one query gives the same bits with and without padding, because the heads of a KV head add in the same order."""
     q, k, v = testing.make_qkv(1, 8, 1, 40, 30, 16)
     kept = np.ones((1, 8, 1, 30), bool)
     kept[0, :4, 0, 10:] = False
@@ -249,11 +249,11 @@ def test_padding_of_queries_changes_no_bit():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unseen_is_nothing(dtype, bad):
-    """Rows of every input that nobody may see hold NaN and inf: no bit of any gradient changes."""
+    """If rows that nothing attends hold NaN or inf, in any input, no bit of any gradient changes."""
     q, k, v = testing.make_qkv(2, 4, 2, 150, 200, 24, dtype=dtype)
     lists = random_lists(np.random.default_rng(2), 2, 4, 5, 7, share=0.5, empty=0.2)
     options = {"block_shape": (32, 32), "causal": True, "q_lens": [100, 150], "kv_lens": [200, 130]}
-    lists = np.where((lists == 2) | (lists == 6), -2, lists)  # nobody sees these columns
+    lists = np.where((lists == 2) | (lists == 6), -2, lists)  # no query attends these columns
     lists = np.where(lists >= 0, lists, -1)
     lists = -np.sort(-lists, axis=-1)
     dout, dlse = rest_of(q, v)
@@ -279,7 +279,7 @@ def test_unseen_is_nothing(dtype, bad):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nonfinite_queries_reach_what_they_see(dtype):
-    """A NaN in one query's row, or gradient, reaches its own dq and the keys that it sees, and nothing else, to the bit."""
+    """A NaN in a query's row of q, or of dout, reaches its own dq and the gradients of the keys that it sees. No other bit changes."""
     q, k, v = testing.make_qkv(1, 2, 2, 140, 140, 24, dtype=dtype)
     dout, _ = rest_of(q, v)
     for level, which in itertools.product(ISA_LEVELS, ("q", "dout")):
@@ -301,8 +301,8 @@ def test_nonfinite_queries_reach_what_they_see(dtype):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
-def test_nonfinite_values_go_where_those_of_the_twin_go(which, bad):
-    """One element is bad: the same elements of the gradients are no numbers, and all others are close."""
+def test_nonfinite_values_reach_the_same_elements_as_in_the_reference(which, bad):
+    """If one element is NaN or inf, the same elements of the gradients are non-finite as in the reference, and all others are close."""
     arrays = dict(zip("qkv", testing.make_qkv(1, 4, 2, 40, 50, 8, 6), strict=True))
     arrays["dout"], _ = rest_of(arrays["q"], arrays["v"])
     arrays[which][0, 1, 30, 3] = bad
@@ -322,7 +322,7 @@ def test_nonfinite_values_go_where_those_of_the_twin_go(which, bad):
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_nonfinite_value_in_a_long_sequence(dtype, which):
-    """It lies in one of several query tiles, or groups of keys, that are computed together: the others are right."""
+    """A NaN lies in one of several query tiles, or groups of keys, that are computed together. The others are right."""
     arrays = dict(zip("qkv", testing.make_qkv(1, 1, 1, 420, 300, 32, dtype=dtype), strict=True))
     arrays["dout"], _ = rest_of(arrays["q"], arrays["v"])
     arrays[which][0, 0, 200, 3] = testing.round_to(np.array(np.nan), dtype)

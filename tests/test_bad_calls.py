@@ -1,6 +1,6 @@
 """A fixed sample of the fuzzer's bad calls: every public function, with arguments replaced by unusual values (tests/fuzz/bad_calls.py).
 
-They run in a process of their own, so that a crash has a name too. `make fuzz` draws new ones.
+The calls run in a process of their own, so that a crash is reported with the name of the call. `make fuzz` draws new calls.
 """
 
 import os

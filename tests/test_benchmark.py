@@ -1,4 +1,4 @@
-"""The benchmark scripts at sizes that take no time: tables, figures, wrong results, refusals, and results that are kept."""
+"""The benchmark scripts at tiny sizes: tables, figures, wrong results, refused options, and stored results."""
 
 import csv
 import importlib
@@ -27,7 +27,7 @@ import operations  # noqa: E402
 import peers  # noqa: E402
 import plot  # noqa: E402
 
-UNDER_ASAN = "asan" in os.environ.get("LD_PRELOAD", "")  # other libraries do things that AddressSanitizer refuses
+UNDER_ASAN = "asan" in os.environ.get("LD_PRELOAD", "")  # other libraries do what AddressSanitizer reports
 FIRST_COLUMNS = ("block_shape", "operation", "dtype", "cell", "context", "N", "pattern")
 
 TINY = "-S 200 -H 2 -D 16 --block-shapes 32x32 64x32 --sparsities 0 0.5 --repeats 1 --threads 1"
@@ -46,7 +46,7 @@ def small_operations(monkeypatch):
 
 
 def main_of(script, options, capsys, code=0):
-    """What a script prints, on standard output and error, in this process; fails where its exit code is another than `code`."""
+    """Runs a script in this process, and returns its standard output and error. Asserts that its exit code is `code`."""
     capsys.readouterr()
     try:
         found = importlib.import_module(script).main(options if isinstance(options, list) else options.split())
@@ -63,7 +63,7 @@ def rows_of(printed):
     return [row for row in _bench.parse_rows(printed.out, FIRST_COLUMNS) if "what" not in row]
 
 
-@pytest.mark.filterwarnings("ignore")  # what other libraries warn of is theirs
+@pytest.mark.filterwarnings("ignore")  # other libraries may warn
 @pytest.mark.parametrize(
     ("script", "options", "count"),
     [
@@ -81,7 +81,7 @@ def rows_of(printed):
     ],
 )
 def test_a_script_prints_its_table_and_its_figure_is_drawn(script, options, count, small_operations, capsys, tmp_path, monkeypatch):
-    """Every script checks its own results against float64, and those of other libraries: rows and notes say so."""
+    """Every script checks its own results and those of other libraries against float64, and reports wrong ones in rows and notes."""
     printed = main_of(script, options, capsys)
     rows = rows_of(printed)
     assert len(rows) == count if count else rows
@@ -96,7 +96,7 @@ def test_a_script_prints_its_table_and_its_figure_is_drawn(script, options, coun
 
 
 def test_a_script_runs_by_its_name(tmp_path):
-    """In a pipe, as README says, with upstream's columns first. At sparsity 0 the shares follow from the latencies."""
+    """In a pipe, as README says. Upstream's columns come first, and at sparsity 0 the shares follow from the latencies."""
     pytest.importorskip("matplotlib")
     one = subprocess.run([sys.executable, str(BENCHMARK / "benchmark.py"), *TINY.split()], capture_output=True, text=True, check=True)
     for table, code, files in (("no table\n", 1, []), (one.stdout, 0, ["benchmark.png"])):
@@ -114,7 +114,7 @@ def test_a_script_runs_by_its_name(tmp_path):
 
 
 def wrong(function, name="out"):
-    """The function, with results that are off by a tenth."""
+    """The function with results that are wrong by a tenth."""
 
     def call(*arguments, **options):
         result = function(*arguments, **options)
@@ -159,7 +159,7 @@ def test_a_peer_that_answers_something_else_is_not_timed(monkeypatch, capsys):
 
 
 def test_two_builds_side_by_side(small_operations, tmp_path, capsys):
-    """What stands for another checkout is a copy of this build, then one whose results differ."""
+    """The other checkout is a copy of this build, and then a copy that returns other results."""
     shutil.copytree(Path(blitz_attn.__file__).parent, tmp_path / "blitz_attn")
     options = ["--beside", str(tmp_path), *["--threads", "1", "2", "--repeats", "2", "--kv-mib", "1", "--only", "small", "select", "decode_G=1"]]
     rows = rows_of(main_of("speed", options, capsys))
@@ -170,7 +170,7 @@ def test_two_builds_side_by_side(small_operations, tmp_path, capsys):
     assert rows_of(main_of("speed", ["--beside", str(tmp_path), "--only", "small"], capsys, code=1))[0]["Same_bits"] == "no"
 
 
-# ---- What is kept ------------------------------------------------------------------------------------------------
+# ---- Stored results ----------------------------------------------------------------------------------------------
 
 
 def test_a_stopped_run_goes_on(tmp_path, capsys):
@@ -186,7 +186,7 @@ def test_a_stopped_run_goes_on(tmp_path, capsys):
 
 
 def test_upstreams_options_and_all_files(tmp_path, monkeypatch, capsys):
-    """The options that change what is printed: outputs, masks, frames, order, layout, KV heads; and the files that keep it."""
+    """The options that change what is printed (outputs, masks, frames, order, layout, KV heads), and the files that store it."""
     monkeypatch.setattr(_bench, "RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["folder/benchmark.py", "--quick", "--save", "other"])
     options = (
@@ -211,7 +211,7 @@ def test_upstreams_options_and_all_files(tmp_path, monkeypatch, capsys):
     assert list(_bench.read_head(text)) == list(_bench.HEAD)
     assert _bench.read_head(text)["command"] == "python benchmark/benchmark.py --quick --save other"
     main_of("benchmark", f"{TINY} -D 999 --save other", capsys, code=2)
-    assert path.read_text() == text  # only a run that ends well replaces it
+    assert path.read_text() == text  # only a run that succeeds replaces it
 
 
 def test_a_record_of_speeds_is_compared_with(small_operations, tmp_path, capsys):
@@ -220,13 +220,13 @@ def test_a_record_of_speeds_is_compared_with(small_operations, tmp_path, capsys)
     kept = json.loads((tmp_path / "r.json").read_text())
     assert set(kept["machine"]) == {"cpu", "threads", "level", "caches"}  # nothing of the host's name or folders
     kept["rows"].pop()
-    for row, shares in zip(kept["rows"], ([90, 100], [1e-9, 1e-9], [0, 90]), strict=True):  # the last is spread by more than it can move
+    for row, shares in zip(kept["rows"], ([90, 100], [1e-9, 1e-9], [0, 90]), strict=True):  # the last one's spread is larger than its possible move
         row["shares"] = shares
     (tmp_path / "r.json").write_text(json.dumps(kept))
     rows = rows_of(main_of("speed", f"--compare {options}", capsys))
-    assert [row["Flag"] for row in rows] == ["SLOWER", "faster", None, None]  # none: -, or N/A where there is no record
+    assert [row["Flag"] for row in rows] == ["SLOWER", "faster", None, None]  # None stands for - and for N/A, which means no record
     (tmp_path / "r.json").write_text("half a")
-    assert "no record, for it is not JSON" in main_of("speed", f"--compare {options}", capsys, code=2).err
+    assert "is not a record, because it is not JSON" in main_of("speed", f"--compare {options}", capsys, code=2).err
 
 
 def test_results_of_this_repository_say_where_they_are_from():
@@ -241,7 +241,7 @@ def test_results_of_this_repository_say_where_they_are_from():
     assert _bench.tag(named) == "some-cpu-2.0-ghz-x-4-avx2-l1.32k-l2.1024k"
 
 
-# ---- What no script takes ----------------------------------------------------------------------------------------
+# ---- Refused options ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Lists that know their block shape: what keeps it, what drops it, and what calls make of it."""
+"""Lists that know their block shape: which operations keep it, which drop it, and how calls use it."""
 
 import copy
 import pickle

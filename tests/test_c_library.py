@@ -1,5 +1,5 @@
-"""The library for C programs: what make install-lib installs and what it exports, the example compiled as its comment says, and what only C
-programs can do: pass NULL and other numbers that the package never passes, and change the level while other threads compute."""
+"""The library for C programs: what make install-lib installs, what the library exports, and the example, compiled as its comment says. Also calls
+that only C programs can make: with NULL and other values that the package never passes, and while another thread changes the level."""
 
 import os
 import re
@@ -23,20 +23,20 @@ pytestmark = [
 
 
 def declared():
-    """(result, name, parameters) of each function of the header."""
+    """(result type, name, parameters) of each function in the header."""
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"^BA_API ([\w *]+?)(\w+)\(([^)]*)\);", text, re.MULTILINE)
     return [(result.strip(), name, parameters) for result, name, parameters in found]
 
 
 def contents(folder):
-    """Name -> bytes of every file below a folder."""
+    """A dictionary from the name of every file below a folder to its bytes."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if not path.is_dir()}
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The folder that the library is installed in: PREFIX of make install-lib. It is made of the objects of the build in place."""
+    """The folder in which make install-lib has installed the library, PREFIX. The library is made from the objects of the build in place."""
     pytest.importorskip("setuptools")
     compiler("CC")
     if not shutil.which("make"):
@@ -71,7 +71,7 @@ def test_the_shared_library_exports_the_header_and_nothing_else(installed):
     if not shutil.which("nm"):
         pytest.skip("no nm")
     exported = [line.split()[-1] for line in run("nm", "-D", "--defined-only", installed / "lib/libblitz_attn.so").splitlines()]
-    gcov = ("__gcov_", "mangle_path")  # of make coverage
+    gcov = ("__gcov_", "mangle_path")  # symbols of make coverage
     assert sorted(name for name in exported if not name.startswith(gcov)) == sorted(name for _, name, _ in declared())
 
 
@@ -86,7 +86,7 @@ def run_linked(installed, program):
 
 
 def commands(installed):
-    """The two commands in the example's comment, with this compiler and all warnings; without pkg-config with what it would say."""
+    """The two commands in the example's comment, with this compiler and all warnings. Without pkg-config, its output is filled in."""
     found = re.findall(r"^ \*     cc (.+)$", EXAMPLE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(found) == 2
     if not shutil.which("pkg-config"):
@@ -109,7 +109,7 @@ def test_the_example_compiles_as_it_says_and_finds_itself_right(kind, installed,
 
 
 def build(installed, folder, command, source):
-    """A program that is linked with the shared library."""
+    """Compile a program and link it with the shared library."""
     (folder / source[0]).write_text(source[1], encoding="utf-8")
     run(*command, *WARNINGS, f"-I{installed}/include", source[0], "-o", "program", f"-L{installed}/lib", "-lblitz_attn", "-lm", cwd=folder)
     return folder / "program"
@@ -147,14 +147,14 @@ int main() {
 
 
 def null_calls():
-    """(parameter, call) of each function with NULL for one of its pointers to structs; all else is zero."""
+    """(parameter, call) of each function, with NULL for that pointer to a struct, and zeros for everything else."""
     for result, name, parameters in declared():
         if result != "ba_status":
             continue
         types = [re.fullmatch(r"(?:const )?(\w+ \*?)(\w+)", parameter.strip()).groups() for parameter in parameters.split(",")]
         pointers = [parameter for kind, parameter in types if re.fullmatch(r"ba_\w+ \*", kind)]
         for null in pointers:
-            if (name, null) != ("ba_append_kv", "v"):  # where NULL says that there are no values
+            if (name, null) != ("ba_append_kv", "v"):  # NULL is valid there, and means no values
                 values = [f"&zero.{kind[:-2]}" if parameter in pointers and parameter != null else "0" for kind, parameter in types]
                 yield null, f"{name}({', '.join(values)})"
 
@@ -187,13 +187,13 @@ static inline void report(ba_status status) { printf("%d %s\\n", status, status 
 
 
 def output_of(installed, folder, text):
-    """The lines that a C program prints. It begins with PRELUDE."""
+    """The lines that a C program prints. Its source is PRELUDE and `text`."""
     command = [*compiler("CC"), "-std=c11", "-pthread"]
     return run_linked(installed, build(installed, folder, command, ("program.c", PRELUDE + text))).splitlines()
 
 
 def test_the_level_may_change_while_calls_run(installed, tmp_path):
-    """A call uses one level from its beginning to its end: with quantised caches, families of some levels read rows that others do not make."""
+    """A call uses one level from beginning to end. With quantised caches, some families read rows in a form that other families do not write."""
     text = """
 enum { QUERIES = 8, HEADS = 4, TOKENS = 32, DIM = 16, OUT = QUERIES * HEADS * DIM };
 static _Atomic int done;
@@ -282,7 +282,7 @@ int main(void) {
     assert lines == ["0 ", "0 ", f"{1 if refused else 3} threads, 0"]
 
 
-def test_numbers_that_are_no_name(installed, tmp_path):
+def test_numbers_without_a_name(installed, tmp_path):
     text = """
 int main(void) {
     for (int n = 0; n < BA_DTYPE_COUNT; n++) printf("%s %d ", ba_dtype_name((ba_dtype)n), (int)ba_dtype_size((ba_dtype)n));
@@ -302,7 +302,7 @@ int main(void) {
 
 
 def test_contiguous_tensors(installed, tmp_path):
-    """Strides of rows; sizes that nobody has checked overflow without harm; more axes than there may be are refused by name."""
+    """Strides are those of contiguous rows. Unchecked sizes may overflow without harm, and too many axes are refused with the argument's name."""
     text = """
 int main(void) {
     const int64_t dims[5] = {2, 3, 4, 5, 6}, large[4] = {INT64_MAX, INT64_MAX, INT64_MAX, -1};
@@ -343,7 +343,7 @@ int main(void) {
 
 
 def test_a_program_that_has_all_keys_keeps_its_values(installed, tmp_path):
-    """Each thread frees its scratch memory when it ends, by a key of pthreads. Where none is left, no key of the program stands in for it."""
+    """Each thread frees its scratch memory when it ends, by a key of pthreads. If no key is left, the library uses none of the program's keys."""
     text = """
 static pthread_key_t keys[1 << 16];
 static int count, changed;
@@ -372,7 +372,7 @@ int main(void) {
     assert output_of(installed, tmp_path, text) == ["1 0"]
 
 
-# Valid arguments of every function that the rows of WRONG call.
+# Valid arguments for every function that WRONG calls.
 VALID = """
 #define array(data, dtype, ...) ba_contiguous(data, dtype, sizeof(int64_t[]){__VA_ARGS__} / sizeof(int64_t), (int64_t[]){__VA_ARGS__})
 static float x[64], y[64], sinks[2];
@@ -450,7 +450,7 @@ CALLS = {
     "merge": "ba_merge_states(1, &a.q, &g.forward.lse, &out, &lse)",
     "quantize": "ba_quantize_kv(&rows, &bytes, &scale, 1)",
 }
-WRONG = [  # call, changes, sentence: what Python's own checks come before
+WRONG = [  # call, changes, sentence; from Python, earlier checks would refuse these
     ("a", "a.q.ndim = -1", "q: expected shape (B, H, Sq, D) for layout BNSD, got -1 axes"),
     ("a", "a.q.dtype = BA_INT8", "q: expected float32, float16, bfloat16 or float64, got int8"),
     ("a", "a.q.strides[3] = 2", "q: expected a contiguous last axis, got stride 2 elements"),
@@ -515,7 +515,7 @@ WRONG = [  # call, changes, sentence: what Python's own checks come before
 
 
 def test_what_only_c_programs_can_pass_is_refused_by_its_sentence(installed, tmp_path):
-    """Each call without a mistake first, and then with one."""
+    """Each call is made first with valid arguments, and then with a wrong one."""
     rows = [(name, "", "") for name in CALLS] + WRONG
     body = "".join(f"    valid();\n    {changes};\n    report({CALLS[name]});\n" for name, changes, _ in rows)
     lines = output_of(installed, tmp_path, f"{VALID}\nint main(void) {{\n{body}    return 0;\n}}\n")

@@ -1,4 +1,4 @@
-"""Softcap and sinks of block-sparse attention: gradients against differences, numbers at the ends of their range."""
+"""Softcap and sinks of block-sparse attention: gradients against differences, and sinks at the ends of their range."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ from cases import bits_option, same_bits
 
 @pytest.mark.parametrize("added", [{}, {"alibi_slopes": np.float32([0.1, 0.2, 0.3, 0.0])}, {"attn_mask": True}], ids=["", "alibi", "mask"])
 def test_gradients_against_differences(added):
-    """Along a direction in q, k, v and sinks together, in float64; the cap bends most scores. The log-sum-exp carries the sinks into the
-    gradients of q, k and v, and theirs follows from the results."""
+    """The difference is taken along one direction in q, k, v and sinks together, in float64. The cap changes most scores. The sinks enter the
+    gradients of q, k and v through the log-sum-exp, and their own gradient is computed here from the results."""
     rng = np.random.default_rng(1)
     q, k, v = (x.astype(np.float64) for x in testing.make_qkv(1, 4, 2, 20, 20, 8))
     sinks = np.array([0.5, -1.0, 2.0, 0.0])
@@ -46,7 +46,7 @@ def test_sinks_that_need_a_gradient():
 @pytest.mark.parametrize("q_len", [1, 40])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sinks_that_are_as_good_as_infinite(dtype, q_len, isa_level):
-    """Also where a query sees no key. For float64 they are numbers."""
+    """The largest float32 sinks act as infinite ones, even if a query sees no key. In float64 they are ordinary numbers."""
     q, k, v = testing.make_qkv(1, 2, 2, q_len, 8, 16, dtype=dtype)
     for kv_lens in ([8], [0]):
         options = {"kv_lens": kv_lens, "return_lse": True} | bits_option(q)

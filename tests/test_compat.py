@@ -16,7 +16,7 @@ def qkv(batch=1, heads=2, q_len=300, kv_len=300, **options):
 
 
 def bnsd(q, k, v, **options):
-    """The drop-in's call in the words of its README."""
+    """The drop-in's call with BNSD arrays, with the argument names of upstream's README."""
     arguments = {"num_heads": q.shape[1], "num_key_value_heads": k.shape[1], "input_layout": "BNSD", "softmax_lse_flag": True}
     return torch_bsa.blitz_sparse_attention(q, k, v, **arguments | options)
 
@@ -36,12 +36,12 @@ def test_signature_is_upstreams():
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("block_shape", [(128, 128), (128, 512), (1024, 256)])
 def test_readme_example(block_shape, flag):
-    """The call of upstream's README with one import changed: bfloat16 tensors, uint16 lists padded with 0xFFFF."""
+    """The call of upstream's README with only the import changed: bfloat16 tensors, and uint16 lists padded with 0xFFFF."""
     torch = pytest.importorskip("torch")
     h, s, d = 2, 2000, 64
     q, k, v = (torch.randn(1, h, s, d, generator=torch.Generator().manual_seed(n)).to(torch.bfloat16) for n in range(3))
     lists = random_with_frame(s, s, block_shape, 0.5, heads=h, dtype=np.int64, width=math.ceil(s / block_shape[1]))
-    sabi = torch.tensor(lists, dtype=torch.int32).to(torch.uint16)  # -1 wraps to 0xFFFF, as upstream's own benchmark has it
+    sabi = torch.tensor(lists, dtype=torch.int32).to(torch.uint16)  # -1 wraps to 0xFFFF, as in upstream's own benchmark
     assert sabi.shape == (1, h, math.ceil(s / block_shape[0]), math.ceil(s / block_shape[1]))
     scale = 1 / math.sqrt(d)
     attention_out, softmax_lse = torch_bsa.blitz_sparse_attention(
@@ -70,7 +70,7 @@ def test_readme_example(block_shape, flag):
 
 
 def test_readme_cpp_example():
-    """Upstream's C++ example: all ones, float16, (1, 8, 512, 128); it prints out 0x3C00 and expects an lse of 17.5520."""
+    """Upstream's C++ example: all ones, float16, (1, 8, 512, 128). It prints out 0x3C00 and expects an lse of 17.5520."""
     ones = np.ones((1, 8, 512, 128), np.float16)
     sabi = np.tile(np.arange(4, dtype=np.uint16), (1, 8, 4, 1))
     out, lse = bnsd(ones, ones, ones, sabi=sabi, scale_value=1 / math.sqrt(128))
@@ -147,7 +147,7 @@ def test_tnd_needs_lengths():
         torch_bsa.blitz_sparse_attention(q, k, v, input_layout="TND", actual_seq_lengths=[300], actual_seq_lengths_kv=[300], sparse_mode=2)
 
 
-def test_things_that_are_no_arrays():
+def test_what_is_not_an_array_is_refused():
     x = np.ones((1, 2, 8, 8), np.float32)
     with pytest.raises(TypeError, match="^query: expected an array, got NoneType$"):
         torch_bsa.blitz_sparse_attention(None, x, x)
@@ -164,7 +164,7 @@ def test_things_that_are_no_arrays():
     ],
 )
 def test_sums_of_lengths_are_refused_as_the_caller_wrote_them(queries, keys, sentence):
-    """Without the 0 that this library's sums begin with."""
+    """The sentence shows upstream's sums, without the 0 that this library's cumulative lengths begin with."""
     x = np.ones((10, 2, 8), np.float32)
     options = {"actual_seq_lengths": queries, "actual_seq_lengths_kv": keys}
     with pytest.raises(ValueError, match=f"^{sentence}$"):

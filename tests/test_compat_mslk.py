@@ -1,4 +1,4 @@
-"""The interface of upstream's sparse_attn package: its names, argument order, shapes and words."""
+"""The interface of upstream's sparse_attn package: its names, argument order, shapes and terms."""
 
 import inspect
 
@@ -18,7 +18,7 @@ def upstream_weights(options):
 
 
 def test_argument_order():
-    """As upstream's signatures have it; later additions of upstream's stand last."""
+    """The order is that of upstream's signatures. Arguments that upstream added later come last."""
     orders = {
         "nsa": "Q K V compress_block_size num_selected_blocks window_size W_k_compress W_v_compress gate_proj_weight causal softmax_scale "
         "q_tile_size n_block_size cu_seqlens max_seqlen num_cmp_selected_blocks",
@@ -47,7 +47,7 @@ def test_argument_order():
 
 
 def test_references():
-    """Upstream's gradients by name, with its frozen indices."""
+    """The references return gradients by upstream's names, and take its fixed block indices."""
     q, k, v, options = problem(100, 4, 2, 8, dtype="float64", weights=WEIGHTS[:3])
     chosen = mslk.compute_block_indices_reference(q, k, 16, 3, options["w_k_compress"], q_tile_size=32)
     assert chosen.dtype == np.int64
@@ -64,7 +64,7 @@ def test_references():
 
 
 class WithoutShape:
-    """An array that says its shape to NumPy alone."""
+    """An array without a shape attribute, which only NumPy can read."""
 
     def __init__(self, array):
         self.array = array
@@ -83,7 +83,7 @@ def test_reference_of_a_gradient_without_a_shape():
 
 
 def test_no_sequences_and_no_blocks():
-    """An empty run of sequences, and sequences shorter than a block, are calls like others."""
+    """Calls without sequences, and with sequences shorter than a block, are valid."""
     Q, K = np.ones((0, 2, 4), np.float32), np.ones((0, 1, 4), np.float32)
     K_cmp, V_cmp = mslk.fused_compress_kv(K, K, 8, cu_seqlens=[0])
     assert K_cmp.shape == V_cmp.shape == (0, 0, 1, 4)
@@ -150,7 +150,7 @@ def test_parts_of_a_wrong_kind(kind, sentence, call):
 
 
 def test_torch_gradients():
-    """As upstream's nsa, this one is differentiable."""
+    """This nsa is differentiable, like upstream's."""
     torch = pytest.importorskip("torch")
     q, k, v, options = problem(100, 4, 2, 16, weights=WEIGHTS[:3])
     leaves = [torch.from_numpy(x).requires_grad_() for x in (q, k, v, *upstream_weights(options))]

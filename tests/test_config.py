@@ -1,4 +1,4 @@
-"""What the library says about the machine, and the caps on instruction sets."""
+"""The library's report about the machine, and caps on the instruction set level."""
 
 import io
 import json
@@ -163,22 +163,22 @@ def test_environment_cap_above_the_cpu():
     assert isa_report(BLITZ_ATTN_ISA=blitz_attn.isa_levels()[-1])["active"] == _core.isa_detected()
 
 
-def test_unknown_environment_cap_is_told_and_passed_over():
+def test_unknown_environment_cap_is_reported_and_ignored():
     report = isa_report(BLITZ_ATTN_ISA="sse9")
     assert report["active"] == _core.isa_detected()
     assert "sse9" in report["why"]
     assert all(level in report["why"] for level in blitz_attn.isa_levels())
 
 
-def test_a_cap_replaces_what_is_told_of_the_environment():
+def test_a_cap_replaces_the_note_about_the_environment():
     program = "import json, blitz_attn; blitz_attn.isa('portable'); print(json.dumps(blitz_attn.show_config('dict')['isa']))"
     report = json.loads(python("-c", program, BLITZ_ATTN_ISA="sse9"))
     assert report["active"] == "portable"
     assert "sse9" not in report["why"]
 
 
-def test_refused_permission_is_told_and_passed_over():
-    """Linux refuses tiles where a thread's signal stack could not hold their state: a lower level is used, and the report says why."""
+def test_refused_permission_is_reported_and_a_lower_level_used():
+    """Linux refuses tiles if a thread's signal stack cannot hold their state: a lower level is used, and the report says why."""
     if "amx" not in blitz_attn.isa_levels(available=True) or sys.platform != "linux" or _core.probe_tile_flops("amx", 0.01, 1) < 100:
         pytest.skip("the CPU has no amx")
     program = """if True:
@@ -186,7 +186,7 @@ def test_refused_permission_is_told_and_passed_over():
         class Stack(ctypes.Structure):
             _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
         memory = mmap.mmap(-1, 8192)
-        stack = Stack(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, 8192)  # tiles alone take as much
+        stack = Stack(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, 8192)  # the state of tiles alone has this size
         assert ctypes.CDLL(None, use_errno=True).sigaltstack(ctypes.byref(stack), None) == 0
         import blitz_attn, json
         print(json.dumps(blitz_attn.show_config("dict")["isa"]))
@@ -219,12 +219,12 @@ def test_probes_measure_rates_above_zero():
             assert _core.probe_tile_flops(level, 0.001, 1) == 0
         assert _core.probe_read(level, 1 << 16, 0.01, 1) > 0.1  # GB/s
         assert _core.probe_read(level, np.ones(1 << 15, np.uint8), 0.01, 2) > 0.1
-        assert _core.probe_read(level, np.ones(1 << 15, np.uint8), None, 2) > 0.1  # once
+        assert _core.probe_read(level, np.ones(1 << 15, np.uint8), None, 2) > 0.1  # one pass over the array
         assert _core.probe_read(level, b"a few bytes", 0.01, 1) == 0
 
 
-def test_probes_say_0_where_they_cannot_measure():
-    for size, threads in ((1 << 62, 4), (1 << 62, 1), ((1 << 63) - 100, 1)):  # bytes of all threads, or rounded up, beyond 64 bits
+def test_probes_return_0_where_they_cannot_measure():
+    for size, threads in ((1 << 62, 4), (1 << 62, 1), ((1 << 63) - 100, 1)):  # the bytes of all threads, or their rounded number, exceed 64 bits
         assert _core.probe_read("portable", size, 0.01, threads) == 0
     too_many = 1025
     assert _core.probe_flops("portable", 0.001, too_many) == 0

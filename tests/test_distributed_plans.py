@@ -1,5 +1,5 @@
-"""Plans of context-parallel attention, without MPI: each block that a row sees arrives once at the rank that computes the row, bytes are
-those of the tokens that arrive, and work is even."""
+"""Plans of context-parallel attention, without MPI: each block that a row sees arrives once at the rank that computes the row, the plan's bytes
+are those of the tokens that arrive, and work is balanced."""
 
 import itertools
 
@@ -14,7 +14,7 @@ DISPATCHES = ("cut", "zigzag", "contiguous", "items")
 
 
 class Fake:
-    """A communicator whose other ranks say what this one says."""
+    """A communicator in which every other rank sends what this rank sends."""
 
     def __init__(self, size, rank=0):
         self.size, self.rank = size, rank
@@ -75,7 +75,7 @@ def problem_of(seed):
 
 
 def sequences_of(given):
-    """(first query, first key, queries, keys) of each sequence, queries and keys valid, on the axes of tokens."""
+    """(first query, first key, number of queries, number of keys) of each sequence, as positions on the token axes, without padding."""
     if given["layout"] == "TND":
         cu_q, cu_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
         return list(zip(cu_q[:-1], cu_kv[:-1], np.diff(cu_q), np.diff(cu_kv), strict=True))
@@ -85,7 +85,7 @@ def sequences_of(given):
 
 
 def seen(given, sequence, head, queries, keys):
-    """(queries, keys): what the token rules and the list of a query head let each query see; the rule of `block_sparse_attention` once more."""
+    """A mask (queries, keys) of what each query sees by the token rules and the list of its head, restated from `block_sparse_attention`."""
     i, j = np.arange(queries)[:, None] + keys - queries, np.arange(keys)
     mask = np.ones((queries, keys), bool)
     if given["causal"]:
@@ -107,7 +107,7 @@ def seen(given, sequence, head, queries, keys):
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("seed", range(24))
 def test_each_listed_block_arrives_once(seed, dispatch):
-    """By tokens: what a rank receives of each KV head is what its rows see, whole blocks of it, each token once, from the rank that holds it."""
+    """Of each KV head, a rank receives exactly the blocks that its rows see, each token once, from the rank that holds the token."""
     given = problem_of(seed)
     size = [1, 2, 3, 4, 8, 50][seed % 6]
     arguments = dict(given, size=size, dispatch=dispatch)
@@ -158,7 +158,7 @@ def test_each_listed_block_arrives_once(seed, dispatch):
 
 
 def patterns(size, block=128):
-    """Causal lists with 8 rows a rank: name -> (lists, more arguments)."""
+    """Causal lists with 8 rows per rank: name -> (lists, more arguments)."""
     rng, rows = np.random.default_rng(size), 8 * size
     tokens = rows * block
     ends = np.sort(rng.choice(np.arange(1, rows), max(3, size // 2), replace=False)) * block
@@ -174,7 +174,7 @@ def patterns(size, block=128):
 
 @pytest.mark.parametrize("size", [4, 8, 64, pytest.param(256), pytest.param(1024, marks=pytest.mark.long)])
 def test_work_is_even(size):
-    """At 8 rows a rank and several KV heads no rank has more than 1.1 times the mean; and "auto" is as even."""
+    """With 8 rows per rank and 8 heads, no rank has more than 1.1 times the mean load. With one head, the bound is 1.15 for documents."""
     tokens, lists = patterns(size)
     for name, (one, more) in lists.items():
         for dispatch in ("cut", "items"):
@@ -195,7 +195,7 @@ def test_windows_and_documents_move_little(name):
     assert received.sum() <= 0.1 * plan.all_gather_bytes.sum(), name
 
 
-def test_auto_takes_the_quickest():
+def test_auto_takes_about_the_fastest_dispatch():
     tokens, lists = patterns(16)
     for one, more in lists.values():
         given = dict(size=16, num_heads=16, num_kv_heads=8, causal=True, link=1e9, rate=1e13, **more)
@@ -206,7 +206,7 @@ def test_auto_takes_the_quickest():
 
 
 def test_items_bring_only_some_heads():
-    """With as many ranks as KV heads each rank computes one head, and receives the keys of that one alone."""
+    """With as many ranks as KV heads, each rank computes one KV head, and receives only that head's keys."""
     plan = ContextParallelPlan(None, 8192, size=8, num_heads=16, num_kv_heads=8, dispatch="items")
     assert [plan._routes.stages(r) for r in range(8)] == [[r] for r in range(8)]
     assert plan.bytes.sum(axis=0).max() == 7 * 1024 * (2 * 128 * 4 + 2 * 128 * 4) + 7 * 1024 * 2 * (128 * 4 + 4)
@@ -324,7 +324,7 @@ def test_a_plan_without_a_list_is_that_of_the_full_list(seed):
 
 
 def test_plans_of_a_million_tokens_in_small_blocks():
-    """Their grids have more than 2**28 blocks."""
+    """The grids of these plans have more than 2**28 blocks."""
     window, options = (4096, 0), {"size": 8, "block_shape": (64, 64), "causal": True, "dispatch": "cut"}
     one = ContextParallelPlan(None, 1_100_000, window=window, **options)
     other = ContextParallelPlan(sabi.sliding_window(1_100_000, block_shape=(64, 64), window=window), 1_100_000, window=window, **options)
@@ -351,7 +351,7 @@ def alone(**options):
 @pytest.mark.parametrize("dispatch", ["auto", "cut", "items"])
 @pytest.mark.parametrize("rows", [None, 0])
 def test_sequences_without_tokens(rows, dispatch):
-    """The lists of no queries have no rows, as in a call without ranks."""
+    """Lists without queries have no rows, as in a call without ranks."""
     sabi = None if rows is None else np.zeros((1, 1, rows, 1), np.int32)
     x, cu = np.zeros((0, 2, 4), np.float32), [0, 0, 0]
     plan = ContextParallelPlan(sabi, comm=Alone(), num_heads=2, head_dim=4, layout="TND", cu_seqlens_q=cu, dispatch=dispatch)

@@ -1,7 +1,7 @@
-"""Every docstring example runs, and every public function says what it takes, returns and raises.
+"""Every docstring example runs, and every public function documents what it takes, returns and raises.
 
-Functions that repeat another function's contract point to it instead: the float64 twins to their operations, and the functions of
-`compat.mslk` to those that they call.
+A function with the contract of another function points to that one instead: the float64 twins to their operations, and the functions of
+`compat.mslk` to the functions that they call.
 """
 
 import doctest
@@ -40,7 +40,7 @@ PUBLIC = [
 
 
 def public_functions():
-    """(qualified name, function) of everything that a module of the package offers in its ``__all__``, methods of classes included."""
+    """(qualified name, function) of all functions in the ``__all__`` of the package's modules, and of all methods of their classes."""
     found = {}
     for name in ["blitz_attn", *MODULES]:
         module = importlib.import_module(name)
@@ -56,7 +56,7 @@ FUNCTIONS = public_functions()
 
 
 def library_function(name):
-    """The public function that a dotted name stands for, None where there is none."""
+    """The public function that a dotted name stands for, or None."""
     path, _, attribute = name.rpartition(".")
     try:
         module = importlib.import_module(path)
@@ -67,7 +67,7 @@ def library_function(name):
 
 
 def is_twin(function):
-    """Whether a function of `blitz_attn.reference` has the name of an operation."""
+    """Whether a function is in `blitz_attn.reference` and has the name of an operation."""
     operations = (getattr(blitz_attn, function.__name__, None), getattr(blitz_attn.nsa, function.__name__, None))
     return getattr(blitz_attn.reference, function.__name__, None) is function and any(map(inspect.isfunction, operations))
 
@@ -77,20 +77,20 @@ FULL = [pair for pair in FUNCTIONS if pair not in SHORT]
 
 
 def sections(function):
-    """Section title to text of a numpydoc docstring."""
+    """A dictionary from the section titles of a numpydoc docstring to their texts."""
     parts = re.split(r"^(\w[\w ]+)\n-{3,}$", inspect.getdoc(function) or "", flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def documented_names(text):
-    """Names of a Parameters section: the lines at the margin, up to the colon; one line may name several."""
+    """The names in a Parameters section, which are at the margin before a colon. One line may have several names."""
     lines = [line.partition(" : ")[0] for line in text.splitlines() if line and not line.startswith(" ")]
     return [name.strip(" *") for line in lines for name in line.split(",")]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_dir_shows_what_is_public(name):
-    """No helper that a module imports, but the names of its ``__all__``, with those of modules that are imported on their first use."""
+    """dir() of a module shows the names of its ``__all__``, with modules that are imported on first use, and no imported helpers."""
     module = importlib.import_module(name)
     public = {shown for shown in module.__all__ if not shown.startswith("_")}
     packages = {"compat", "integrations"} if name == "blitz_attn" else set()
@@ -108,7 +108,7 @@ def test_examples_run(name):
 
 
 @pytest.mark.parametrize("name", ["blitz_attn", *MODULES])
-def test_module_says_what_it_is_for(name):
+def test_module_has_a_docstring(name):
     assert importlib.import_module(name).__doc__
 
 

@@ -1,5 +1,5 @@
-"""Requests of several new tokens over long caches, as in speculative decoding: more queries of a KV head than the kernel for few queries
-takes at once, which take turns at each chunk of keys. Threads, company, layouts and pages are in test_paged.py."""
+"""Requests of several new tokens over long caches, as in speculative decoding. A KV head then has more queries than the kernel for few queries
+takes at once, so sets of queries take turns at each chunk of keys. Threads, batch mates, layouts and pages are tested in test_paged.py."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_every_rule_is_right(rule, dtype, kv_dtype, kv_layout):
 )
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (16, 2), (9, 1), (40, 2)], ids=lambda h: f"h{h[0]}x{h[1]}")
 def test_numbers_of_queries(heads, dtype, kv_dtype):
-    """Around the number of keys from which on so many queries take turns, and around their largest number."""
+    """More than 8 queries of a KV head take turns only over at least 64 keys per query. Requests have 64 keys per query, or one key less in all."""
     group = heads[0] // heads[1]
     drafts = sorted({max(1, n // group) for n in (8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40)})
     for more in (-1, 0):
@@ -49,7 +49,7 @@ def test_numbers_of_queries(heads, dtype, kv_dtype):
 @pytest.mark.parametrize("name", ["tree", "numbers", "slopes"])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
 def test_a_tree_of_drafts_and_other_biases(dtype, kv_dtype, name):
-    """A tree hides the tokens of other branches: each token sees the cache, its ancestors and itself."""
+    """A tree of drafted tokens hides other branches: each token sees the cache, its ancestors and itself."""
     lens, drafts = [1500, 800], [6, 3]
     case = testing.make_paged(2, 8, 2, lens, 32, 64, 64, dtype, kv_dtype, q_lens=drafts)
     if name == "slopes":
@@ -70,7 +70,7 @@ def test_a_tree_of_drafts_and_other_biases(dtype, kv_dtype, name):
 @pytest.mark.parametrize("q_len", [3, 4, 6])
 @pytest.mark.parametrize(("block_q", "list_heads"), [(64, 2), (2, 8), (1, 1)])
 def test_lists(q_len, dtype, block_q, list_heads):
-    """Lists of blocks, those of a KV head and those of each query head, with rows of few and of all queries."""
+    """Block lists per KV head and per query head, with list rows of one, two and all queries."""
     q, k, v = testing.make_qkv(2, 8, 2, q_len, 1700, 32, 40, dtype=dtype)
     rows = -(-q_len // block_q)
     lists = random_lists(np.random.default_rng(q_len), 2, list_heads, rows, 54, share=0.6)
@@ -113,7 +113,7 @@ def test_values_reach_only_the_queries_that_see_them(dtype, bad, isa_level):
 
 
 def test_a_slice_of_sixteen_queries_has_the_bits_of_the_whole(isa_level):
-    """At every level so many queries take turns; some of the entries are padding, and one has so many queries that panels attend it."""
+    """Sixteen queries take turns at every level. Two batch entries are mostly padding, and one has enough queries to be attended by panels."""
     q, k, v = testing.make_qkv(3, 4, 1, 40, 1500, 32, 40, dtype="float32")
     options = {"q_lens": [4, 40, 3], "kv_lens": [1400, 1500, 1024], "causal": True}
     whole = attend(q, k, v, **options)
@@ -127,7 +127,7 @@ def test_a_slice_of_sixteen_queries_has_the_bits_of_the_whole(isa_level):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_chunk_of_a_prompt_has_the_bits_of_one_thread(dtype, isa_level):
-    """Where all tiles take the same time, items of several threads have several tiles, too."""
+    """If all tiles take the same time, an item has several tiles even with several threads."""
     case = testing.make_paged(1, 16, 4, [1700], 32, 32, 32, dtype, dtype, q_lens=[128])
     expected = attend_paged(case, num_threads=1)
     for threads in (2, 4):

@@ -1,4 +1,4 @@
-"""The examples that judge choosers by a model, with a small random model in the place of the real one."""
+"""The examples that judge choosers by a model, with a small random model in place of the real one."""
 
 import importlib.util
 import json
@@ -74,7 +74,7 @@ def test_a_profile_is_made_of_texts(small, tmp_path, monkeypatch, capsys):
 
 
 class Letters:
-    """A tokenizer of letters."""
+    """A tokenizer with a token for each letter."""
 
     def __call__(self, text, truncation=False, max_length=None, **_):
         from types import SimpleNamespace
@@ -131,4 +131,4 @@ def test_a_real_model_decodes_through_pages():
     recalls = [float(line[6]) for line in lines]
     assert recalls[0] == recalls[2] == recalls[4] == 1
     assert recalls[3] < recalls[1] < 1
-    assert [float(line[5]) for line in lines][2] == 1  # every block chosen is dense decode
+    assert [float(line[5]) for line in lines][2] == 1  # with every block chosen, decode is dense

@@ -1,6 +1,6 @@
-"""What happens where memory or threads cannot be had: MemoryError, or fewer threads; never a crash, a leak or a wrong number.
+"""Without enough memory or threads, calls raise MemoryError or use fewer threads. They never crash, leak or return wrong results.
 
-Most of it needs a build that fails on request, which `make faults` and `make asan` make. The limits of the system are tested in any build."""
+Most tests need a build that fails on request, which `make faults` and `make asan` make. Limits of the system are tested in any build."""
 
 import ctypes
 import gc
@@ -25,12 +25,12 @@ from cases import same_bits
 from cases_atomic import NSA_CASES
 from cases_operations import arrays_of, operations
 
-injected = pytest.mark.skipif(not hasattr(_core, "_fail_allocation"), reason="this build fails on no request: see make faults")
+injected = pytest.mark.skipif(not hasattr(_core, "_fail_allocation"), reason="this build does not fail on request: see make faults")
 NAMES = list(operations())
-BY_NUMPY = ("dequantize_kv",)  # which allocates by NumPy alone
-SMALL_NUMBERS = ("set_num_threads", "get_num_threads")  # which Python has ready
+BY_NUMPY = ("dequantize_kv",)  # allocates only through NumPy
+SMALL_NUMBERS = ("set_num_threads", "get_num_threads")  # return small integers, which Python has allocated already
 sanitizer = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "__lsan_do_recoverable_leak_check") else None
-SEVEN = 7  # what outputs are filled with
+SEVEN = 7  # outputs are filled with it before calls
 
 
 def fill(operation):
@@ -43,7 +43,7 @@ def is_filled(out):
 
 
 def right_results(operation):
-    """What the call returns, and what it leaves in its outputs."""
+    """Copies of what the call returns and of what it writes into its outputs."""
     fill(operation)
     returned = [x.copy() for x in arrays_of(operation.call())]
     return returned, [x.copy() for x in operation.outs]
@@ -62,14 +62,15 @@ def check_call(operation, right):
 
 # ---- What there is to call ----------------------------------------------------------------------------------------------
 
-# What results are made of; rules; slow twins in NumPy; what only calls other operations; a report that looks through the installed packages, and asks C no more than the other settings.
+# Classes of results and of rules, slow reference functions in NumPy, functions that only call other operations, and show_config, which searches the
+# installed packages and otherwise only calls other settings.
 LEFT_OUT = {
     "Antidiagonal", "NSAContext", "NSAGradients", "Pooled", "Profile", "SampledRows", "VerticalSlash", "allocate", "calibrate", "mslk.nsa_forward_reference",
     "mslk.nsa_backward_reference", "mslk.compute_block_indices_reference", "show_config",
 }  # fmt: skip
 
 
-def test_every_public_operation_is_among_them():
+def test_every_public_operation_is_called_or_left_out():
     modules = {blitz_attn: "", nsa: "", select: "", torch_bsa: "", select_attn_ops: "", mslk: "mslk."}
     public = {
         prefix + name
@@ -84,8 +85,8 @@ def test_every_public_operation_is_among_them():
 # ---- Memory -----------------------------------------------------------------------------------------------------------
 
 
-# LeakSanitizer does not look where Python 3.11 keeps local variables, and takes what only they hold for lost. So it is to watch nothing but what
-# is allocated within the calls, of which nothing is held any more when it is asked.
+# LeakSanitizer does not search the memory in which Python 3.11 keeps local variables, and reports what only they hold as leaked. So it watches only
+# what is allocated within the calls, of which nothing is held any more at the time of a leak check.
 if sanitizer:
     sanitizer.__lsan_disable()
 
@@ -102,10 +103,10 @@ def watched():
 
 
 def lost():
-    """How many of malloc's blocks can be reached from nowhere any more, and LeakSanitizer's report of them; 0 where there is none to ask."""
+    """The number of leaked allocations and LeakSanitizer's report of them; 0 and "" without LeakSanitizer."""
     if not sanitizer:
         return 0, ""
-    with tempfile.TemporaryFile() as file:  # the report goes to the system's standard error
+    with tempfile.TemporaryFile() as file:  # the report goes to file descriptor 2
         usual = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
@@ -119,7 +120,7 @@ def lost():
 
 
 def attempt(operation, n):
-    """Calls while the n-th allocation fails: (result, exception, whether there were so many)."""
+    """A call whose n-th allocation fails: (result, exception, whether the call made as many as n allocations)."""
     result = error = None
     _core._fail_allocation(n)
     try:
@@ -131,7 +132,7 @@ def attempt(operation, n):
 
 
 def fail_each_allocation(operation, right):
-    """The call with its first, second, ... allocation failing, until it has no more. Returns how many raised MemoryError."""
+    """Make the call with its first allocation failing, then its second, and so on, until it has no more. Returns the number of MemoryErrors."""
     failures = n = 0
     while True:
         n += 1
@@ -150,7 +151,7 @@ def fail_each_allocation(operation, right):
 
 
 def held(operation):
-    """References to the arrays of a call: one that a failed call still held would show."""
+    """The reference counts of the arrays of a call, which show whether a failed call still holds one."""
     given = [cell.cell_contents for cell in operation.call.__closure__ or () if isinstance(cell.cell_contents, np.ndarray)]
     return [sys.getrefcount(x) for x in [*given, *operation.outs]]
 
@@ -163,7 +164,7 @@ def test_each_allocation_fails_once(name, threads):
     right = right_results(operation)
     before, lost_before = held(operation), lost()[0]
     blocks = np.zeros(40, np.int64)
-    for i in range(len(blocks)):  # what the interpreter and NumPy keep for later calls is there after some
+    for i in range(len(blocks)):  # after some rounds, the interpreter and NumPy keep no more for later calls
         failures = fail_each_allocation(operation, right)
         gc.collect()
         blocks[i] = _core._live_blocks()
@@ -178,12 +179,12 @@ def test_each_allocation_fails_once(name, threads):
 
 
 def in_a_thread(call):
-    """What `call` returns in a thread that makes its first call, or the exception that it raises."""
+    """What `call` returns in a new thread, or the MemoryError that it raises."""
     results = []
 
     def keep():
         if sanitizer:
-            sanitizer.__lsan_disable()  # each thread counts by itself
+            sanitizer.__lsan_disable()  # the setting is per thread
         try:
             results.append(call())
         except MemoryError as error:
@@ -214,7 +215,7 @@ def test_each_allocation_of_a_threads_first_call_fails_once(name):
 
 
 class Empty:
-    """numpy.empty, whose n-th call finds no memory."""
+    """Stands in for numpy.empty. Its n-th call raises MemoryError."""
 
     def __init__(self, n):
         self.left, self.empty = n, np.empty
@@ -269,7 +270,7 @@ def threads_now():
 
 
 def run(program, *arguments, refused=None, **options):
-    """Runs a program after PRELUDE in a process of its own. `refused`: exit status that says that the system does not let it be tested."""
+    """Runs PRELUDE and a program in a process of its own. Exit status `refused` means that the system does not allow the test."""
     path = os.pathsep.join([str(Path(blitz_attn.__file__).resolve().parent.parent), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -283,7 +284,7 @@ def run(program, *arguments, refused=None, **options):
 
 
 on_linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-# Its shadow is terabytes of addresses, which a limit counts.
+# AddressSanitizer's shadow memory is terabytes of addresses, which count against a limit.
 unsanitized = pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer needs more than the limit leaves")
 
 THREAD_FAILS = """
@@ -294,7 +295,7 @@ assert bits(6) == alone
 assert threads_now() - before <= 5
 assert _core._fail_thread(0) >= n
 assert bits(6) == alone
-assert threads_now() - before == 5  # those that were not to be had at first
+assert threads_now() - before == 5  # the threads that could not be made at first
 """
 
 
@@ -308,7 +309,7 @@ def test_thread_cannot_be_made(n):
 NO_PROCESSES = """
 alone, before = bits(1), threads_now()
 try:
-    if os.getuid() == 0:  # whom the limit does not bind
+    if os.getuid() == 0:  # the limit does not bind root
         os.setgid(65534)
         os.setuid(int(sys.argv[2]))
     resource.setrlimit(resource.RLIMIT_NPROC, (before + int(sys.argv[1]), before + int(sys.argv[1])))
@@ -328,7 +329,7 @@ assert bits(8) == alone
 @on_linux
 @pytest.mark.parametrize("spare", [0, 2])
 def test_limit_of_processes(spare):
-    """Threads of a user count against RLIMIT_NPROC: as many as there may be do the work. The user's number is one that runs nothing else."""
+    """A user's threads count against RLIMIT_NPROC, and a call uses as many as the limit allows. The user id is one that runs nothing else."""
     run(NO_PROCESSES, spare, 60000 + os.getpid() % 5000, refused=77)
 
 
@@ -376,7 +377,7 @@ assert results == [(alone, alone)]
 @unsanitized
 @pytest.mark.parametrize("kib", [256, 512])
 def test_small_stacks(kib):
-    """The stacks of the program's first thread and of all others follow RLIMIT_STACK."""
+    """RLIMIT_STACK sets the size of the stacks of the program's first thread and of all others."""
     limit = (kib << 10, kib << 10)
     run(SMALL_STACK, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, limit))
 
@@ -387,7 +388,7 @@ def test_small_stacks(kib):
 @injected
 @pytest.mark.parametrize("name", [name for name in NSA_CASES if "append" in name or "attend" in name])  # those that call the core
 def test_an_object_is_as_before_an_allocation_that_fails_or_as_after_the_call(name):
-    """tests/test_atomic.py stops the same calls at every bytecode."""
+    """Here allocations of the core fail; tests/test_atomic.py stops the same calls at bytecodes."""
     case = NSA_CASES[name]
     whole = case.make()
     before = case.seen(whole)

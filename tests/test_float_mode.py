@@ -1,4 +1,4 @@
-"""Programs that round otherwise, or that flush subnormal numbers to 0: results do not depend on it, and the caller's mode stays."""
+"""A program may round in another direction, or flush subnormal numbers to 0: results do not depend on its mode, and calls leave the mode as it is."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ from cases import same_bits
 from cases_operations import arrays_of, operations
 from interpreters import python
 
-FIELD, FLUSHES, UPWARD = {  # where fenv_t of the system has the register, and its bits
+FIELD, FLUSHES, UPWARD = {  # the bytes of the control register in fenv_t, and bits of the register
     "x86_64": (slice(28, 32), 0x8040, 0x4000),
     "aarch64": (slice(0, 4), 1 << 24, 1 << 22),
 }.get(platform.machine(), (None, 0, 0))
@@ -33,7 +33,7 @@ changed[field] = (int.from_bytes(usual.raw[field], "little") | {bits}).to_bytes(
 
 @contextlib.contextmanager
 def float_mode(bits):
-    """The block in a mode with these bits. Yields a function that returns the mode's bits that are set."""
+    """Run the block in a mode with these bits. Yields a function that returns which of them are set."""
     names: dict = {}
     exec(SET_MODE.format(field=FIELD, bits=bits), names)
 
@@ -49,7 +49,7 @@ def float_mode(bits):
         names["libm"].fesetenv(names["usual"])
 
 
-ROUNDINGS = {  # of fesetround(), which also sets the mode of the unit that computes with numpy.longdouble
+ROUNDINGS = {  # arguments of fesetround(), which also sets the mode of the unit that computes numpy.longdouble
     "x86_64": {"downward": 0x400, "upward": 0x800, "towards 0": 0xC00},
     "aarch64": {"downward": 0x800000, "upward": 0x400000, "towards 0": 0xC00000},
 }.get(platform.machine(), {})
@@ -68,7 +68,7 @@ def rounding(direction):
 
 
 def other_modes():
-    """Every mode that results must not depend on, as a context, by name."""
+    """Context managers of every mode that results must not depend on, by name."""
     return {"flushes": float_mode(FLUSHES)} | {direction: rounding(direction) for direction in ROUNDINGS}
 
 
@@ -76,7 +76,7 @@ LEVELS = list(dict.fromkeys((blitz_attn.isa_levels()[0], blitz_attn.isa_levels(a
 
 
 def changed_by(call):
-    """The modes in which a call returns other bits than in the usual one."""
+    """The modes in which a call returns other bits than in the usual mode."""
     usual = [x.tobytes() for x in arrays_of(call())]
     changed = []
     for name, mode in other_modes().items():
@@ -91,7 +91,7 @@ def changed_by(call):
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1e-39), ("float16", 3e-7), ("float32", 1)])
 @pytest.mark.parametrize("bits", [FLUSHES, UPWARD])
 def test_attention(level, dtype, scale, bits):
-    """With values that are subnormal, or become so, on one thread and on two."""
+    """Values are subnormal or normal, and calls use one thread and two."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 8, 300, 16)).astype(dtype) for _ in range(3))
     v = (v * scale).astype(dtype)
@@ -108,7 +108,7 @@ def test_attention(level, dtype, scale, bits):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", operations())
 def test_every_operation(name, level):
-    """Also for the arithmetic of NumPy that an operation may use."""
+    """The mode must not reach any arithmetic of NumPy within an operation, either."""
     with blitz_attn.isa(level):
         assert not changed_by(operations()[name].call)
 
@@ -117,7 +117,7 @@ TENTHS = [0.1, 0.2, 0.3, 0.4]
 
 
 def numbers_of_calls():
-    """Calls that convert numbers, or compute with them outside of the threads' work, by name."""
+    """Calls that convert numeric arguments, or compute with them outside the threads' work, by name."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 4, 60, 24), dtype=np.float32) for _ in range(3))
     weights, tokens = rng.standard_normal((3, 4, 24, 24)), [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
@@ -178,17 +178,17 @@ def test_numbers_of_calls(name, level):
         assert not changed_by(NUMBERS[name])
 
 
-def test_the_mode_is_as_it_was_where_a_call_in_the_usual_mode_raises():
+def test_the_mode_is_restored_if_a_call_raises():
     with float_mode(FLUSHES) as current:
         with pytest.raises(ValueError, match="^sparsity: "):
             sabi.frame_plan(4, 4, 2.0)
         assert current() == FLUSHES
-    with rounding("upward"), pytest.raises(ValueError, match="^sparsity: "):  # rounding() checks the mode
+    with rounding("upward"), pytest.raises(ValueError, match="^sparsity: "):  # rounding() checks the mode at its end
         sabi.frame_plan(4, 4, 2.0)
 
 
 def test_threads_do_not_inherit_the_mode():
-    """Threads begin in the mode of the thread that starts them."""
+    """A new thread has the mode of the thread that starts it, but the library's threads compute in the usual mode."""
     code = SET_MODE.format(field=FIELD, bits=FLUSHES) + (
         "import numpy as np, blitz_attn\n"
         "rng = np.random.default_rng(0)\n"
@@ -206,7 +206,7 @@ def test_threads_do_not_inherit_the_mode():
 
 
 def test_python_runs_in_its_own_mode_while_a_call_waits():
-    """A signal handler that runs in the middle of a call has the mode of the program."""
+    """A signal handler that runs in the middle of a call has the mode of the program, not that of the call."""
     code = SET_MODE.format(field=FIELD, bits=FLUSHES) + (
         "import signal, numpy as np, blitz_attn\n"
         "small, seen = np.float32([1e-39]), []\n"

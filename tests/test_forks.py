@@ -1,4 +1,4 @@
-"""Fork while other threads are within calls: every child works, and the parent's calls are right."""
+"""A process forks while its other threads are within calls: every child works, and the parent's calls are right."""
 
 import os
 
@@ -33,13 +33,13 @@ def make_calls(number):
 def child(first):
     signal.alarm(60)  # a hang ends as a signal
     right = all(bits(call()) == expected[name] for name, call in mine.items())
-    if first:  # a child of a child has to work, too
+    if first:  # a child of a child must work, too
         process = os.fork()
         if process == 0:
             child(False)
         right &= os.waitpid(process, 0)[1] == 0
     threads = len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 4
-    os._exit(3 if not right else 4 if threads < 4 else 0)  # it has threads of its own again
+    os._exit(3 if not right else 4 if threads < 4 else 0)  # the child has made threads of its own
 
 callers = [threading.Thread(target=make_calls, args=[number]) for number in range(3)]
 for caller in callers:

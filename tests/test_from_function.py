@@ -1,4 +1,4 @@
-"""Block lists and token rules of masks that are functions of indices, against the whole mask as an array."""
+"""Block lists and token rules from masks that are functions of indices, against the whole mask as an array."""
 
 import numpy as np
 import pytest
@@ -15,31 +15,31 @@ FUNCTIONS = {
     "window": lambda b, h, i, j: (j <= i + PLACE) & (j > i + PLACE - 40),
     "prefix": lambda b, h, i, j: (j <= i + PLACE) | (j < 60),
     "documents": lambda b, h, i, j: DOCUMENT[i] == DOCUMENT[j],
-    "sink and window": lambda b, h, i, j: (j < 32) | (abs(i + PLACE - j) < 10),  # a gap, which the list leaves out where blocks are small
+    "sink and window": lambda b, h, i, j: (j < 32) | (abs(i + PLACE - j) < 10),  # keys have a gap, which the list leaves out if blocks are small
     "padding": lambda b, h, i, j: (i < [150, 61][b]) & (j < [77, 170][b]),
-    "a window by head": lambda b, h, i, j: (j <= i) & (i - j < 16 * (h + 1)),  # no run fits all heads
+    "a window by head": lambda b, h, i, j: (j <= i) & (i - j < 16 * (h + 1)),  # heads have different runs of keys
     "a head that sees nothing": lambda b, h, i, j: (h != 1) & (j <= i),
     "dilated": lambda b, h, i, j: (i - j) % 3 == 0,
     "scattered": lambda b, h, i, j: (i * 7919 + j * j * 31 + b * 5 + h) % 11 < 2,
     "whole blocks": lambda b, h, i, j: (i // 96 + j // 96 + h) % 2 == 0,
-    "some queries": lambda b, h, i, j: i % 5 != 2,  # (queries, 1)
-    "some keys": lambda b, h, i, j: j[0] > 50,  # of one axis
-    "whole tiles": lambda b, h, i, j: j < 50,  # all or nothing of each tile of (64, 50), in one block
+    "some queries": lambda b, h, i, j: i % 5 != 2,  # the result has shape (queries, 1)
+    "some keys": lambda b, h, i, j: j[0] > 50,  # the result has one axis
+    "whole tiles": lambda b, h, i, j: j < 50,  # each tile of (64, 50) is all True or all False, within one block
     "all": lambda b, h, i, j: True,
     "none": lambda b, h, i, j: [False],
 }
-TILES = {(32, 32): (128, 512), (16, 48): (40, 100), (7, 1): (128, 40), (1, 13): (64, 512), (150, 170): (64, 50), (1000, 64): (60, 30)}  # by shape
+TILES = {(32, 32): (128, 512), (16, 48): (40, 100), (7, 1): (128, 40), (1, 13): (64, 512), (150, 170): (64, 50), (1000, 64): (60, 30)}  # by block shape
 
 
 def whole(mask_mod, batch, heads):
-    """The mask of all tokens, bool (batch, heads, S_Q, S_KV)."""
+    """The mask over all queries and keys as an array, bool (batch, heads, S_Q, S_KV)."""
     i, j = np.arange(S_Q)[:, None], np.arange(S_KV)[None]
     rows = [[np.broadcast_to(mask_mod(np.int64(b), np.int64(h), i, j), (S_Q, S_KV)) for h in range(heads)] for b in range(batch)]
     return np.array(rows, bool)
 
 
 def cut_of(mask, block_shape):
-    """The run of keys of each query of an entry, the hull of what its heads see, and what these runs and the list let each head see."""
+    """The least run of keys with all that any head of a query sees; what the list lets each head see; and what the list and the runs let it see."""
     listed = sabi.to_token_mask(sabi.from_token_mask(mask, block_shape), S_Q, S_KV, block_shape)
     runs = sabi.kv_ranges_from_token_mask(np.zeros((len(mask), S_Q, S_KV), bool))
     for b, i in np.ndindex(runs.shape[:2]):
@@ -90,7 +90,7 @@ def test_what_the_function_raises_is_passed_on():
 
 
 def test_memory_does_not_grow_with_pairs():
-    """The function is never given more than a tile, and every pair of tokens once."""
+    """The function is never given more than a tile of pairs, and is given every pair of tokens once."""
     asked = []
 
     def mask_mod(b, h, i, j):

@@ -1,4 +1,4 @@
-"""Modules of the package import what lies on their own floor or below it, and never in circles."""
+"""Modules of the package import only modules on their own floor or below it, and never in circles."""
 
 import ast
 import os
@@ -18,7 +18,8 @@ PACKAGE = Path(blitz_attn.__file__).parent
 PATHS = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in PACKAGE.rglob("*.py")}
 MODULES = {".".join(("blitz_attn", *parts)).removesuffix(".__init__"): path for parts, path in PATHS.items()}
 
-# Files and folders of the package, from the ground up: what all stand on, a folder for each subject, the public modules, frameworks and ranks.
+# Files and folders of the package, from the lowest floor: modules that all others use, a folder for each subject, the public modules, and
+# frameworks and ranks.
 FLOORS = (
     {"_core", "_arrays", "_float_mode", "_floats", "_formats", "_names", "_operations", "_options", "_sentences", "_types", "_unbuilt"},
     {"_block_sparse", "_nsa", "_paged", "_reference", "_sabi", "_select", "_testing"},
@@ -35,7 +36,7 @@ def floor(module):
 
 
 def statements(tree):
-    """All nodes but those below ``if TYPE_CHECKING:``, which does not run."""
+    """All nodes except those below ``if TYPE_CHECKING:``, which do not run."""
     yield tree
     if not (isinstance(tree, ast.If) and isinstance(tree.test, ast.Name) and tree.test.id == "TYPE_CHECKING"):
         for node in ast.iter_child_nodes(tree):
@@ -44,7 +45,7 @@ def statements(tree):
 
 @cache
 def imports_of(module):
-    """The modules of the package that a module imports, in functions, too."""
+    """The modules of the package that a module imports, including imports within functions."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()

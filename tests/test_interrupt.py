@@ -1,4 +1,4 @@
-"""Ctrl-C within a call: it ends soon with the handler's exception, and the next call is right."""
+"""Ctrl-C within a call ends it soon with the handler's exception, and the next call is right."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 import sampling
 from interpreters import python
 
-# Each makes a call that would take many seconds: far more than the test waits.
+# Each call would take many seconds, far more than the test waits.
 CALLS = {
     "forward": "ba.block_sparse_attention(many(1, 1, 120000, 64), keys, keys, num_threads=threads)",
     "forward_lists": "ba.block_sparse_attention(many(1, 1, 120000, 64), keys, keys, np.arange(1875, dtype=np.int16)[None, None, None].repeat(1875, 2), block_shape=(64, 64), num_threads=threads)",
@@ -27,7 +27,7 @@ PROGRAM = """
     import blitz_attn as ba
     from blitz_attn import nsa
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process that a shell starts in the background ignores SIGINT
     rng = np.random.default_rng(0)
     def many(*shape):
         return np.broadcast_to(rng.standard_normal(shape[-1], dtype=np.float32), shape).copy()
@@ -43,7 +43,7 @@ PROGRAM = """
 
 
 def run(program, **names):
-    """What the program prints. The limit is for what hangs, on a busy machine too."""
+    """What the program prints. The time limit ends a program that hangs, and is long enough for a busy machine."""
     text = textwrap.dedent(PROGRAM).format(**names) + textwrap.dedent(program)
     result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -54,7 +54,7 @@ def run(program, **names):
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("name", CALLS)
 def test_ctrl_c_ends_a_call(name, threads):
-    """Within a few looks for signals, and what an item does between two of them. The process's own time counts: a busy machine adds none."""
+    """The call ends after a few checks for signals. Time is the process's own processor time, which a busy machine does not lengthen."""
     program = f"""
         def interrupt():
             time.sleep(0.4)
@@ -76,15 +76,15 @@ def test_ctrl_c_ends_a_call(name, threads):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs timers of processor time")
-def test_other_operations_end_soon():
-    """A few of the operations and options in interrupts.py, which prints the times of all of them. The bound is that of a busy machine."""
+def test_a_sample_of_operations_ends_soon():
+    """A sample of the operations and options in interrupts.py, which prints the times of all. The bound is wide enough for a busy machine."""
     script, seed = str(Path(__file__).with_name("interrupts.py")), sampling.SEED
     python(script, "--sample", "3", "--seed", seed, "--threads", "2", "--bound", "0.5", "--at", "0.05")
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_interrupted_append_can_be_repeated(threads):
-    """An interrupted call has written to slots of new tokens and to summaries of their blocks alone, and the same call completes it."""
+    """An interrupted call has written only into slots of new tokens and summaries of their blocks, and the same call completes it."""
     program = """
         tokens, before, page, rows = 600000, 1000, 16, 64
         pages = (before + tokens) // page + 100
@@ -124,10 +124,10 @@ def test_an_interrupted_append_can_be_repeated(threads):
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_call_goes_on_after_a_handler_that_does_not_raise(threads):
-    """Its result is right. A handler may make calls of its own, whose results are right, too.
+    """The result is right, and so are results of calls that the handler makes.
 
-    The next signal comes some time after the last handler's end, however long that takes. What hangs is ended after a time that depends on
-    what the call takes in calm.
+    The next signal is sent a fixed time after the handler has ended. A program that hangs is ended after a multiple of the time that the
+    call takes without signals.
     """
     program = """
         import faulthandler
@@ -150,7 +150,7 @@ def test_a_call_goes_on_after_a_handler_that_does_not_raise(threads):
 
 
 def test_other_threads_are_left_alone():
-    """Handlers run in the main thread: a call in another one runs to its end."""
+    """Signal handlers run in the main thread, so a call in another thread runs to its end."""
     program = """
         q, k, v = (rng.standard_normal((1, 2, 6000, 64), dtype=np.float32) for _ in range(3))
         expected_long = ba.block_sparse_attention(q, k, v, num_threads=1)
@@ -171,7 +171,7 @@ def test_other_threads_are_left_alone():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_handler_that_forks():
-    """The parent's call is right. In the child, whose threads are gone, the call ends with an exception; the next one is right."""
+    """The parent's call is right. In the child, which has none of the threads, the call ends with an exception, and the next call is right."""
     program = """
         q, k, v = (rng.standard_normal((1, 2, 8000, 64), dtype=np.float32) for _ in range(3))
         expected_long = ba.block_sparse_attention(q, k, v, num_threads=1)

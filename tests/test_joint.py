@@ -1,4 +1,4 @@
-"""Output and log-sum-exp of one and the same call, over upstream's grid.
+"""Output and log-sum-exp of the same call, over upstream's grid.
 
 ``PYTHONPATH=. python tests/test_joint.py`` runs one case of each as a smoke test.
 """

@@ -1,4 +1,4 @@
-"""The C side by itself: every kernel against plain arithmetic, each header alone, and a C program that knows the public header only."""
+"""The C code by itself: every kernel against plain arithmetic, each header compiled alone, and a C program that includes only the public header."""
 
 import os
 import platform
@@ -24,22 +24,22 @@ import sampling
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZED = "-fsanitize" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
 COVERED = "--coverage" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
-# The objects of the build in place, which are half of the work, or those of make coverage, so that what C programs run counts, too; apart from
-# sanitizers.
+# The folder of objects. It is that of the build in place, which saves half of the compiling; under make coverage it is that build's, so that what C
+# programs run counts, too. A build with sanitizers has a folder of its own.
 BUILD = "build/checkkernels" if SANITIZED else "build/coverage/temp" if COVERED else "build/temp"
-SILENCE = 600  # seconds without a line after which a program is taken for stuck
+SILENCE = 600  # seconds without a line after which a program counts as stuck
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs a source checkout")
 
 
 def plain_environment():
-    """Without what a run under sanitizers sets: it would be loaded into the compiler too."""
+    """The environment without the variables of a run under sanitizers, which the compiler would load, too."""
     left_out = ("LD_PRELOAD", "BLITZ_ATTN_CFLAGS") if SANITIZED else ()
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def run(*command, environment=None, **options):
-    """Standard output of a command; its whole output as the failure where it fails."""
+    """Output of a command. Fails with the last 8000 characters of it if the command fails."""
     env = {**plain_environment(), **(environment or {})}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=3000, check=False, **options
@@ -49,7 +49,7 @@ def run(*command, environment=None, **options):
 
 
 def run_shown(show, *command):
-    """Standard output of a program that prints a line for each of its checks. A line in a while is shown, and silence ends it."""
+    """Output of a program that prints a line for each of its checks. Shows one from time to time, and kills the program after SILENCE without any."""
     lines, shown = [], time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain_environment()) as process:
         while True:
@@ -77,7 +77,7 @@ def compiler(name):
 
 @pytest.fixture(scope="module")
 def flags():
-    """What setup.py compiles with: its flags of all files."""
+    """The compiler flags that setup.py uses for all files."""
     pytest.importorskip("setuptools")
     before = Path.cwd()
     try:
@@ -88,21 +88,21 @@ def flags():
 
 
 def objects_in(folder):
-    """Name of a source -> its object file. Objects of sources that have gone are left out."""
+    """A dictionary from the name of a source to its object file. Objects whose source no longer exists are left out."""
     found = {path.relative_to(ROOT / folder).with_suffix("").as_posix(): str(path) for path in (ROOT / folder).rglob("*.o")}
     return {name: path for name, path in found.items() if (ROOT / name).with_suffix(".c").exists() and not name.startswith("csrc/python")}
 
 
 @pytest.fixture(scope="module")
 def objects(flags):
-    """The compiled library and checks: name of the source -> object file."""
+    """The compiled library and kernel checks, as a dictionary from the name of a source to its object file."""
     compiler("CC")
     run(sys.executable, "setup.py", "-q", "build_checkkernels", "--build-temp", BUILD, cwd=ROOT)
     return objects_in(BUILD)
 
 
 def passed(output):
-    """Number of kernels that passed, which must be all."""
+    """The number of kernels that passed. Asserts that none failed."""
     count, failed = re.fullmatch(r"(\d+) passed, (\d+) failed", output.splitlines()[-1]).groups()
     assert failed == "0"
     return int(count)
@@ -115,21 +115,22 @@ def listed(kind):
 
 
 def sample(one_in):
-    """Arguments of checkkernels: one case in so many, which SAMPLE_SEED draws, or all where it says so."""
+    """Arguments of checkkernels for one case in `one_in`, drawn by SAMPLE_SEED, or for all cases with SAMPLE_SEED=all."""
     return [] if sampling.ALL else ["--sample", str(one_in * sampling.ONE_IN), sampling.SEED]
 
 
 def names_of(level):
-    """Arguments of checkkernels for one level: a part of its kernels' names, and after a dash parts of other levels' names that have it too."""
+    """Arguments of checkkernels for one level: what its kernels' names contain, and after a dash what they must not contain, because the names of
+    other levels may contain the name of this level."""
     others = [f"_{name}" for name in blitz_attn.isa_levels() if name != level and f"_{level}" in f"_{name}"]
     return [f"_{level}", *(f"-{other}" for other in others)]
 
 
 def assert_all_checked(output, level):
-    """That a report has every kernel of a level, right."""
+    """Assert that a report lists every kernel of a level as right."""
     assert passed(output) > 0
     for dtype in [dtype for at, dtype in listed("FAMILY") if at == level]:
-        split = level.endswith("amx") and dtype != "bfloat16"  # few queries are left to vectors
+        split = level.endswith("amx") and dtype != "bfloat16"  # few queries run on vectors
         for variant in ("wide", "narrow") if split else ("wide", "narrow", "few"):
             assert re.search(rf"^attend_{dtype}_{level} {variant} attend +ok", output, re.MULTILINE), (
                 f"{dtype} {level} {variant} was not checked"
@@ -155,8 +156,8 @@ def test_every_kernel_is_right(level, objects, show):
     assert_all_checked(run_shown(show, ROOT / BUILD / "checkkernels", *sample(8), *names_of(level)), level)
 
 
-# Builds for CPUs that lack a level: every level as plain C, by itself and where the compiler may contract multiply-adds and lower 16 lanes to 8; and
-# the level amx as released, whose instructions of tiles a signal handler carries out.
+# Builds that need no CPU with the level: every level as plain C; avx512 as plain C that the compiler may contract to multiply-adds and lower from
+# 16 lanes to 8; and the released code of amx, whose tile instructions are carried out by a signal handler.
 BUILDS = {
     "plain": ("build/emulated/temp", blitz_attn.isa_levels(), {"BLITZ_ATTN_EMULATED": "1"}),
     "contracted": (
@@ -169,7 +170,7 @@ BUILDS = {
 
 
 @pytest.mark.long
-@pytest.mark.skipif(SANITIZED or COVERED, reason="a build without sanitizers and the like")
+@pytest.mark.skipif(SANITIZED or COVERED, reason="a build without sanitizers and coverage")
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_kernel_of_other_cpus(build, show):
     if build == "contracted" and platform.machine() not in ("x86_64", "AMD64"):
@@ -186,11 +187,11 @@ def test_every_kernel_of_other_cpus(build, show):
         assert_all_checked(output, level)
 
 
-EXAMPLE = ROOT / "examples/c/attention.c"  # it compares its results with plain arithmetic in double, and fails where they are too far
+EXAMPLE = ROOT / "examples/c/attention.c"  # compares its results with plain arithmetic in double, and fails if they differ too much
 
 
 def build_program(compile_command, objects, flags, folder):
-    """The example, with the public headers and the library's objects and nothing else."""
+    """The example, built from only the public headers and the library's objects."""
     for header in ("blitz_attn.h", "blitz_attn_types.h"):
         shutil.copy(ROOT / "csrc" / header, folder)
     run(*compile_command, *flags, "-Werror", "-pedantic", f"-I{folder}", "-c", EXAMPLE, "-o", folder / "program.o")
@@ -210,19 +211,19 @@ def test_c_program_with_the_public_header_alone(level, objects, flags, tmp_path)
 CROSS_COMPILER = "aarch64-linux-gnu-gcc"
 CROSS_LIBRARIES = Path("/usr/aarch64-linux-gnu")
 EMULATOR = "qemu-aarch64"
-# cortex-a57 has no extension: what the first levels may use is what every CPU of the architecture has.
+# cortex-a57 has no extensions, because the first two levels may use only what every CPU of the architecture has.
 CROSS_LEVELS = {"portable": "cortex-a57", "neon": "cortex-a57", "neon_bf16": "max"}
 CROSS_BUILD = "build/aarch64"
 CROSS_BUILD_ENVIRONMENT = {
     "CC": CROSS_COMPILER,
     "BLITZ_ATTN_CFLAGS": "",
     "BLITZ_ATTN_LEVELS": "",
-}  # all levels, whichever the build in place has
+}  # all levels, even if the build in place has fewer
 
 
 @pytest.fixture(scope="module")
 def cross_objects():
-    """The library and checks for aarch64: name of the source -> object file. Skips without the tools, unless BLITZ_ATTN_NEED_AARCH64 is set."""
+    """The library and kernel checks for aarch64, as in `objects`. Skips the test without the tools, unless BLITZ_ATTN_NEED_AARCH64 is set."""
     if platform.machine() in ("aarch64", "arm64"):
         pytest.skip("this is aarch64: test_every_kernel_is_right checks its levels")
     missing = [tool for tool in (CROSS_COMPILER, EMULATOR) if not shutil.which(tool)]
@@ -278,7 +279,7 @@ FRAGMENTS = ("csrc/kernels/vec/vec_",)  # parts of vec/vec.h
 NEEDS = {
     "csrc/kernels/vec/vec.h": ["-DBA_LANES=4", "-DBA_SUFFIX=alone"],
     "csrc/kernels/traits.h": ["-DBA_TRAITS_AVX2"],
-}  # what the file that includes it must define
+}  # what the including file must define
 
 
 @pytest.mark.parametrize("header", [name for name in HEADERS if not name.startswith(FRAGMENTS)])

@@ -1,4 +1,4 @@
-"""`kv_ranges`: a run of keys for each query, forward and backward, against softmax attention under the mask that the ranges say."""
+"""`kv_ranges`, a run of keys for each query, forward and backward, against softmax attention under the same mask."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ AT = np.arange(Q)
 
 
 def scattered():
-    """Runs that neither rise nor fall; some are empty, some reach beyond the keys."""
+    """Runs in random order. Some are empty, and some reach beyond the keys."""
     rng = np.random.default_rng(5)
     runs = np.sort(rng.integers(-10, KV + 10, (Q, 2)), axis=-1)
     runs[rng.random(Q) < 0.2] = (40, 40)
@@ -22,8 +22,8 @@ def scattered():
 
 
 KINDS = {
-    "documents": np.stack([AT // 50 * 50, AT // 50 * 50 + 50], axis=-1),  # of 50 tokens: a query sees its own
-    "prefix": np.stack([0 * AT, np.maximum(AT + 1, 70)], axis=-1),  # the first 70 tokens see one another, others what is causal
+    "documents": np.stack([AT // 50 * 50, AT // 50 * 50 + 50], axis=-1),  # documents of 50 tokens; a query sees its own document
+    "prefix": np.stack([0 * AT, np.maximum(AT + 1, 70)], axis=-1),  # the first 70 tokens see one another, and the others are causal
     "scattered": scattered(),
 }
 
@@ -39,7 +39,7 @@ def bias_of(ranges, kv_len=KV):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_the_mask(kind, dtype, index_dtype, layout, isa_level):
-    """Forward and backward, the operation and its twin."""
+    """Forward and backward, for the operation and the reference."""
     arrays, exact, options = problem(dtype, layout)
     runs = KINDS[kind].astype(index_dtype)
     options["kv_ranges"] = np.concatenate([runs, runs]) if layout == "TND" else runs
@@ -61,7 +61,7 @@ def test_against_the_mask(kind, dtype, index_dtype, layout, isa_level):
 
 @pytest.mark.parametrize("first", [16, 32, 64])
 def test_gradients_of_queries_before_and_behind_others_that_see_no_key(first, isa_level):
-    """Queries that see no key may stand between others of the same tile."""
+    """Queries that see no key may lie between other queries of the same tile."""
     arrays, exact, options = problem("bfloat16", "BNSD")
     runs = np.where((AT[:, None] >= first) & (AT[:, None] < 2 * first), 0, [0, KV])
     options["kv_ranges"] = runs
@@ -72,7 +72,7 @@ def test_gradients_of_queries_before_and_behind_others_that_see_no_key(first, is
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_keys_that_neither_the_first_nor_the_last_query_sees(dtype):
-    """Where there are this many queries, keys are packed once for all queries. Every key that some query may see must then be packed."""
+    """This many queries share keys that are packed once, and every key that any of the queries sees must be packed."""
     q, k, v = testing.make_qkv(1, 8, 2, 700, 2600, 32, dtype=dtype)
     runs = np.broadcast_to([0, 2600], (700, 2)).copy()
     runs[:9], runs[-9:] = (1400, 1410), (1200, 1205)
@@ -85,7 +85,7 @@ def test_keys_that_neither_the_first_nor_the_last_query_sees(dtype):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_ranges_of_any_size(dtype, isa_level):
-    """The largest and smallest numbers mean all keys, or none; a stride of any kind is read."""
+    """A range from the least to the largest number of the dtype is all keys; swapped, it is none. Arrays may have any strides."""
     arrays, _, options = problem("float32", "BNSD")
     all_keys = blitz_attn.block_sparse_attention(*arrays, return_lse=True, **options)
     info = np.iinfo(dtype)
@@ -98,7 +98,7 @@ def test_ranges_of_any_size(dtype, isa_level):
 
 
 def test_what_a_range_hides_is_not_read():
-    """NaN behind a range reaches no result and no gradient."""
+    """NaN outside all ranges reaches no result and no gradient."""
     (q, k, v), _, options = problem("float32", "BNSD")
     runs = np.broadcast_to([20, 150], (Q, 2))
     clean = blitz_attn.block_sparse_attention(q, k, v, kv_ranges=runs, return_lse=True, **options)
@@ -115,10 +115,10 @@ def test_what_a_range_hides_is_not_read():
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [*((x, x) for x in DTYPES), ("bfloat16", "int8"), ("float32", "float8_e4m3")])
 def test_an_image_in_a_paged_prompt(dtype, kv_dtype, window, kv_split):
-    """A chunk of a prompt that holds an image, whose tokens see one another, a request without queries, and a new token."""
+    """Three requests: a chunk of a prompt with an image, whose tokens see one another; no queries; and one new token."""
     case = testing.make_paged(3, 4, 2, [70, 33, 1], 16, 32, 32, dtype, kv_dtype, q_lens=[20, 0, 1])
-    place = 50 + np.arange(20)  # of the queries of request 0: tokens 55 to 64 are the image
+    place = 50 + np.arange(20)  # positions of request 0's queries; tokens 55 to 64 are the image
     runs = np.stack([np.zeros(21, int), np.r_[np.where((place >= 55) & (place < 65), 65, place + 1), 1]], axis=-1)
     seen, _ = check_paged(case, kv_ranges=runs, window=window, kv_split=kv_split)
     causal, _ = attend_paged(case, window=window, kv_split=kv_split)
-    assert np.flatnonzero((causal != seen).any(axis=(1, 2))).tolist() == list(range(5, 14))  # the image's last token sees what it saw
+    assert np.flatnonzero((causal != seen).any(axis=(1, 2))).tolist() == list(range(5, 14))  # the image's last token sees the same as if causal

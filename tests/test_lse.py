@@ -1,4 +1,4 @@
-"""The log-sum-exp over upstream's grid: dense, sparse, framed, several heads, zero inputs, shape, and switched off.
+"""The log-sum-exp over upstream's grid: dense, sparse, framed, with several heads, of zero inputs; its shape, and switching it off.
 
 ``PYTHONPATH=. python tests/test_lse.py`` runs one case of each as a smoke test.
 """
@@ -45,7 +45,7 @@ SHAPE_CELLS = [
 
 @pytest.mark.parametrize(("shape", "dtype", "block_shape"), DENSE_CELLS)
 def test_lse_dense(shape, dtype, block_shape):
-    """sabi=None: the block shape must not matter."""
+    """With sabi=None, the block shape must not matter."""
     q, k, v = inputs(shape, dtype)
     _, lse = call(q, k, v, None, block_shape)
     assert_close(None, lse, shape, dtype, None, block_shape, lse_atol=LSE_ATOL[dtype])
@@ -79,7 +79,7 @@ def test_lse_sparse_multihead(shape, sparsity, block_shape):
 @pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "dtype", "block_shape"), ZERO_CELLS)
 def test_lse_zero_input(shape, dtype, block_shape):
-    """All scores equal: the log-sum-exp is the log of the number of keys."""
+    """If all scores are 0, the log-sum-exp is the log of the number of keys."""
     zeros = testing.round_to(np.zeros(shape), dtype)
     _, lse = call(zeros, zeros, zeros, None, block_shape)
     np.testing.assert_allclose(lse, math.log(shape[2]), atol=LSE_ATOL[dtype], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Many short sequences: the time of a call grows with their number, and not with its square."""
+"""The time of a call grows with the number of its sequences, and not with the square of that number."""
 
 import time
 
@@ -8,14 +8,14 @@ import pytest
 import blitz_attn
 from blitz_attn import nsa, select
 
-FEW, MANY = 4000, 32000  # sequences: with a time for each pair of them, the call of many would take 64 times as long as that of few
-SEVERAL = 3.0  # times as long per sequence: caches that no longer hold everything, and other noise
+FEW, MANY = 4000, 32000  # numbers of sequences; with work for each pair of them, a call of MANY would take 64 times as long as one of FEW
+SEVERAL = 3.0  # factor by which the time per sequence may grow, because caches no longer hold everything, and by noise
 ONE = {"num_threads": 1}
 NATIVE = {"compress_block_size": 4}
 
 
 class Sequences:
-    """Sequences of one token: queries, keys, cumulative lengths, and a list of one block for each; caches of a page each."""
+    """`count` sequences of one token: queries, keys, cumulative lengths, a list of one block for each, and caches with a page for each."""
 
     def __init__(self, count):
         rng = np.random.default_rng(0)
@@ -67,7 +67,7 @@ CALLS = {
 
 
 def seconds(call):
-    """The least processor time of a few calls, in which other programs do not count."""
+    """The least processor time of three calls, which other programs do not lengthen."""
     times = []
     for _ in range(3):
         start = time.thread_time()
@@ -77,14 +77,14 @@ def seconds(call):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_time_grows_with_their_number(name):
-    less = 4 if name == "output_error" else 1  # a step in Python for each sequence
+def test_time_is_linear_in_the_number_of_sequences(name):
+    less = 4 if name == "output_error" else 1  # output_error runs a step in Python for each sequence
     few, many = (seconds(CALLS[name](Sequences(count // less))) for count in (FEW, MANY))
     assert many <= SEVERAL * MANY / FEW * max(few, 1e-3)
 
 
 def test_requests_beyond_the_first_look_for_signals():
-    """Loops over requests look for signals in every 2**16th turn, and go on."""
+    """Loops over requests check for signals in every 2**16th turn, and then go on."""
     x = Sequences(70_000)
     caches, pages, lens = [x.k[:, None].repeat(2, 1) * 0 for _ in range(2)], x.pages, np.ones(70_000, np.int64)
     k, v = x.k, x.k + 1

@@ -1,4 +1,4 @@
-"""Memory beside inputs and outputs: bounded for a long sequence, and given back by every call."""
+"""Memory of calls besides inputs and outputs is bounded for a long sequence, and every call gives it back."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def forget_peak():
 
 
 def measure(program, *arguments, timeout=300):
-    """Runs a program in a process of its own, so that no other test's memory is counted, and returns the number it prints."""
+    """Runs a program in a process of its own, so that memory of other tests does not count, and returns the number that it prints."""
     folders = (str(Path(blitz_attn.__file__).resolve().parents[1]), str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH"))
     path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
@@ -52,7 +52,7 @@ q, k, v = testing.make_qkv(1, 1, 1, tokens, tokens, head_dim, dtype=dtype)
 rows = -(-tokens // block)
 sabi = np.stack([np.arange(rows), (np.arange(rows) + rows // 2) % rows], axis=-1).astype(np.int32)[None, None]
 out, lse = np.empty_like(v), np.empty((1, 1, tokens), np.float32)
-out[...] = 0  # so that their pages are there before
+out[...] = 0  # so that the pages of out and lse are resident before the call
 lse[...] = 0
 options = {"dtype": dtype} if q.dtype == np.uint16 else {}
 forget_peak()
@@ -94,7 +94,7 @@ def test_scratch_of_a_long_backward_pass(dtype, threads):
 
 
 def test_memory_is_linear():
-    """A few of the operations and options in peaks.py, which measures all of them: memory grows no faster than tokens, queries or requests."""
+    """In a sample of the operations and options in peaks.py, which measures all, memory grows no faster than tokens, queries or requests."""
     python(str(Path(__file__).with_name("peaks.py")), "--sample", "4", "--seed", sampling.SEED)
 
 
@@ -111,8 +111,8 @@ print(max(peaks(Sized(prefill, (1024, 1, 1), (1024, 1, 1)), "t")))
 """
 
 
-def test_memory_of_queries_in_chunks_is_bounded():
-    """A state for each query and chunk would take 2.6 GiB for 4096 tokens."""
+def test_memory_with_kv_splits_is_bounded():
+    """A state for each query and KV split would take 2.6 GiB for 4096 tokens."""
     assert measure(PEAK_OF_CHUNKS) <= 48 * MIB
 
 
@@ -128,13 +128,13 @@ print(int(grows_too_fast(peaks(Sized(temporary, (1024, 1024, 1), (1024, 1024, 1)
 
 
 @pytest.mark.parametrize(("axis", "grows"), [("s", True), ("t", False)], ids=["both sizes double", "tokens double"])
-def test_that_memory_which_is_not_linear_is_seen(axis, grows):
+def test_memory_that_is_not_linear_is_noticed(axis, grows):
     assert measure(GROWS_BY_SQUARE, axis) == grows
 
 
 # ---- Many calls -----------------------------------------------------------------------------------------------------------
 
 def test_no_growth():
-    """Every operation, called and refused a thousand times, in a process of its own: a leak of one block a call would show. make growth
-    makes a million of each."""
+    """Every operation is called a thousand times, and refused a thousand times, in a process of its own. A leak of one block per call would show.
+    make growth makes a million calls of each kind."""
     python(str(Path(__file__).with_name("growth.py")), "--calls", "1000")

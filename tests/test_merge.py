@@ -1,4 +1,4 @@
-"""Merging partial attention against the reference, and against attention over all the keys."""
+"""Merging the results of partial attention, against the reference and against attention over all keys."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from cases import DTYPES, attend, bits_option, dtype_of, poisoned, same_bits
 
 
 def states(parts, shape, dtype, empty=0.3, seed=0):
-    """Random outputs and log-sum-exps; where a part is empty its output is NaN, which must not be looked at."""
+    """Random outputs and log-sum-exps. If a row of a part is empty, its output is NaN, which must not be read."""
     rng = np.random.default_rng(seed)
     lses = rng.normal(0, 5, (parts, *shape[:-1]))
     lses[rng.random(lses.shape) < empty] = -np.inf
@@ -37,7 +37,7 @@ SHAPES = [(1, 1, 1, 1), (2, 3, 7, 5), (1, 2, 33, 64), (2, 1, 5, 576), (1, 1, 100
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_the_reference(dtype, shape, parts, isa_level):
-    """Results of paged calls have fewer axes. Outputs may be views."""
+    """States may have fewer axes, like results of paged calls, and outputs may be views."""
     outs, lses = states(parts, shape, dtype)
     named = bits_option(outs[0])
     merged = blitz_attn.merge_states_n(outs, lses, **named)
@@ -57,7 +57,7 @@ def test_against_the_reference(dtype, shape, parts, isa_level):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_one_part_is_itself(parts, dtype, isa_level):
-    """A part alone, or beside empty ones, comes back bit for bit; of empty ones alone, the result is empty."""
+    """One part, alone or with empty parts, is returned bit for bit. The result of only empty parts is empty."""
     outs, lses = states(parts, (2, 2, 8, 33), dtype, empty=0.0)
     for lse in lses[1:]:
         lse[...] = -np.inf
@@ -122,7 +122,7 @@ def test_a_nan_stays_in_its_row():
 
 
 def node(outs, lses, level, index):
-    """A node of the tree by its definition."""
+    """A node of the tree, by the definition of the tree."""
     first, middle = index << level, ((index << level) + (index + 1 << level)) // 2
     if level == 0:
         return outs[first], lses[first]
@@ -142,7 +142,7 @@ def test_trees(count, dtype):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def test_a_tree_of_one_part_makes_new_arrays_without_what_empty_rows_held():
+def test_a_tree_of_one_part_makes_new_arrays_with_zeros_in_empty_rows():
     out, lse = np.full((1, 1, 2, 3), np.nan, np.float32), np.array([[[-np.inf, 0.5]]], np.float32)
     out[:, :, 1] = 1
     got, got_lse = blitz_attn.merge_states_tree([out], [lse])

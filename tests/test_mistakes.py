@@ -1,4 +1,4 @@
-"""The mistakes that `make fuzz-mistakes` plants (tests/fuzz/mistakes.py) still have their places in the code."""
+"""Every mistake that `make fuzz-mistakes` plants (tests/fuzz/mistakes.py) still has its place in the code."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""NaN and inf in q, k, v: they go where float arithmetic takes them, to the rows that attend them and to no other."""
+"""NaN and inf in q, k and v reach the rows that attend them, as in float arithmetic, and no other row."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ RULES = {
 
 
 def seen(rule, lists):
-    """Boolean (B, H, Sq, Skv): which keys a query attends."""
+    """A bool array (B, H, Sq, Skv) of the keys that each query attends."""
     q_lens, kv_lens = (np.array(rule.get(name, [full] * BATCH)) for name, full in (("q_lens", Q_LEN), ("kv_lens", KV_LEN)))
     i, j = np.arange(Q_LEN)[:, None], np.arange(KV_LEN)
     away = j - (i + (kv_lens - q_lens)[:, None, None])
@@ -48,13 +48,13 @@ def spoilt(x, places, value):
 
 
 def assert_rows_kept(got, clean, rows):
-    """Output and log-sum-exp of the rows (B, H, Sq) hold the same bits as without the bad values."""
+    """Assert that output and log-sum-exp of `rows` (B, H, Sq) have the same bits as without the bad values."""
     for one, other in zip(got, clean, strict=True):
         assert same_bits(np.ascontiguousarray(one[rows]), np.ascontiguousarray(other[rows]))
 
 
 def assert_only_hit(got, clean, hit, bad, dtype):
-    """Elements (B, H, Sq, D) that are hit by a bad value hold it, and all else is as without it."""
+    """Assert that the elements in `hit` (B, H, Sq, D) are `bad`, and that everything else is as without the bad values."""
     assert same_bits(got[1], clean[1])
     assert_rows_kept(got, clean, ~hit.any(axis=-1))
     values, before = (testing.to_float64(x[0], "bfloat16") for x in (got, clean))
@@ -67,7 +67,7 @@ def assert_only_hit(got, clean, hit, bad, dtype):
 @pytest.mark.parametrize("rule_name", RULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_keys(dtype, rule_name, bad, isa_level):
-    """A key's score is bad for the rows that attend it. NaN makes all of their result NaN; so does a score of +inf."""
+    """A bad element makes the key's score bad in the rows that attend it. A score of NaN or +inf makes the whole row NaN."""
     (q, k, v), lists, rule, options = problem(rule_name, dtype)
     clean = attend(q, k, v, lists, **options)
     places = [(0, 0, 33), (1, 1, 5), (1, 0, 69)]
@@ -86,7 +86,7 @@ def test_in_keys(dtype, rule_name, bad, isa_level):
     if np.isnan(bad):
         assert np.isnan(values[hit]).all()
         assert np.isnan(got[1][hit]).all()
-    else:  # the sign of q decides: -inf scores weigh nothing
+    else:  # the sign of q decides between inf and -inf, and scores of -inf have no weight
         fine = ~np.isnan(exact)
         limit = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
         np.testing.assert_allclose(values[fine], exact[fine], rtol=limit, atol=limit)
@@ -96,7 +96,7 @@ def test_in_keys(dtype, rule_name, bad, isa_level):
 @pytest.mark.parametrize("rule_name", RULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_values(dtype, rule_name, bad, isa_level):
-    """Only the column of a bad value is bad, in the rows that attend its key; the log-sum-exp does not know values."""
+    """In the rows that attend its key, only the column of a bad value is bad. The log-sum-exp does not depend on values."""
     (q, k, v), lists, rule, options = problem(rule_name, dtype)
     clean = attend(q, k, v, lists, **options)
     places = [(0, 0, 33, 7), (1, 1, 5, 0), (1, 0, 69, 19), (0, 1, 3, 12)]
@@ -112,7 +112,7 @@ def test_in_values(dtype, rule_name, bad, isa_level):
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_values_of_few_queries(dtype, bad, isa_level):
-    """A decode step of three tokens: the first does not attend the last two keys, the second not the last one."""
+    """In a decode step of three tokens, the first token does not attend the last two keys, and the second one not the last key."""
     q, k, v = testing.make_qkv(2, 4, 2, 3, 100, 20, dtype=dtype)
     clean = attend(q, k, v, causal=True)
     got = attend(q, k, spoilt(v, [(0, 0, 98, 7), (1, 1, 99, 19)], bad), causal=True)
@@ -125,7 +125,7 @@ def test_in_values_of_few_queries(dtype, bad, isa_level):
 @pytest.mark.parametrize("rule_name", RULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_queries(dtype, rule_name, bad, isa_level):
-    """A bad query spoils its own row. A row that attends nothing stays 0 and -inf whatever its query holds."""
+    """A bad query makes only its own row bad. A row that attends nothing is 0 and -inf, even if its query is bad."""
     (q, k, v), lists, rule, options = problem(rule_name, dtype)
     clean = attend(q, k, v, lists, **options)
     places = [(0, 0, 0), (0, 3, 44), (1, 2, 17), (1, 1, 41)]
@@ -145,7 +145,7 @@ def test_in_queries(dtype, rule_name, bad, isa_level):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_overflow_is_that_of_floats(dtype, isa_level):
-    """Values near the largest float: sums of them may overflow to inf, a single one comes through."""
+    """Values near the largest float: a query that attends one of them gets it. Sums of several may overflow to inf."""
     largest = np.finfo(dtype).max / 4
     q, k, v = testing.make_qkv(1, 1, 1, 6, 6, 4, dtype=dtype)
     q[...] = k[...] = 0

@@ -1,4 +1,4 @@
-"""The notebooks in examples/ run, and hold the outputs of a whole run."""
+"""The notebooks in examples/ run, and contain the outputs of a complete run."""
 
 import importlib.util
 import json
@@ -23,13 +23,13 @@ def code_cells(path):
 
 
 def kinds(cell):
-    """What outputs a cell has: their kinds, and whether they are pictures."""
+    """The kinds of a cell's outputs, and whether they are pictures."""
     return [(output["output_type"], "image/png" in output.get("data", ())) for output in cell["outputs"]]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, runner, tmp_path):
-    """As a user would: in a process of its own. It leaves the same kinds of outputs as are stored."""
+    """A notebook runs in a process of its own, and gives the same kinds of outputs as are stored."""
     pytest.importorskip("matplotlib")
     copy = tmp_path / "examples" / path.name
     copy.parent.mkdir()
@@ -44,14 +44,14 @@ def test_notebook_runs(path, runner, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem != "serving"], ids=lambda path: path.stem)
 def test_notebook_runs_without_the_model_s_heads(path, runner, tmp_path):
-    """Away from a checkout they are made up."""
+    """Outside a checkout, the notebook uses made-up heads."""
     pytest.importorskip("matplotlib")
     copy = tmp_path / path.name
     copy.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
     assert runner.run_all([copy], check=True) == 0
 
 
-def test_outputs_are_stored_whole():
+def test_stored_outputs_are_complete():
     for path in NOTEBOOKS:
         cells = code_cells(path)
         assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))

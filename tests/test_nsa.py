@@ -1,5 +1,5 @@
 """Native sparse attention and its parts, forward and backward: against the float64 reference at every level and dtype, upstream's table,
-and rules whose outcome is known. What concerns gradients alone is in test_nsa_backward.py.
+and cases whose outcome is known. Tests of only gradients are in test_nsa_backward.py.
 
 Sizes, options, views, kinds of arrays, threads, pieces, lists, packed and last tokens, NaN and ties are drawn together in
 tests/fuzz/nsa_problems.py and nsa_parts_problems.py, against oracles of their own.
@@ -33,13 +33,13 @@ def test_modes_and_dtypes(mode, dtype):
     check(q, k, v, **MODES[mode], **options)
 
 
-# What differs from 100 tokens of 4 heads, 2 KV heads and dims of 16, without weights.
+# What each case changes in a problem of 100 tokens, 4 heads, 2 KV heads and dims of 16, without weights.
 CASES = [
     *({"heads": x} for x in [(1, 1), (3, 3), (6, 2), (8, 1), (10, 2)]),
     *({"dims": x} for x in [(1, 1), (7, 33), (64, 64), (128, 128), (192, 128)]),
     *(
         {"lengths": x} for x in (0, 1, 2, 15, 16, 17, 31, 32, 33, 64, [33, 0, 101, 1, 16, 75])
-    ),  # fewer than a block, whole blocks and tiles; packed
+    ),  # fewer tokens than a block, whole blocks and tiles, and packed sequences
     *({"weights": x} for x in (*((name,) for name in WEIGHTS), (*WEIGHTS[:2], "gates"))),
     *({"options": {"scale": x}} for x in (0.5, 0.0)),
     *({"options": {"window_size": x}} for x in (1, 1000)),
@@ -118,7 +118,7 @@ def test_upstream_compress(weighted, dtype):
 @pytest.mark.parametrize("tokens", [512, 1024])
 @pytest.mark.parametrize("causal", [True, False])
 def test_upstream_select(tokens, causal):
-    """In float64 equal to the mean of all scores of a tile; in range, sorted, no block from beyond the tile."""
+    """In float64, the choice follows the mean of all scores of a tile. It is in range and sorted, and has no block beyond the tile."""
     q, k, v, _ = problem(tokens, 4, 2, 32, dtype="float64")
     k_cmp, _ = nsa.compress_kv(k, v, 64)
     chosen = nsa.score_and_select_blocks(q, k_cmp, 3, 64, causal=causal, q_tile_size=256, mode="mslk")
@@ -153,7 +153,7 @@ def test_upstream_uniform_gates():
 
 @pytest.mark.parametrize("lengths", [[512, 256], [777, 1, 300], [512]])
 def test_upstream_varlen(lengths):
-    """One sequence has the bits of the call that is not packed, and so do its gradients."""
+    """One packed sequence has the bits of the call that is not packed, and so do its gradients."""
     dtype = "bfloat16" if len(lengths) > 1 else "float32"
     q, k, v, options = problem(lengths, 4, 2, 64, packed=True, dtype=dtype, size=0.1)
     sizes = {"mode": "mslk", "num_selected_blocks": 4, "window_size": 128}
@@ -170,7 +170,7 @@ def test_upstream_varlen(lengths):
         )
 
 
-# ---- Company and pieces -----------------------------------------------------------------------------------------------
+# ---- Batch mates, threads and pieces ----------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled("options")
@@ -178,8 +178,8 @@ def test_upstream_varlen(lengths):
 @pytest.mark.parametrize("size", [16, 64, 100, 200])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype, size, heads, kv_heads):
-    """Queries of a longer stretch are attended block by block: many of them, and blocks that are longer and shorter than what is
-    attended at a time. Alone, in threads and beside other queries, every query gets the same bits, and so do its gradients."""
+    """Many queries that choose the same blocks are attended block by block. Blocks here are longer and shorter than what is attended at a time.
+    A query and its gradients have the same bits alone, with other threads, and together with other queries."""
     rules = {"compress_block_size": size, "num_selected_blocks": 5, "window_size": 16}
     q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype=dtype, batch=2)
     check(q, k, v, **rules)
@@ -195,7 +195,7 @@ def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype,
     whole = nsa.selected_attention(q, k, v, lists, **bits)
     one = nsa.selected_attention(q[:1], k[:1], v[:1], lists[:1], **bits)
     assert all(same_bits(np.ascontiguousarray(a[:1]), b) for a, b in zip(whole, one, strict=True))
-    turned = np.ascontiguousarray(q[:, ::-1]), k, v, np.ascontiguousarray(lists[:, :, ::-1])  # other queries side by side
+    turned = np.ascontiguousarray(q[:, ::-1]), k, v, np.ascontiguousarray(lists[:, :, ::-1])  # other queries are next to each other
     turned, straight = (nsa.selected_attention(*x, causal=False, **bits)[0] for x in (turned, (q, k, v, lists)))
     assert same_bits(np.ascontiguousarray(turned[:, ::-1]), straight)
 
@@ -204,7 +204,7 @@ def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype,
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rules", [PAPER, MSLK, {**MSLK, "num_cmp_selected_blocks": 1}], ids=["paper", "mslk", "mslk_groups"])
 def test_pieces_change_nothing(rules, packed, elements, monkeypatch):
-    """Long calls are worked off in pieces, of one head's queries or of many heads: same bits, and the context is whole."""
+    """Long calls are computed in pieces, of one head's queries or of many heads. The bits are the same, and the context is complete."""
     q, k, v, options = problem(480, 12, 3, 16, 24, batch=1 if packed else 2, weights=WEIGHTS[:3])
     if packed:
         q, k, v = (x[0] for x in (q, k, v))
@@ -221,7 +221,7 @@ def test_pieces_change_nothing(rules, packed, elements, monkeypatch):
 
 
 def test_batch_mates_cut_nothing(monkeypatch):
-    """A sequence is cut into pieces by its own length alone: a piece of one query by itself would be summed in another order."""
+    """How a sequence is cut into pieces depends on its own length alone. A piece of a single query would be summed in another order."""
     rules = {"mode": "mslk", "compress_block_size": 1, "num_selected_blocks": 1, "window_size": 1, "q_tile_size": 14}
     q, k, v, _ = problem(15, 1, 1, 2, 37, batch=2)
     monkeypatch.setattr(sys.modules["blitz_attn.nsa"], "PIECE_ELEMENTS", 20 * 37)
@@ -236,7 +236,7 @@ def test_batch_mates_cut_nothing(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 @both_modes
 def test_more_places_than_blocks_take_no_memory(mode, packed):
-    """Lists of 2**30 places would not fit. The bits are those of lists that have a place for each block."""
+    """Lists of 2**30 places would not fit into memory. The bits are those of lists with a place for each block."""
     q, k, v, options = problem([3, 0, 197] if packed else 200, packed=packed)
     many = {"num_cmp_selected_blocks": 2**30 - 1} if mode.get("mode") == "mslk" else {}
     out = nsa.nsa(q, k, v, **{**mode, "num_selected_blocks": 2**30 - 1}, **many, **options)
@@ -250,22 +250,22 @@ SIZES = ("compress_block_size", "q_tile_size", "window_size")
 
 @pytest.mark.parametrize(("mode", "name"), [*((mode, name) for mode in (PAPER, MSLK) for name in SIZES), (PAPER, "select_block_size")])
 def test_the_largest_number_is_right(mode, name):
-    """It is that of any size which no sequence has."""
+    """The largest size gives the result of any size that is longer than every sequence."""
     q, k, v, _ = problem(12)
     most, usual = (nsa.nsa(q, k, v, **{**mode, "compress_stride": None if mode is MSLK else 1, name: n}) for n in (2**30 - 1, 500))
     np.testing.assert_allclose(most, usual, rtol=1e-6, atol=1e-6)
 
 
 def test_a_score_of_minus_infinity_is_not_selected():
-    """Where places are left, a block whose score is NaN takes one, and one whose score is -inf does not."""
+    """If places are left, a block with a score of NaN takes one, and a block with a score of -inf does not."""
     q, k_cmp = np.ones((1, 8, 1, 2), np.float32), np.ones((1, 4, 1, 2), np.float32)
     k_cmp[0, 1:3, 0, 0] = -np.inf, np.nan
     assert nsa.score_and_select_blocks(q, k_cmp, 4, 2, q_tile_size=8, mode="mslk").tolist() == [[[[0, 2, 3, -1]]]]
 
 
 @pytest.mark.parametrize("gate", [np.nan, np.inf])
-def test_a_gate_of_nan_reaches_branches_that_see_nothing(gate):
-    """The first three queries see no compressed block."""
+def test_a_gate_that_is_not_finite_reaches_branches_that_see_nothing(gate):
+    """The first three queries see no compressed block, so the gate is multiplied with 0, which is NaN."""
     q, k, v, _ = problem(8, batch=1)
     gates = one_hot(q, 1)
     gates[..., 0] = gate
@@ -274,7 +274,7 @@ def test_a_gate_of_nan_reaches_branches_that_see_nothing(gate):
 
 @pytest.mark.parametrize("op", [nsa, reference], ids=["library", "twin"])
 def test_ties_go_to_the_lower_index(op):
-    """Keys that are all zero: every score is the same."""
+    """All keys are zero, so that all scores are equal."""
     q, k = tensors((1, 100, 2, 16)), np.zeros((1, 100, 1, 16), np.float32)
     sizes = {"compress_block_size": 8, "num_selected_blocks": 4, "window_size": 3, "return_context": True}
     mslk = op.nsa(q, k, k, mode="mslk", q_tile_size=16, **sizes)[1].block_indices
@@ -294,7 +294,7 @@ def test_ties_go_to_the_lower_index(op):
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("mode", ["paper", "paper_strides", "paper_free"])
 def test_paper_mode_never_looks_ahead(mode, which):
-    """Whatever happens to later tokens, not a bit of an earlier token's output changes."""
+    """However later tokens change, no bit of an earlier token's output changes."""
     q, k, v, options = problem(150, 4, 2, 16, batch=1, weights=WEIGHTS[:3])
     arrays = {"q": q, "k": k, "v": v}
     plain, _ = run(**arrays, **MODES[mode], **options)
@@ -308,7 +308,7 @@ def test_paper_mode_never_looks_ahead(mode, which):
 
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_mslk_mode_looks_ahead_within_its_block(which):
-    """With given routing a token reaches back to the beginning of its own compressed block, l - 1 tokens at most, and no further."""
+    """With given routing, a token changes outputs from the beginning of its own compressed block on, and none before."""
     q, k, v, _ = problem(150, 4, 2, 16, batch=1)
     arrays = {"q": q, "k": k, "v": v}
     plain, context = run(**arrays, **MSLK)
@@ -317,7 +317,7 @@ def test_mslk_mode_looks_ahead_within_its_block(which):
         changed[:, at] += 1
         out, _ = run(**{**arrays, which: changed}, block_indices=context.block_indices, **MSLK)
         first = np.flatnonzero((out != plain).any((0, 2, 3)))[0]
-        assert first == (at // 16 * 16 if at < 144 else at)  # 144 .. 149 are in no block
+        assert first == (at // 16 * 16 if at < 144 else at)  # tokens 144 to 149 are in no block
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -340,7 +340,7 @@ def test_everything_is_dense(mode, branch, wide, causal):
 @pytest.mark.parametrize("lengths", [101, [33, 0, 101, 1]], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_compress(weighted, dtype, size, stride, lengths):
-    """Forward, and backward in the dtypes whose sums are not rounded between."""
+    """Forward, and backward in the dtypes whose sums are not rounded in between."""
     _, k, v, options = problem(lengths, 4, 2, 16, 24, packed=isinstance(lengths, list), dtype=dtype, weights=WEIGHTS[:2])
     weights = [options.pop(name) for name in WEIGHTS[:2]]
     call = k, v, size, *(weights if weighted else ())
@@ -385,7 +385,7 @@ BRANCHES = {
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_branches(branch, causal, packed, isa_level):
-    """A branch by itself: result, log-sum-exp and gradients of the reference."""
+    """Result, log-sum-exp and gradients of a single branch are those of the reference."""
     q, k, v, options = problem([33, 0, 101, 5] if packed else 101, 4, 2, 16, 24, packed=packed)
     name, own = BRANCHES[branch]
     mode, args = branch.rpartition(" ")[2], [q, k, v]
@@ -406,7 +406,7 @@ def test_branches(branch, causal, packed, isa_level):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_tokens_of_no_block_need_no_compressed_keys(packed):
-    """A sequence that is shorter than a block has none, with a batch axis or without."""
+    """A sequence that is shorter than a block has no compressed keys, with a batch axis or without."""
     x = np.zeros((3, 2, 4) if packed else (1, 3, 2, 4), np.float32)
     none, cu = x[..., :0, :, :], {"cu_seqlens": [0, 3]} if packed else {}
     out, lse = nsa.compressed_attention(x, none, none, 4, return_lse=True, **cu)
@@ -414,7 +414,7 @@ def test_tokens_of_no_block_need_no_compressed_keys(packed):
     assert np.isneginf(lse).all()
     grads = nsa.compressed_attention_backward(x, x, none, none, out, lse, 4, **cu)
     assert [g.shape for g in grads] == [x.shape, none.shape, none.shape]
-    assert not nsa.score_and_select_blocks(x, none, 1, 4, init_blocks=0, local_blocks=1, **cu).any()  # the block that the queries lie in
+    assert not nsa.score_and_select_blocks(x, none, 1, 4, init_blocks=0, local_blocks=1, **cu).any()  # every query gets block 0, in which it lies
 
 
 # ---- Memory -------------------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def test_tokens_of_no_block_need_no_compressed_keys(packed):
 
 @both_modes
 def test_memory_is_linear(mode):
-    """32768 tokens: one float for every query and compressed block would be 256 MiB, for every query and key 4 GiB."""
+    """For 32768 tokens, a float for every query and compressed block would take 256 MiB, and for every query and key 4 GiB."""
     resource = pytest.importorskip("resource")
     q, k, v, _ = problem(32768, 1, 1, 16, batch=1)
     run(q[:, :4096], k[:, :4096], v[:, :4096], **{**mode, "num_selected_blocks": 8})
@@ -432,8 +432,8 @@ def test_memory_is_linear(mode):
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "block_indices", "cu_seqlens"])
-def test_out_lies_in_no_argument(name):
-    """Not even in one that is read before the first result is written: whoever keeps it keeps what it holds, and a context refers to it."""
+def test_out_must_not_overlap_an_argument(name):
+    """This holds even for an argument that is read before the first result is written, because the caller or a context may keep that argument."""
     q, k, v, options = problem([40, 40], 4, 2, 8, 6, packed=True, weights=WEIGHTS)
     options |= {"block_indices": np.zeros((2, 80, 1), np.int32)}
     left_out = "gate_proj_weight" if name == "gates" else "gates"

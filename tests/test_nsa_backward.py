@@ -1,6 +1,6 @@
 """Gradients of native sparse attention: against differences of the forward function itself, upstream's table, packed sequences, contexts.
 
-That they are those of the float64 reference is held by test_nsa.py, and by the oracle of tests/fuzz/nsa_problems.py.
+test_nsa.py compares gradients with the float64 reference, and tests/fuzz/nsa_problems.py with its oracle.
 """
 
 import numpy as np
@@ -19,8 +19,8 @@ def wide(x):
 
 
 def directional_errors(q, k, v, seed=0, **options):
-    """For each given array: the gradient along a random direction against the central difference, relative to the directions' usual
-    size. Routing is frozen, so that the function is smooth."""
+    """For each given array, the difference of the gradient along a random direction from the central difference, relative to the norm of the
+    gradient. Routing is frozen, so that the function is smooth."""
     frozen = {**options, "block_indices": run(q, k, v, **options)[1].block_indices}
     _, context = run(q, k, v, **frozen)
     rng = np.random.default_rng(seed)
@@ -49,7 +49,7 @@ def test_directions(mode, lengths, weights):
 @pytest.mark.parametrize("name", ["q", "k", "v", *WEIGHTS[:2], "gates"])
 @every_mode
 def test_every_element(mode, name):
-    """Central differences of each element of each array, at a size where that is quick."""
+    """Central differences of each element of each array, at a small size."""
     sizes = {"compress_block_size": 4, "num_selected_blocks": 2, "window_size": 3, "init_blocks": 0, "local_blocks": 1, "q_tile_size": 8}
     rules = {option: MODES[mode][option] for option in ("mode", "causal") if option in MODES[mode]}
     q, k, v, options = problem(18, 2, 1, 3, 2, batch=1, dtype="float64", weights=(*WEIGHTS[:2], "gates"))
@@ -159,7 +159,7 @@ def test_a_context_keeps_lists_and_lengths_of_its_own(mode, dtype):
 
 
 def test_a_context_of_another_call():
-    """Of other shapes, packed for not packed: refused. Nothing is computed from a wrong context."""
+    """A context of a call with other shapes, or of a packed call, is refused."""
     q, k, v, _ = problem(40)
     dout, _, _ = gradients(q, k, v, **PAPER)
     others = [(problem(n, *how)[:3], {}) for n, how in ((41, ()), (40, (6, 2)), (40, (4, 2, 16, 8)))]
@@ -170,8 +170,8 @@ def test_a_context_of_another_call():
 
 
 @pytest.mark.parametrize("weights", [(), WEIGHTS[:2]], ids=["means", "weights"])
-def test_float16_holds_the_gradient_of_a_token_where_it_cannot_hold_that_of_its_block(weights):
-    """All queries see the first block alone, so that the gradient of its mean is the sum of 64 tokens' gradients."""
+def test_gradients_of_float16_tokens_whose_block_overflows(weights):
+    """All queries attend mostly the first block, and the gradient of its mean, the sum of the gradients of 64 tokens, exceeds float16."""
     tokens, size = 2048, 64
     q, k, v, _ = problem(tokens, 4, 1, 16, batch=1, dtype="float16", size=0.1)
     q[...], k[...] = 1, 0
@@ -191,7 +191,7 @@ def test_float16_holds_the_gradient_of_a_token_where_it_cannot_hold_that_of_its_
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_gradients_of_weights_are_sums_in_the_order_of_the_blocks(size):
-    """Blocks behind all others whose gradients are 0 change no bit, which a product of BLAS does not promise."""
+    """Further blocks at the end with gradients of 0 change no bit, which a product by BLAS does not promise."""
     k, dk_cmp = (tensors((1, 300, 2, 64), seed=n) for n in range(2))
     w = tensors((2, 64, 64), seed=2)
     longer = [np.concatenate([x, np.zeros((1, 50, 2, 64), x.dtype)], axis=1) for x in (k, dk_cmp)]
@@ -202,8 +202,8 @@ def test_gradients_of_weights_are_sums_in_the_order_of_the_blocks(size):
 
 
 @both_modes
-def test_nothing_unwritten(mode):
-    """Keys that no query selects and that lie in no block still get their gradients, 0 or not."""
+def test_gradients_of_unselected_keys_are_written(mode):
+    """Keys that no query selects, or that lie in no block, get gradients of 0."""
     q, k, v, _ = problem(150, 4, 2, 16)
     _, context = run(q, k, v, gates=one_hot(q, 1), **mode)
     listed = np.full_like(context.block_indices, -1)

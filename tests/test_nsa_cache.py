@@ -1,7 +1,7 @@
-"""`NsaCache`: results of `nsa` over all tokens so far, bit for bit; sequences of different lengths, with padded queries; tokens that are
-taken back and sequences that change places; memory; bad input.
+"""`NsaCache`: the results of `nsa` over all tokens so far, bit for bit; sequences of different lengths, with padded queries; cropped and
+reordered caches; memory; bad input.
 
-Tokens that come, are taken back and change places in any order are drawn in tests/fuzz/nsa_cache_problems.py.
+Sequences of append, crop, reorder and attend are drawn in tests/fuzz/nsa_cache_problems.py.
 """
 
 import inspect
@@ -23,20 +23,20 @@ def nan_like(x):
 
 
 def padded(x, counts):
-    """A copy whose tokens of entry b from counts[b] on are NaN."""
+    """A copy of x, in which the tokens of entry b from counts[b] on are NaN."""
     valid = np.arange(x.shape[1]) < np.asarray(counts)[:, None]
     return np.where(valid[..., None, None], x, nan_like(x))
 
 
 def place(cache):
-    """Where the first keys lie."""
+    """The address of the first keys."""
     return cache._store.held(0)[1][0].__array_interface__["data"][0]
 
 
 @pytest.mark.parametrize("rules", [PAPER, PAPER_STRIDES, BY_TOKEN], ids=["paper", "strides", "mslk"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chunks_of_different_lengths(rules, dtype):
-    """A prompt in chunks, then token after token; each step brings every sequence another number of tokens, down to none."""
+    """A prompt comes in chunks, then token by token. Each step brings every sequence another number of tokens, which may be 0."""
     q, k, v, options = problem(150, 4, 2, 16, 24, batch=4, dtype=dtype, weights=WEIGHTS[:3])
     options |= rules | bits_option(q)
     cache, lens, rng = nsa.NsaCache(**options), np.zeros(4, np.int64), np.random.default_rng(0)
@@ -62,7 +62,7 @@ def test_chunks_of_different_lengths(rules, dtype):
     ids=["paper", "strides", "paper not causal", "mslk", "mslk not causal", "mslk groups"],
 )
 def test_prompts_of_different_lengths_in_one_call(rules, weights, dtype):
-    """Each sequence has the bits that it has alone, and padding is 0 whatever its queries and gates are."""
+    """Each sequence has the bits that it has alone, and results of padding are 0 for any queries and gates."""
     q, k, v, options = problem(50, 4, 2, 16, 24, batch=5, dtype=dtype, weights=weights)
     gates = options.pop("gates", None)
     options |= rules | bits_option(q)
@@ -78,7 +78,7 @@ def test_prompts_of_different_lengths_in_one_call(rules, weights, dtype):
 
 
 def test_padded_queries_in_pieces(monkeypatch):
-    """Sequences that are cut between heads and between queries, in arrays whose axes are in another order."""
+    """Sequences are cut between heads and between queries, in arrays whose memory has another order of axes."""
     monkeypatch.setattr(nsa, "PIECE_ELEMENTS", 24 * 30)
     q, k, v, options = problem(50, 4, 2, 16, 24, batch=5, weights=WEIGHTS[:3])
     cache = nsa.NsaCache(**PAPER, **options)
@@ -104,7 +104,7 @@ def test_the_defaults_are_those_of_nsa(monkeypatch):
     own, usual = (inspect.signature(function).parameters for function in (nsa.NsaCache, nsa.nsa))
     named = [name for name in own if name != "options"]
     assert {name: own[name].default for name in named} == {name: usual[name].default for name in named}
-    monkeypatch.setitem(nsa.USUAL, "num_selected_blocks", 2)  # fewer than init_blocks + local_blocks are by default
+    monkeypatch.setitem(nsa.USUAL, "num_selected_blocks", 2)  # fewer than the default init_blocks + local_blocks
     with pytest.raises(ValueError, match=r"^num_selected_blocks: expected at least init_blocks \+ local_blocks = 3, got 2$"):
         nsa.NsaCache()
     q, k, v, _ = problem(90, 2, 1, 8)
@@ -125,17 +125,17 @@ def test_what_a_cache_shows():
     assert repr(cache) == f"NsaCache(batch=2, lens=[3, 8], {sizes}"
 
 
-# ---- Memory, taking back and reordering -----------------------------------------------------------------------------------
+# ---- Memory, cropping and reordering --------------------------------------------------------------------------------------
 
 
 def test_the_cache_copies_only_what_it_must():
-    """It doubles when it is full; sequences that all stay in their places stay where they are."""
+    """The cache doubles its room when it is full, and a reorder that leaves all sequences in place copies nothing."""
     _, k, v, _ = problem(300, 2, 1, 8, batch=3)
     cache, places = nsa.NsaCache(**PAPER), []
     for n in range(300):
         cache.append(k[:, n : n + 1], v[:, n : n + 1])
         places.append(place(cache))
-    assert 1 + np.count_nonzero(np.diff(places)) <= 4  # 64, 128, 256, 512
+    assert 1 + np.count_nonzero(np.diff(places)) <= 4  # room for 64, 128, 256 and 512 tokens
     np.testing.assert_array_equal(cache._store.held(0)[1][0], k)
     cache.reorder([0, 1, 2])
     assert place(cache) == places[-1]
@@ -144,7 +144,7 @@ def test_the_cache_copies_only_what_it_must():
 
 
 def test_a_number_crops_only_longer_sequences():
-    """And a view of lens is no way into the cache."""
+    """A single number crops only longer sequences. Writing into `lens` or the given lengths does not change the cache."""
     _, k, v, _ = problem(20, 2, 1, 8, batch=3)
     cache, kept = nsa.NsaCache(**PAPER), np.array([20, 3, 11])
     cache.append(k, v, kept)
@@ -154,7 +154,7 @@ def test_a_number_crops_only_longer_sequences():
         assert cache.lens.tolist() == lens
 
 
-# ---- Bad input: what needs tokens in the cache; the rest is in tests/fuzz/refusals.py ---------------------------------------
+# ---- Bad input: cases that need tokens in the cache; other cases are in tests/fuzz/refusals.py -------------------------------
 
 Q, K, V, _ = problem(40, 4, 2, 8, 6)
 
@@ -199,14 +199,14 @@ def test_an_empty_cache_refuses(sentence, call):
         call()
 
 
-def test_queries_beside_bits_of_bfloat16():
+def test_float32_queries_for_bits_of_bfloat16_are_refused():
     cache = nsa.NsaCache(compress_block_size=8, dtype="bfloat16")
     cache.append(bits(K), bits(V))
     with pytest.raises(TypeError, match="^q: expected dtype bfloat16 like the tokens, got float32$"):
         cache.attend(Q[:, -1:])
 
 
-def test_a_tile_that_a_sequence_is_within_is_refused():
+def test_queries_that_begin_within_a_tile_are_refused():
     cache = nsa.NsaCache(compress_block_size=8, mode="mslk", q_tile_size=16)
     cache.append(K, V, [24, 20])
     out = np.full((2, 20, 4, 6), np.nan, np.float32)
@@ -214,7 +214,7 @@ def test_a_tile_that_a_sequence_is_within_is_refused():
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         cache.attend(Q[:, :20], lens=[8, 5], out=out)
     assert np.isnan(out).all()
-    cache.attend(Q[:, :20], lens=[8, 0], out=out)  # a sequence without queries is within no tile
+    cache.attend(Q[:, :20], lens=[8, 0], out=out)  # a sequence without queries does not count
     assert not np.isnan(out).any()
 
 
@@ -232,14 +232,14 @@ def test_a_cache_may_lose_all_of_its_tokens_and_sequences():
 
 @pytest.mark.parametrize("mode", ["paper", "mslk"])
 @pytest.mark.parametrize("queries", [0, 1, 5, 9, 200])
-def test_no_sequence_of_an_empty_cache_is_too_short(queries, mode):
+def test_a_cache_without_sequences_takes_any_number_of_queries(queries, mode):
     cache, k = nsa.NsaCache(compress_block_size=2, mode=mode), np.ones((2, 5, 1, 8), np.float32)
     cache.append(k, k[..., :4], [5, 3])
     cache.reorder([])
     q, out = np.ones((0, queries, 2, 8), np.float32), np.empty((0, queries, 2, 4), np.float32)
     assert cache.attend(q, gates=np.ones((0, queries, 2, 3), np.float32)).shape == out.shape
     assert cache.attend(q, lens=[], out=out) is out
-    cache.append(k[:0], k[:0, ..., :4])  # the cache goes on, without sequences
+    cache.append(k[:0], k[:0, ..., :4])  # the cache stays usable without sequences
     assert cache.attend(q).shape == out.shape
     with pytest.raises(ValueError, match=r"^q: expected shape \(0, N, H, 8\) like the tokens, got \(1, 2, 2, 8\)$"):
         cache.attend(np.ones((1, 2, 2, 8), np.float32))

@@ -1,5 +1,5 @@
-"""Native sparse attention of queries that are the last tokens of their sequences: rows of the whole call, bit for bit, and of the twin; in
-a batch, packed and with lengths; compressed keys that the caller keeps.
+"""Native sparse attention of queries that are the last tokens of their sequences: the rows of the whole call, bit for bit, and of the reference;
+in a batch, packed and with lengths; with compressed keys that the caller keeps.
 
 Numbers of queries, gates, lists and room behind sequences are drawn together in tests/fuzz/nsa_problems.py.
 """
@@ -19,13 +19,13 @@ FEWER = {"cu_seqlens_q": np.cumsum([0, *QUERIES])}
 
 
 def begin_of(queries, tokens, rules):
-    """The first query, moved to where a tile begins."""
+    """The position of the first query, moved back to the beginning of its tile."""
     tile = rules.get("q_tile_size", 1) if rules.get("mode") == "mslk" else 1
     return (tokens - min(queries, tokens)) // tile * tile
 
 
 def known(k, v, rules, options, **more):
-    """The options, with compressed keys and values in the place of weights."""
+    """The options, with compressed keys and values in place of the weights that compress."""
     size, paper = rules["compress_block_size"], rules.get("mode") != "mslk"
     stride = rules.get("compress_stride", max(1, size // 2)) if paper else size
     weights = options.get("w_k_compress"), options.get("w_v_compress")
@@ -53,7 +53,7 @@ def test_last_queries_have_the_bits_of_the_whole(queries, mode, dtype, weights, 
 @pytest.mark.parametrize(("tokens", "heads"), [(9000, (4, 1)), (333, (16, 1)), (333, (40, 2))], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_long_sequences_and_many_heads(tokens, heads, dtype, queries, threads):
-    """More compressed keys than a chunk has, parts of a long walk, and heads of a group that are selected for side by side."""
+    """Cases: more compressed keys than a chunk holds, long sequences in parts, and a group of many heads that select together."""
     q, k, v, _ = problem(tokens, *heads, 16, batch=1, dtype=dtype)
     rules = {"compress_block_size": 4, "num_selected_blocks": 8, "window_size": 40} | bits_option(q)
     out = nsa.nsa(q[:, -queries:], k, v, num_threads=threads, **rules)
@@ -63,7 +63,7 @@ def test_long_sequences_and_many_heads(tokens, heads, dtype, queries, threads):
 @every_mode
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_against_the_reference(mode, dtype):
-    """The twin, which is given what was selected; of float64, it chooses the same. It gives rows of its own whole, too."""
+    """The reference is given the blocks that the operation selected. In float64 it must choose the same, and give the rows of its own whole call."""
     rules = ALL_MODES[mode]
     q, k, v, options = problem(150, 4, 2, 16, 24, dtype=dtype, weights=WEIGHTS[:3])
     options |= rules | bits_option(q)
@@ -105,7 +105,7 @@ def test_packed(mode, dtype, elements, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_lengths(mode, dtype, queries, elements, monkeypatch):
-    """A batch whose arrays have room for more tokens, which are not looked at."""
+    """The arrays of a batch have room for more tokens than its sequences, which is not read."""
     lens = [5, 90, 16, 31]
     q, k, v, options = problem(90, 4, 2, 16, 24, batch=4, dtype=dtype, weights=WEIGHTS[:3])
     rules, expected = ALL_MODES[mode] | bits_option(q), []
@@ -128,7 +128,7 @@ def test_lengths(mode, dtype, queries, elements, monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("mode", "stride"), [("paper", 8), ("mslk", 16)])
 def test_parts(mode, stride, packed, causal):
-    """Of the last queries, each part gives the rows of its whole, and so does its twin."""
+    """For the last queries, each part gives the rows of its whole call, and so does the reference."""
     q, k, v, options = problem(LENGTHS if packed else 101, 4, 2, 16, 24, packed=packed, dtype="float64")
     rows, axis = (ROWS if packed else slice(-7, None)), 0 if packed else 1
     some, fewer, tokens = q[(slice(None),) * axis + (rows,)], FEWER if packed else {}, {} if packed else {"tokens": 101}
@@ -151,7 +151,7 @@ def test_parts(mode, stride, packed, causal):
 
 
 @pytest.mark.parametrize("name", ["k_cmp", "v_cmp"])
-def test_out_lies_in_no_compressed_array(name):
+def test_out_must_not_overlap_compressed_arrays(name):
     q, k, _, _ = problem(40, 4, 2, 8)
     x = np.zeros((2, 9, 2, 8), np.float32)
     pair = (x, np.zeros_like(x)) if name == "k_cmp" else (np.zeros_like(x), x)

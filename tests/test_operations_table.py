@@ -1,4 +1,4 @@
-"""The table of operations (csrc/python/operations.h), and what follows from it: arguments of public functions, torch's schemas, signatures."""
+"""The table of operations (csrc/python/operations.h), and what must agree with it: arguments of public functions, torch's schemas, signatures."""
 
 import inspect
 import re
@@ -11,18 +11,18 @@ import blitz_attn
 from blitz_attn import _core
 from blitz_attn._operations import ARRAYS, OPERATIONS, arguments_of, naming_all
 
-MADE = "empty"  # makes results that the caller does not give
-STATE = "lse_out"  # out may be a pair
-TRIPLE = "indptr last_page_len"  # block_tables may be a tuple that has them
-TUPLE = "rules"  # in which the last arguments may come
-INSIDE = "cu_rows routed key_stride key_last"  # how native sparse attention calls the core
+MADE = "empty"  # a function that makes the results for which the caller gives no array
+STATE = "lse_out"  # public functions take out as a pair
+TRIPLE = "indptr last_page_len"  # public functions take block_tables as an array, or as a tuple with these
+TUPLE = "rules"  # a tuple of the last arguments
+INSIDE = "cu_rows routed key_stride key_last"  # only native sparse attention passes these to the core
 
-# Public functions and their operations: arguments that only the table has, and those that only the function has. Operations of native sparse
-# attention are left out, which are parts of what a public function does, and so is what is no operation.
+# Public functions: their operation, the arguments that only the table has, and those that only the function has. Left out are functions that call
+# no operation directly, and operations of native sparse attention, several of which make up a public function.
 FUNCTIONS = {
     "block_sparse_attention": ("block_sparse_attention", f"{MADE} {STATE} {INSIDE}", ""),
-    "block_sparse_attention_backward": ("block_sparse_attention_backward", f"{MADE} {INSIDE} dq dk dv", "grads"),  # grads is these three
-    # v is k once more; a chooser is a name, two sizes, a term and a flag, or a function that makes scores; a budget is a name and numbers
+    "block_sparse_attention_backward": ("block_sparse_attention_backward", f"{MADE} {INSIDE} dq dk dv", "grads"),  # grads is dq, dk and dv
+    # The core gets k as v, too; a chooser as a name, two sizes, a term and a flag, or as scores; and a budget as a name and numbers.
     "select_blocks_prefill": (
         "select_prefill",
         f"{MADE} v sabi pool_q pool_k term largest budget budgets scores",
@@ -31,11 +31,11 @@ FUNCTIONS = {
     "paged_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE} {TUPLE} selected counts selected_size", ""),
     "paged_select_attention": ("paged_attention", f"{MADE} {STATE} {TRIPLE} {TUPLE}", ""),
     "merge_states_n": ("merge_states", MADE, ""),
-    "quantize_kv": ("quantize_kv", "values scale", ""),  # the results
-    "append_paged_kv": ("append_paged_kv", f"{TRIPLE} q_begin", ""),  # q_begin belongs to other calls with requests
+    "quantize_kv": ("quantize_kv", "values scale", ""),  # results
+    "append_paged_kv": ("append_paged_kv", f"{TRIPLE} q_begin", ""),  # q_begin is an argument of the other calls with requests
     "quest_prefill_metadata": ("quest_metadata", "", ""),
-    # source is what a and b are made of; counts are returned where selected_indices are
-    "select_tokens": ("select_tokens", "selected scores", "top_k return_scores"),  # the results
+    # The core gets source as a and b, and return_counts tells it whether to return counts.
+    "select_tokens": ("select_tokens", "selected scores", "top_k return_scores"),  # results
     "select_blocks": ("select_blocks", f"{MADE} query a b selected_indices return_counts", "q source dense_below"),
 }
 
@@ -60,7 +60,7 @@ def test_arguments_have_the_defaults_of_the_function():
 
 
 def test_the_core_has_what_the_package_uses():
-    """Type checkers take any name for an operation of the core."""
+    """Type checkers accept any name as an operation of the core, so this test compares the names."""
     used = set()
     for path in Path(blitz_attn.__file__).parent.rglob("*.py"):
         used |= set(re.findall(r"\b_core\.(?!pyi\b)(\w+)", path.read_text(encoding="utf-8")))
@@ -103,7 +103,7 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_graphs_that_were_exported_find_their_operators(name):
-    """Arguments of the first release are where they were, with their defaults. More tensors may follow, and more options."""
+    """Arguments of the first release keep their places and defaults. New tensors and new options may follow them."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("blitz_attn.integrations.torch")
     if name == "attend_layer":

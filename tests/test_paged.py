@@ -1,6 +1,6 @@
-"""Paged attention: caches, layouts, rules and sizes against the reference, over poisoned pages and outputs; plans; quantised caches.
+"""Paged attention: caches, layouts, rules and sizes against the reference, with poisoned pages and outputs; plans; quantised caches.
 
-Tables of any form, views, numbers of threads, stretches, plans and chunks are drawn together in tests/fuzz/paged_problems.py.
+Tables of any form, views, numbers of threads, positions of queries, plans and KV splits are drawn together in tests/fuzz/paged_problems.py.
 """
 
 import itertools
@@ -31,7 +31,7 @@ def rule_options(rule, heads):
 # ---- Against the reference ----------------------------------------------------------------------------------------
 
 
-# Rules, one query per request and ragged ones, with head ratios and dims with and without tails in turn.
+# Rules, each with one query per request and with ragged numbers of queries; head ratios, and dims with and without tails, take turns.
 COMBINATIONS = list(
     zip(
         itertools.product(RULES, [None, [1, 0, 5, 3], [0, 0, 37, 1]]),
@@ -50,8 +50,8 @@ def test_every_combination_is_right(rule, heads, dims, dtype, kv_dtype, kv_layou
     check_paged(case, **rule_options(rule[0], heads[0]))
 
 
-LONG_LENS = [1023, 1024, 1025, 2047, 2048, 2049, 4096, 6145, 10]  # around numbers of keys at which the work of a request is split
-# heads, KV heads, lengths, queries: around the sizes at which other kernels take over, of groups, of queries and of contexts
+LONG_LENS = [1023, 1024, 1025, 2047, 2048, 2049, 4096, 6145, 10]  # around the numbers of keys at which a request is split into parts
+# (heads, KV heads, lengths, queries), with groups, queries and lengths around the sizes from which other kernels are used
 SIZES = [
     *((2 * group, 2, [50, 131], q_lens) for group in (1, 2, 3, 5, 6, 7, 8, 9, 12, 16, 17, 32, 40) for q_lens in (None, [1, 20])),
     *((heads, 2, [n, 140, n + 1, 3], [n, n, 1, 0]) for heads in (4, 8) for n in (2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 64, 100)),
@@ -71,7 +71,7 @@ def test_every_size_is_right(size, dtype, kv_dtype, rule):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_without_out(dtype):
-    """New arrays of q's dtype and kind; the log-sum-exp only where it was asked for."""
+    """Results are new arrays of q's dtype and kind. The log-sum-exp is returned only on request."""
     case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24, 8, dtype)
     out, lse = attend_paged(case)
     assert same_bits(blitz_attn.paged_attention(*case.arrays, **case.options), out)
@@ -80,8 +80,8 @@ def test_results_without_out(dtype):
 
 @pytest.mark.parametrize("kv_split", [None, 16])
 @pytest.mark.parametrize("library", ["ml_dtypes", "torch"])
-def test_dtypes_of_libraries_say_what_bits_are(library, kv_split):
-    """Those of caches, and of outputs."""
+def test_dtypes_of_libraries_name_bits(library, kv_split):
+    """The dtypes of a library may name the bits of caches and of outputs."""
     module = pytest.importorskip(library)
     case = testing.make_paged(2, 4, 2, [20, 33], 16, 24, kv_dtype="float8_e4m3")
     expected = blitz_attn.paged_attention(*case.arrays, kv_split=kv_split, **case.options)
@@ -114,7 +114,7 @@ def test_torch_tensors():
 
 # ---- Upstream's shapes --------------------------------------------------------------------------------------------
 
-# batch, query heads, KV heads, tokens; head dim and page size are 128. Upstream's later long ones run with the marker `full`.
+# (batch, query heads, KV heads, tokens); head dim and page size are 128. Upstream's long shapes run with the marker `full`.
 SHAPES = [
     (1, 32, 8, 128),
     (4, 32, 8, 512),
@@ -130,9 +130,9 @@ LONG = [(1, 32, 8, 4096), (1, 32, 8, 8192), (1, 32, 8, 16384), (1, 16, 8, 4096),
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(shape, marks=pytest.mark.full) for shape in LONG)], ids=str)
 def test_upstream_accuracy(shape, dtype):
-    """Upstream's tolerance, for float16 against another half-precision operator; the reference here is float64."""
+    """The tolerance is upstream's, which compares float16 with another half-precision operator. The reference here is in float64."""
     case = testing.make_paged(*shape, 128, 128, dtype=dtype)
-    some = sorted({0, shape[0] - 1})  # the reference takes its time: the first and the last request stand for all
+    some = sorted({0, shape[0] - 1})  # only the first and last request, because the reference is slow
     options = {name: value for name, value in case.options.items() if name != "q_lens"}
     exact = reference.paged_attention(case.q[some], *case.arrays[1:3], case.block_tables[some], case.seq_lens[some], **options)
     np.testing.assert_allclose(testing.to_float64(attend_paged(case)[0], dtype)[some], exact, rtol=5e-3, atol=2e-2)
@@ -158,7 +158,7 @@ FORMS = {
     ],
 )  # fmt: skip
 def test_same_bits(dtype, kv_dtype, form, isa_level):
-    """Whatever the number of threads, the other requests of the batch, and the pages that hold the tokens."""
+    """The bits are the same for any number of threads, any other requests in the batch, and any pages that hold the tokens."""
     lens, q_lens = FORMS.get(form, FORMS["one query"])
     count = len(lens)
     case, moved = (testing.make_paged(count, 8, 2, lens, 32, 64, 64, dtype, kv_dtype, q_lens=q_lens, table_seed=n) for n in range(2))
@@ -179,7 +179,7 @@ def test_same_bits(dtype, kv_dtype, form, isa_level):
         if q_lens:
             part = part._replace(options={**case.options, "q_lens": case.options["q_lens"][some]})
         lists = selected
-        if selected is not None:  # no wider than they must be
+        if selected is not None:  # lists no wider than needed
             lists = selected[some, :, : max((selected[b] >= 0).sum(-1).max() for b in some)]
         assert_same(attend_paged(part, lists), [x[rows] for x in expected])
 
@@ -190,7 +190,7 @@ def test_same_bits(dtype, kv_dtype, form, isa_level):
 )
 @pytest.mark.parametrize(("lens", "q_lens"), [([2500, 31, 700], None), (DRAFT_LENS, DRAFTS)], ids=["one query", "drafts"])
 def test_layouts_and_page_sizes_give_the_same_bits(lens, q_lens, dtype, kv_dtype, page_size, kv_layout, isa_level):
-    """No value depends on how tokens are cut into pages."""
+    """No bit depends on how tokens are divided into pages."""
     sizes, kinds = (len(lens), 8, 2, lens), (40, 40, dtype, kv_dtype)
     one, other = (testing.make_paged(*sizes, n, *kinds, x, q_lens=q_lens) for n, x in ((16, "NHD"), (page_size, kv_layout)))
     assert_same(attend_paged(other), attend_paged(one))
@@ -202,7 +202,7 @@ def test_layouts_and_page_sizes_give_the_same_bits(lens, q_lens, dtype, kv_dtype
 @pytest.mark.parametrize("kv_split", [None, 32])
 @pytest.mark.parametrize("form", ["matrix", "triple"])
 def test_a_plan_reads_what_it_was_made_from_once(form, kv_split):
-    """What becomes of the arrays that it was made from does not matter."""
+    """A plan does not depend on later changes of the arrays that it was made from."""
     case = testing.make_paged(6, 6, 2, [1, 0, 37, 130, 16, 257], 16, 40, 24, q_lens=[1, 0, 4, 20, 16, 33])
     begins, csr = np.array([3, 0, -2, 100, 5, 300]), case.csr()
     expected = attend_paged(case, q_begin=begins, kv_split=kv_split)
@@ -223,7 +223,7 @@ def test_what_a_plan_shows():
 @pytest.mark.parametrize("kv_split", [None, 32])
 @pytest.mark.parametrize("page", [-1, 99])
 def test_a_plan_names_pages_that_a_cache_lacks(page, kv_split):
-    """By the numbers of the caller's requests: in the constructor where the number of pages is known, else in the call."""
+    """The sentence has the caller's number of the request. It comes from the constructor if the number of pages is known, else from the call."""
     case = testing.make_paged(3, 4, 2, [100, 33, 64], 16, 24)
     case.block_tables[0, 5] = page
     sentence = rf"^block_tables: expected pages from 0 to {len(case.k_cache) - 1} within .*, got {page} for page 5 of request 0$"
@@ -242,7 +242,7 @@ def test_a_plan_names_pages_that_a_cache_lacks(page, kv_split):
 
 
 @pytest.mark.parametrize("kv_split", [None, 16])
-def test_a_plan_allocates_nothing_for_queries_that_no_call_brings(kv_split):
+def test_a_plan_allocates_nothing_for_queries_before_a_call(kv_split):
     case = testing.make_paged(2, 4, 2, [30, 40], 16, 32, 32)
     plan = blitz_attn.PagedPlan(*case.arrays[3:], page_size=16, q_lens=[1 << 30, 1 << 30], q_begin=[0, 0], kv_split=kv_split)
     with pytest.raises(ValueError, match=r"^q: expected 2147483648 queries as the plan has them, got \(2, 4, 32\)$"):
@@ -250,7 +250,7 @@ def test_a_plan_allocates_nothing_for_queries_that_no_call_brings(kv_split):
 
 
 def test_tables_are_used_as_they_were_checked():
-    """Whoever makes the output changes the tables after they were checked: the call has its own copy of them."""
+    """The function that makes the output changes the tables after they were checked, but the call has its own copy of them."""
     case = testing.make_paged(3, 4, 2, [20, 33, 64], 16, 24)
     expected = attend_paged(case)[0]
     tables = case.block_tables.copy()
@@ -282,7 +282,7 @@ def test_quantize(dtype, kv_dtype, isa_level):
     largest = np.abs(exact).max(axis=-1, keepdims=True)
     limit = STEP[kv_dtype] * largest if kv_dtype == "int8" else STEP[kv_dtype] * np.abs(exact) + largest * 2.0**-10 / 448
     assert (np.abs(restored - exact) <= limit * (1 + 1e-6)).all()
-    np.testing.assert_allclose(np.abs(restored).max(axis=-1), largest[..., 0], rtol=1e-6)  # the largest comes back as it was
+    np.testing.assert_allclose(np.abs(restored).max(axis=-1), largest[..., 0], rtol=1e-6)  # the largest element is restored exactly
 
 
 SHAPES_TO_QUANTISE = {
@@ -327,7 +327,7 @@ def test_e4m3_values():
 
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
 def test_error_of_quantised_caches(kv_dtype):
-    """What quantisation itself costs: the errors that the documentation states, for normal K and V."""
+    """The error of quantisation itself, for normal K and V, is the one that the documentation states."""
     exact = reference.paged_attention(*testing.make_paged(2, 8, 2, [1000, 3000], 32, 128).arrays)
     case = testing.make_paged(2, 8, 2, [1000, 3000], 32, 128, kv_dtype=kv_dtype)
     error = testing.error_of(attend_paged(case)[0], exact)
@@ -337,13 +337,13 @@ def test_error_of_quantised_caches(kv_dtype):
 @pytest.mark.sampled
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("q_lens", [[1, 1], [3, 2], [40, 17]])  # few queries, also with bounds of their own, and panels
+@pytest.mark.parametrize("q_lens", [[1, 1], [3, 2], [40, 17]])  # few queries, few queries with bounds of their own, and panels
 @pytest.mark.parametrize(
     ("name", "bits"),
     [("k_scale", 0xFFFFFFFF), ("k_scale", 0), *(("v_scale", x) for x in (0xFFFFFFFF, 0x7FFF8000, 0x7FC00000, 0x7F800000, 0))],
 )
-def test_scales_of_seen_tokens_show(name, bits, q_lens, dtype, kv_dtype, isa_level):
-    """The newest token has a bad scale, also a NaN whose bits become those of 0 where they are rounded."""
+def test_bad_scales_of_seen_tokens_reach_results(name, bits, q_lens, dtype, kv_dtype, isa_level):
+    """The newest token has a bad scale. One of the scales is a NaN whose bits would become those of 0 if they were rounded."""
     case = testing.make_paged(2, 8, 2, [90, 77], 16, 64, 48, dtype, kv_dtype, q_lens=q_lens)
     at = tuple(np.array([(case.block_tables[b, t // 16], t % 16) for b, t in enumerate([89, 76])]).T)
     scale = case.options[name].copy()
@@ -367,7 +367,7 @@ def test_scales_of_other_floats_are_converted(scales, real, kv_dtype):
 @pytest.mark.parametrize("one", [1, 1.0, np.float32(1), np.array(1.0)], ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_scale_of_one_is_none(dtype, one):
-    """Layers of vLLM always have a scale. Caches of 16 bits and more have none."""
+    """A scale of 1 is accepted for caches of 16 bits and more, which have no scales, because layers of vLLM always have one."""
     case = testing.make_paged(2, 4, 2, [40, 17], 16, 32, 32, dtype, dtype)
     named, tokens = bits_option(case.k_cache), [x[0, :2].copy() for x in case.arrays[1:3]]
     plan = blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=16, **named)
@@ -400,7 +400,7 @@ def test_a_scale_of_one_in_tensors():
 
 @pytest.mark.parametrize("softcap", [5.0, 50.0, 1e3, 1e6, 1e30])
 def test_a_cap_far_above_the_scores_costs_no_accuracy(softcap, isa_level):
-    """Capped scores have the relative error of plain ones, not an error relative to the cap."""
+    """The error of capped scores is relative to the scores, and not to the cap."""
     rng = np.random.default_rng(0)
     q, k_cache, v_cache = 0.1 * rng.standard_normal((8, 1, 128)), *rng.standard_normal((2, 64, 16, 1, 128))
     call = [x.astype(np.float32) for x in (q, k_cache, v_cache)] + [np.arange(64)[None], [1024]]
@@ -414,7 +414,7 @@ def test_a_cap_far_above_the_scores_costs_no_accuracy(softcap, isa_level):
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "float8_e4m3"])
 def test_a_nan_reaches_only_its_request(kv_dtype, isa_level):
-    """The poison would show if it were read: a NaN in a page in use does, in the rows that see it alone."""
+    """A NaN in a page that is in use reaches the rows that see it, and no others. So poison in unused pages would show if it were read."""
     case = testing.make_paged(3, 4, 2, [40, 50, 30], 16, 24, kv_dtype=kv_dtype)
     clean = attend_paged(case)
     case.v_cache[case.block_tables[1, 2], 3, 1] = 0x7F if kv_dtype == "float8_e4m3" else testing.round_to(np.nan, kv_dtype)

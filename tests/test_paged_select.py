@@ -1,4 +1,4 @@
-"""Paged attention over listed blocks: against the reference, and bit for bit against attention over all of them. Parts that are merged."""
+"""Paged attention over listed blocks: against the reference, and lists of all blocks bit for bit against attention without lists. Merged parts."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ LENS = [1, 0, 37, 130, 16]
 
 
 def random_selection(case, rows, width, seed=0, empty=0.15):
-    """(B, rows, width) unsorted random blocks of each request, -1 padded; some rows are empty."""
+    """(B, rows, width) unsorted random blocks of each request, padded with -1. Some rows are empty."""
     rng = np.random.default_rng(seed)
     selected = np.full((len(case.seq_lens), rows, width), -1)
     for b, r in np.ndindex(*selected.shape[:2]):
@@ -41,7 +41,7 @@ def test_every_combination_is_right(dtype, kv_dtype, kv_layout, rule, dims, q_le
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "int8"), ("float64", "float64")],
 )
 def test_all_blocks_are_paged_attention(dtype, kv_dtype, rows, q_lens, isa_level):
-    """Bit for bit, in any order, beyond the length at which work is split too."""
+    """The bits are the same with the blocks in any order, also at lengths at which a request is split into parts."""
     case = testing.make_paged(4, 8, 2, [31, 5000, 64, 2100], 32, 48, 40, dtype, kv_dtype, q_lens=q_lens)
     expected = attend_paged(case)
     assert_same(attend_paged(case, every_block(case, rows, width=200)), expected)
@@ -51,13 +51,13 @@ def test_all_blocks_are_paged_attention(dtype, kv_dtype, rows, q_lens, isa_level
 
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 def test_order_counts_and_pads(index_dtype, isa_level):
-    """A list is a set: its order, what follows its end, how its end is told, and how many heads share it do not matter."""
+    """A list is a set. Its order, what follows its end, how its end is marked, and how many heads share it do not matter."""
     case = testing.make_paged(5, 6, 2, LENS, 16, 32)
     selected = random_selection(case, 2, 9).astype(index_dtype)
     expected, counts = attend_paged(case, selected), (selected >= 0).sum(axis=-1)
     listed = np.arange(9) < counts[..., None]
     turned = np.where(listed, np.take_along_axis(selected, np.maximum(counts[..., None] - 1 - np.arange(9), 0), axis=-1), -1)
-    after = np.where(np.arange(9) > counts[..., None], 0, selected)  # behind the first pad nothing is looked at
+    after = np.where(np.arange(9) > counts[..., None], 0, selected)  # entries behind the first pad are not read
     wide = np.repeat(np.repeat(selected, 2, axis=-1), 2, axis=1)[:, ::2, ::2]
     for same in (turned, after.astype(index_dtype), wide, np.repeat(selected, 3, axis=1)):
         assert_same(attend_paged(case, same), expected)
@@ -72,7 +72,7 @@ def test_order_counts_and_pads(index_dtype, isa_level):
 @pytest.mark.parametrize("rows", [1, 2, 6])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "int8"), ("float16", "float16"), ("float64", "float64")])
 def test_each_query_has_its_own_blocks(dtype, kv_dtype, rows, q_lens, size):
-    """Of tokens, of parts of pages, and of more than a page."""
+    """Blocks are single tokens, parts of pages, or longer than a page."""
     case = testing.make_paged(5, 6, 2, LENS, 16, 40, 24, dtype, kv_dtype, q_lens=q_lens)
     rng = np.random.default_rng(1)
     lens = case.seq_lens.repeat([1] * 5 if q_lens is None else q_lens)
@@ -94,7 +94,7 @@ def test_tokens_of_a_prompt_are_those_of_contiguous_keys(kv_layout):
 
 
 def test_only_listed_pages_are_read(isa_level):
-    """All other pages hold NaN."""
+    """All pages that are not listed hold NaN."""
     case = testing.make_paged(3, 4, 2, [100, 37, 130], 16, 24)
     selected = random_selection(case, 2, 5, empty=0.0)
     expected = attend_paged(case, selected)
@@ -107,7 +107,7 @@ def test_only_listed_pages_are_read(isa_level):
 
 
 def test_parts_merge_to_the_whole():
-    """Two lists that share no block, merged by their log-sum-exps."""
+    """Results over two lists without a common block are merged by their log-sum-exps."""
     case = testing.make_paged(3, 4, 2, [100, 37, 1300], 16, 24)
     blocks = -(-case.seq_lens // 16)
     even, odd = (np.where(np.arange(s, 100, 2) < blocks[:, None], np.arange(s, 100, 2), -1)[:, None].repeat(2, axis=1) for s in (0, 1))
@@ -118,7 +118,7 @@ def test_parts_merge_to_the_whole():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_levels_of_a_cascade_merge_to_the_whole(dtype, isa_level):
-    """System prompt, document and turn: what requests share they attend to once, in a call over plain keys. A turn may be empty."""
+    """System prompt, document and turn are attended separately, the shared system prompt in one call over plain keys. A turn may be empty."""
     case = testing.make_paged(4, 4, 2, [200, 160, 220, 161], 32, 32, dtype=dtype)
     case.block_tables[:, :2] = case.block_tables[0, :2]  # all share the first two pages
     for pair in ((0, 1), (2, 3)):

@@ -1,4 +1,4 @@
-"""Paged attention in fixed chunks: the bits of chunks that are attended one by one and merged by the tree, and right by the reference."""
+"""Paged attention in KV splits has the bits of splits that are attended one by one and merged by the tree, and is right by the reference."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ KINDS = [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"
 RULES = [{}, {"window": 20}, {"softcap": 2.0, "scale": 0.3}, {"window": 0}]
 
 
-def chunk_states(case, b, first, split, queries, begin, **options):
-    """(out, lse) of each chunk of request b, attended as a request of its own."""
+def split_states(case, b, first, split, queries, begin, **options):
+    """(out, lse) of each KV split of request b, attended as a request of its own."""
     tokens, size = int(case.seq_lens[b]), case.page_size
     states = []
     for c in range(max(1, -(-tokens // split))):
@@ -35,7 +35,7 @@ def assert_same_as_by_hand(case, split, q_begin=None, sinks=None, **rules):
     results = []
     for b, (first, n) in enumerate(zip(np.cumsum([0, *q_lens]), q_lens, strict=False)):
         begin = int(case.seq_lens[b]) - n if q_begin is None else q_begin[b]
-        out, lse = blitz_attn.merge_states_tree(*map(list, chunk_states(case, b, first, split, n, begin, **options)))
+        out, lse = blitz_attn.merge_states_tree(*map(list, split_states(case, b, first, split, n, begin, **options)))
         if sinks is not None:
             shares = np.ascontiguousarray(np.broadcast_to(sinks, lse.shape).astype(lse.dtype))
             out, lse = blitz_attn.merge_states(out, lse, np.zeros_like(out), shares)
@@ -54,16 +54,16 @@ def assert_same_as_by_hand(case, split, q_begin=None, sinks=None, **rules):
     ("split", "dims", "kv_layout"), [(16, (40, 24), "NHD"), (64, (64, 64), "HND"), (48, (40, 24), "NHD"), (512, (64, 64), "HND")]
 )
 @pytest.mark.parametrize("sinks", [None, np.linspace(-1, 2, 6).astype(np.float32)], ids=["plain", "sinks"])
-def test_chunks_by_hand_give_the_same_bits(sinks, split, dims, kv_layout, dtype, kv_dtype, q_lens, rules, isa_level):
+def test_splits_by_hand_give_the_same_bits(sinks, split, dims, kv_layout, dtype, kv_dtype, q_lens, rules, isa_level):
     case = testing.make_paged(6, 6, 2, LENS, 16, *dims, dtype, kv_dtype, kv_layout, q_lens=q_lens)
     assert_same_as_by_hand(case, split, sinks=sinks, **rules)
-    if split > max(LENS) and sinks is None:  # one chunk is the usual call
+    if split > max(LENS) and sinks is None:  # a single split is the usual call
         assert all(map(same_bits, attend_paged(case, kv_split=split, **rules), attend_paged(case, **rules)))
 
 
 @pytest.mark.parametrize("rules", RULES[:2], ids=str)
 def test_stretches_of_longer_requests(rules, isa_level):
-    """q_begin: queries before, inside and behind the tokens of the cache, more of them than tokens."""
+    """With q_begin, queries are before, among and behind the tokens of the cache, and may be more than the tokens."""
     case = testing.make_paged(6, 4, 2, LENS, 16, 32, 32, "bfloat16", "bfloat16", q_lens=[1, 2, 4, 20, 0, 9])
     begins = [3, 0, -2, 100, 5, 300]
     assert_same_as_by_hand(case, 32, q_begin=begins, **rules)
@@ -85,8 +85,8 @@ def test_selected_blocks(q_lens, rows, isa_level):
 
 @pytest.mark.parametrize("q_lens", [[600, 0], [100, 31], [1, 2]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_many_queries_and_chunks_give_the_same_bits(dtype, q_lens, isa_level):
-    """Of so many heads, only some hundred queries have states at once: requests are cut, and chunks wait in the stack of their tree."""
+def test_many_queries_and_splits_give_the_same_bits(dtype, q_lens, isa_level):
+    """With so many heads, only some hundred queries have states at a time: requests are cut, and states of splits wait in the stack of the tree."""
     case = testing.make_paged(2, 64, 2, [600, 1170], 16, 16, 256, dtype, q_lens=q_lens)
     assert_same_as_by_hand(case, 64, sinks=np.linspace(-1, 2, 64).astype(np.float32))
     case.options["kv_ranges"] = np.sort(np.random.default_rng(1).integers(0, 1200, (sum(q_lens), 2)))
@@ -98,7 +98,7 @@ def test_many_queries_and_chunks_give_the_same_bits(dtype, q_lens, isa_level):
 
 
 @pytest.mark.parametrize("begin", [-(2**30) + 1, -(2**30) + 40, 2**30 - 1])
-def test_queries_stand_as_far_away_as_without_chunks(begin):
+def test_far_positions_of_queries_are_those_of_the_usual_call(begin):
     case = testing.make_paged(2, 2, 1, [32, 50], 16, 8)
     for a, b in zip(*(attend_paged(case, kv_split=split, q_begin=[begin, 3]) for split in (None, 16)), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What parts of a computation need from one another: unrounded results, gradients added up, scores of candidates."""
+"""What a computation in parts needs: unrounded results, gradients that are added up, scores of candidates."""
 
 import numpy as np
 import pytest
@@ -95,7 +95,7 @@ def test_accumulated_gradients(dtype, layout, heads, rule, kind, dims, isa_level
 @pytest.mark.parametrize("dims", [(32, 48), (40, 7)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_only_listed_blocks_are_touched(dtype, dims, isa_level):
-    """Rows of unlisted blocks hold NaN that signals, of which any arithmetic makes another."""
+    """Rows of unlisted blocks hold signaling NaNs, which any arithmetic would turn into other NaNs."""
     q, k, v = testing.make_qkv(2, 4, 2, 64, 320, *dims, dtype=dtype)
     lists = np.array([[[[0, 7, -1], [7, 3, -1]]]], np.int32)
     options = {"block_shape": (32, 32)}
@@ -155,13 +155,13 @@ def test_reference_adds():
 
 
 def best(candidates, k):
-    """The k candidates (score, block) with the highest scores; of equal scores the lower block."""
+    """The blocks of the k candidates (score, block) with the highest scores. Of equal scores, the lower block is taken."""
     return sorted(block for _, block in sorted(candidates, key=lambda c: (-c[0], c[1]))[:k])
 
 
 @pytest.mark.parametrize("shares", [2, 3, 5])
 def test_the_best_of_all_are_among_the_best_of_each_share(shares):
-    """Blocks are dealt out to shares, each with tables of its own. Many scores are equal."""
+    """Blocks are distributed to shares, each with tables of its own. Many scores are equal."""
     rng = np.random.default_rng(shares)
     q = rng.integers(-1, 2, (1, 4, 8)).astype(np.float32)
     k_cache = rng.integers(-1, 2, (60, 4, 2, 8)).astype(np.float32)

@@ -1,6 +1,6 @@
-"""`select_and_attend`, by the function and by a plan: the twin's numbers, and the bits of selecting, then attending.
+"""`select_and_attend`, by the function and by a plan: the reference's results, and the bits of selecting, then attending.
 
-Options of choosing and of attention, caches and chunks are drawn together in tests/fuzz/quest_problems.py.
+Options of choosing and of attention, caches and KV splits are drawn together in tests/fuzz/quest_problems.py.
 """
 
 import numpy as np
@@ -38,7 +38,7 @@ class Step:
         self.summaries = {"quest": ((high, low), tables), "mean": (mean, tables), "max": ()}
 
     def by_function(self, method, choice, op=blitz_attn, tables=None, **options):
-        """(out, lse, selected, counts). `tables` replaces the case's tables and lengths."""
+        """(out, lse, selected, counts) of the function. `tables` replaces the case's tables and lengths."""
         given = {"method": method, **choice, **self.case.options, **options}
         arrays = *self.case.arrays[:3], *(tables or self.case.arrays[3:])
         return op.select_and_attend(*arrays, *self.summaries[method], **BOTH, **given)
@@ -47,7 +47,7 @@ class Step:
         return plan.select_and_attend(*self.case.arrays[:3], *self.summaries[method], method=method, **choice, **options)
 
     def apart(self, method, choice, **options):
-        """The same by the two calls one after the other."""
+        """(out, lse, selected, counts) by selecting and then attending."""
         case = self.case
         source, tables = self.summaries[method] or (case.k_cache, case.block_tables)
         named = {"kv_layout": case.options["kv_layout"], "q_lens": self.q_lens, **bits_option(case.q), **choice}
@@ -59,7 +59,7 @@ class Step:
 
 
 def rules(name, q_lens):
-    """Rules of attention. Rows of a mask are those of a request's queries, its columns all of its tokens."""
+    """Rules of attention. A mask has a row for each query of a request, and a column for each of its tokens."""
     rng, queries, most = np.random.default_rng(3), sum(q_lens or [1] * len(LENS)), max(q_lens or [1])
     runs = np.sort(rng.integers(-5, np.repeat(LENS, q_lens or 1)[:, None] + 6, (queries, 2)), axis=-1)
     mask = np.where(rng.random((8, most, max(LENS))) < 0.8, rng.standard_normal((8, most, max(LENS))), -np.inf)
@@ -80,8 +80,8 @@ def rules(name, q_lens):
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["matrix", "triple"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_twin_and_the_two_calls(method, form, kv_layout, q_lens, choice, rule, kv_split, isa_level):
-    """Blocks are chosen without the rules, and attention has them."""
+def test_the_reference_and_the_two_calls(method, form, kv_layout, q_lens, choice, rule, kv_split, isa_level):
+    """Rules apply to attention and not to the choice of blocks."""
     step, given = Step(q_lens, dtype="float64", kv_layout=kv_layout), {"kv_split": kv_split, **rules(rule, q_lens)}
     tables = (step.case.csr(), None) if form == "triple" else None
     found = step.by_function(method, choice, tables=tables, **given)
@@ -111,8 +111,8 @@ def test_other_dtypes_and_unrounded_results(method, dtype, kv_dtype, isa_level):
 @pytest.mark.parametrize(
     ("lse", "lists", "places"), [(False, False, [0]), (True, False, [0, 1]), (False, True, [0, 2, 3]), (True, True, [0, 1, 2, 3])]
 )
-def test_what_comes_back(lse, lists, places, op):
-    """The function and the method return the same things in the same order; without options, the result alone."""
+def test_returned_results(lse, lists, places, op):
+    """The function and the method return the same results in the same order, and without options only the output."""
     step = Step(Q_LENS, dtype="float64")
     plan, per_call = plan_paged(step.case)
     whole, flags = step.by_function("quest", {"k": 3}), {"return_lse": lse, "return_selected": lists}
@@ -125,8 +125,8 @@ def test_what_comes_back(lse, lists, places, op):
 
 
 @pytest.mark.parametrize("form", ["matrix", "triple"])
-def test_a_plan_serves_the_layers_of_a_step_by_what_it_was_made_from(form):
-    """Caches and summaries are each layer's own. Later changes of the caller's arrays do not reach the plan."""
+def test_a_plan_serves_all_layers_of_a_step(form):
+    """Each layer has its own caches and summaries. Later changes of the arrays that the plan was made from do not reach it."""
     layers, q_lens = [Step(Q_LENS, seed=seed) for seed in range(3)], np.array(Q_LENS)
     given = (layers[0].case.block_tables.copy(), layers[0].case.seq_lens.copy()) if form == "matrix" else (layers[0].case.csr(), None)
     plan = blitz_attn.PagedPlan(*given, page_size=SIZE, q_lens=q_lens)

@@ -1,5 +1,5 @@
-"""A fixed sample of the fuzzer's problems: all options of an operation drawn together, against an oracle of its own. `make fuzz` draws
-others."""
+"""A fixed sample of the fuzzer's problems: all options of an operation are drawn together, and results compared with an oracle. `make fuzz` draws
+other problems."""
 
 from contextlib import suppress
 
@@ -17,7 +17,7 @@ LEFT_OUT = ("bad_calls",)  # see test_refusals.py and test_bad_calls.py
 
 
 def cells():
-    """Seeds for each problem: its weight times 40, or times 15 where problems take longer."""
+    """Seeds for each problem. Their number is its weight times 40, or times 15 if problems of its file take longer."""
     for problem in problems.load().values():
         file = problem.run.__module__.rpartition(".")[2]
         count = 15 if file.removesuffix("_problems") in FEWER else 40
@@ -27,13 +27,13 @@ def cells():
 
 @pytest.mark.parametrize(("problem", "seed"), list(cells()))
 def test_right(problem, seed):
-    with suppress(Discard):  # what was drawn does not fit together
+    with suppress(Discard):  # the drawn options do not fit together
         problem.run(Draw(seed))
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_twins_of_attention(seed):
-    """The twins of attention and of its gradients, which compute in float64, agree with the fuzzer's oracle."""
+    """The float64 twins of attention and of its gradients agree with the fuzzer's oracle."""
     draw = Draw(seed, {"bad_keys": 0.0, "own_forward": False})
     case = draw_case(draw)
     p, f = case.problem, forward(case.problem)

@@ -1,7 +1,7 @@
-"""What programs may use stays as it is: names, parameters and their order (docs/promises.rst says what is promised).
+"""Public names, parameters and their order stay as they are (docs/promises.rst says what is promised).
 
-``tests/data/public_api.txt`` has a line for each public name; ``=`` stands for a default, whatever it is. After a change that is meant,
-``PYTHONPATH=. python tests/test_public_api.py --record`` writes it anew.
+``tests/data/public_api.txt`` has a line for each public name. ``=`` stands for any default. After an intended change,
+``PYTHONPATH=. python tests/test_public_api.py --record`` writes the file anew.
 """
 
 import importlib
@@ -20,12 +20,12 @@ MODULES = (
     "blitz_attn", "block_sparse", "compat.mslk", "compat.select_attn_ops", "compat.torch_bsa", "config", "distributed", "integrations.jax",
     "integrations.torch", "integrations.transformers", "merge", "nsa", "paged", "plot", "quest", "reference", "sabi", "select", "testing",
 )  # fmt: skip
-NOT_FOR_CALLERS = {"NSAContext": {"call", "branches", "groups", "like"}}  # as its docstring says
+NOT_FOR_CALLERS = {"NSAContext": {"call", "branches", "groups", "like"}}  # the docstring of the class says so
 POLICY = "docs/promises.rst asks for a DeprecationWarning in at least one minor version first"
 
 
 def shown_parameters(function):
-    """``(q, k, v=, *, scale=, **options)``: parameters without annotations, and without what defaults are."""
+    """Parameters without annotations and without values of defaults, such as ``(q, k, v=, *, scale=, **options)``."""
     parameters = [
         parameter.replace(annotation=parameter.empty, default=parameter.empty if parameter.default is parameter.empty else Shown())
         for parameter in inspect.signature(function).parameters.values()
@@ -39,21 +39,21 @@ class Shown:
 
 
 def members_of(cls):
-    """Public attributes of a class: what it and its bases in the package define, and what its docstring names as attributes."""
+    """Public attributes of a class: those that it and its bases in the package define, and those that its docstring names."""
     defined = {name for base in cls.__mro__ if base.__module__.startswith("blitz_attn") for name in vars(base)}
     names = defined.union(documented_names(sections(cls).get("Attributes", ""))) - NOT_FOR_CALLERS.get(cls.__name__, set())
     return sorted(name for name in names if not name.startswith("_"))
 
 
 def is_called(thing):
-    """Whether programs call it; a dataclass with fields that its docstring does not name is made by the library alone."""
+    """Whether programs may call `thing`. A dataclass with fields that its docstring does not name is made only by the library."""
     if not is_dataclass(thing):
         return inspect.isfunction(thing) or inspect.isclass(thing)
     return {*inspect.signature(thing).parameters} <= {*members_of(thing)}
 
 
 def public_names(module):
-    """Name of everything that a module offers, with its parameters where it is called."""
+    """A dictionary from every public name of a module to its parameters, if programs may call it."""
     found = {}
     for name in module.__all__:
         thing = getattr(module, name)
@@ -66,13 +66,13 @@ def public_names(module):
 
 
 def recorded():
-    """Name and parameters of each line of the record."""
+    """A dictionary of names and parameters from the lines of the record."""
     lines = RECORD.read_text(encoding="utf-8").splitlines() if RECORD.exists() else []
     return {name: bracket + rest for name, bracket, rest in (line.partition("(") for line in lines)}
 
 
 def names_of(module, record):
-    """The part of the record that one module has, not those below it."""
+    """The part of the record that belongs to one module, without its submodules."""
     others = [f"blitz_attn.{name}." for name in MODULES if f"blitz_attn.{name}" != module]
     return {name: rest for name, rest in record.items() if name.startswith(f"{module}.") and not any(map(name.startswith, others))}
 
@@ -84,7 +84,7 @@ def signature_of(shown):
 
 
 def broken(old, new):
-    """What programs that call by the old parameters would notice in the new ones, in a sentence each."""
+    """Sentences about how the new parameters break programs that call by the old ones."""
     if not (old and new):
         return ["it was called, and is no longer"] if old else []
     old, new = signature_of(old), signature_of(new)
@@ -126,7 +126,7 @@ def test_what_programs_use_is_still_there(name):
 
 
 def record():
-    """Writes the record; lines of a module that needs a package which is not installed stay as they are."""
+    """Writes the record. Lines of a module whose packages are not installed stay as they are."""
     before, after = recorded(), {}
     for name in MODULES:
         try:

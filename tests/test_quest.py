@@ -1,7 +1,7 @@
-"""Page summaries and the selection of pages, against the twins: bit for bit, since sums of small whole numbers are exact in every dtype.
+"""Page summaries and the selection of pages, against the float64 twins: bit for bit, because sums of small integers are exact in every dtype.
 
-Numbers of all kinds, NaN among them, forced and stale blocks, views and company are drawn together in tests/fuzz/quest_problems.py, whose
-oracle knows which selections are right. Here are upstream's grids, too, and the cases in which upstream's own rule goes wrong.
+Values of all kinds, including NaN, forced and stale blocks, views and batch mates are drawn together in tests/fuzz/quest_problems.py, whose
+oracle knows all right selections. This file also has upstream's grids, and the cases in which upstream's own rule is wrong.
 """
 
 import itertools
@@ -18,7 +18,7 @@ SUMMARIES = ("maxblocks", "minblocks", "meanblocks")
 
 
 def table_of(needed, rng, spare=2, index_dtype="int32"):
-    """(B, W) tables of distinct pages, and how many the pool has; entries that are not used name no page."""
+    """(B, W) tables of distinct pages, and the number of pages in the pool. Unused entries name no existing page."""
     order = rng.permutation(int(sum(needed)) + spare)
     table = np.full((len(needed), int(max(needed, default=0)) + 1), 10**6, index_dtype)
     for row, end, n in zip(table, np.cumsum(needed), needed, strict=True):
@@ -27,14 +27,14 @@ def table_of(needed, rng, spare=2, index_dtype="int32"):
 
 
 class Whole:
-    """Requests, summaries and keys in whole numbers, on pages in any order; NaN on pages that no request has."""
+    """Requests with summaries and keys that are integers, on pages in random order. Pages of no request hold NaN."""
 
     def __init__(self, lens, q_lens=None, dtype="float32", *, dim=24, group=2, kv_heads=2, size=4, rows=3, hnd=False, seed=0):
         rng = np.random.default_rng(seed)
         self.lens, self.size, self.q_lens, self.hnd = np.asarray(lens), size, q_lens, hnd
         blocks = -(-self.lens // size)
         queries = len(lens) if q_lens is None else sum(q_lens)
-        q = group * rng.integers(-2, 3, (queries, kv_heads * group, dim))  # so that means over a group are whole, too
+        q = group * rng.integers(-2, 3, (queries, kv_heads * group, dim))  # so that means over a group are integers, too
         self.q = testing.round_to(q.astype(np.float32), dtype)
         self.tables, sources = {}, {}
         for method, needed, entries in (("max", blocks, size), ("quest", -(-blocks // rows), rows)):
@@ -49,11 +49,11 @@ class Whole:
         self.bits = bits_option(self.q)
 
     def arrays(self):
-        """The first arguments of quest's functions."""
+        """The first arguments of Quest's functions."""
         return self.q, *self.sources["quest"], self.tables["quest"], self.lens
 
     def select(self, method, k, **options):
-        """(selected, counts, scores), which the twin gives as well."""
+        """(selected, counts, scores), after a check that the twin gives the same."""
         given = {"method": method, "q_lens": self.q_lens, "block_size": self.size, "kv_layout": "HND" if self.hnd else "NHD"} | self.bits
         call = self.q, self.sources[method], self.tables[method], self.lens, k
         found, twin = (op.select_blocks(*call, return_scores=True, **given | options) for op in (blitz_attn, reference))
@@ -66,7 +66,7 @@ class Whole:
 
 
 def check_metadata(k_cache, block_tables, lens, size, rows, **options):
-    """Largest and smallest keys bit for bit, and their means, in all pages of the summaries, whose other rows stay."""
+    """Compare the largest and smallest keys bit for bit, and their means, in all summary pages. Other rows must stay as they are."""
     kv_heads, dim = k_cache.shape[1 if options.get("kv_layout") == "HND" else 2], k_cache.shape[3]
     blocks = -(-lens // size)
     tables, count = table_of(-(-blocks // rows), np.random.default_rng(2))
@@ -84,7 +84,7 @@ def check_metadata(k_cache, block_tables, lens, size, rows, **options):
     np.testing.assert_allclose(*means, rtol=rtol, atol=atol)
 
 
-SIZES = [(16, 16, 64), (1, 3, 1), (7, 64, 33), (128, 8, 128), (64, 5, 17), (256, 1, 40)]  # tokens of a page, rows of a summary page, dim
+SIZES = [(16, 16, 64), (1, 3, 1), (7, 64, 33), (128, 8, 128), (64, 5, 17), (256, 1, 40)]  # tokens per page, rows per summary page, dim
 
 
 @pytest.mark.sampled(2)
@@ -92,7 +92,7 @@ SIZES = [(16, 16, 64), (1, 3, 1), (7, 64, 33), (128, 8, 128), (64, 5, 17), (256,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("page_size", "rows", "dim"), SIZES)
 def test_metadata(page_size, rows, dim, dtype, kv_layout, isa_level):
-    """Over the tokens in use; zeros up to the end of the last summary page; nothing else is touched."""
+    """Summaries are of the tokens in use, with zeros up to the end of the last summary page. Nothing else is written."""
     lens = [1, 0, page_size, page_size + 1, 5 * page_size - 1, 9 * page_size + 3]
     case = testing.make_paged(6, 2, 2, lens, page_size, dim, dtype=dtype, kv_layout=kv_layout)
     check_metadata(case.k_cache, *case.arrays[3:], page_size, rows, kv_layout=kv_layout, **bits_option(case.k_cache))
@@ -104,7 +104,7 @@ def test_metadata(page_size, rows, dim, dtype, kv_layout, isa_level):
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
 @pytest.mark.parametrize(("page_size", "rows", "dim"), SIZES)
 def test_metadata_of_eight_bits(page_size, rows, dim, kv_dtype, kv_layout, scales, isa_level):
-    """Those of the float32 keys that numbers and scales stand for."""
+    """Summaries are those of the dequantised float32 keys."""
     case = testing.make_paged(3, 2, 2, [1, 0, 5 * page_size + 3], page_size, dim, kv_dtype=kv_dtype, kv_layout=kv_layout)
     scale = {"tokens": case.options["k_scale"], "heads": np.float32([0.5, 0.02]), "one": 0.02}[scales]
     named = {"dtype": kv_dtype} if kv_dtype == "float8_e4m3" else {}
@@ -113,14 +113,14 @@ def test_metadata_of_eight_bits(page_size, rows, dim, kv_dtype, kv_layout, scale
 
 # ---- Selection ----------------------------------------------------------------------------------------------------
 
-SHAPES = [  # KV heads, heads of a group, tokens of a page, rows of a summary page, dim
+SHAPES = [  # KV heads, query heads per group, tokens per page, rows per summary page, dim
     (4, 1, 16, 16, 64), (2, 3, 7, 3, 33), (1, 8, 128, 128, 128), (4, 3, 1, 50, 1), (2, 10, 32, 5, 80),
-    (1, 2, 2, 7, 576), (5, 2, 2, 7, 576), (20, 2, 2, 7, 128), (67, 2, 2, 7, 8),  # more heads than meet a row together
+    (1, 2, 2, 7, 576), (5, 2, 2, 7, 576), (20, 2, 2, 7, 128), (67, 2, 2, 7, 8),  # more heads than are scored against a row together
 ]  # fmt: skip
 
 
 def test_keys_whose_scales_lie_behind_them_in_each_page():
-    pool = np.zeros((6, 16 * 2 * 8 + 16 * 2 * 4), np.int8)  # of each page, its keys, then their scales
+    pool = np.zeros((6, 16 * 2 * 8 + 16 * 2 * 4), np.int8)  # each page holds its keys, then their scales
     keys, scales = pool[:, :256].reshape(6, 16, 2, 8), pool[:, 256:].view(np.float32).reshape(6, 16, 2)
     keys[:], scales[:] = blitz_attn.quantize_kv(np.random.default_rng(0).standard_normal(keys.shape, np.float32), "int8")
     rest = np.array([[4, 1, 0]], np.int32), [41], np.zeros((1, 1), np.int32)
@@ -138,7 +138,7 @@ def test_keys_whose_scales_lie_behind_them_in_each_page():
 @pytest.mark.parametrize("k", [1, 2, 8, 40])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_selection(shape, k, dtype, per_query_head, ascending, isa_level):
-    """Ties go to the lower page, and the order is that of falling scores."""
+    """Ties go to the lower page, and pages come in the order of falling scores, or ascending."""
     kv_heads, group, size, rows, dim = shape
     lens = [1, 0, size * 3, size * 17 - size // 2, size * 270 + 1]
     problem = Whole(lens, dtype=dtype, dim=dim, group=group, kv_heads=kv_heads, size=size, rows=rows, seed=k)
@@ -158,7 +158,7 @@ def test_selection(shape, k, dtype, per_query_head, ascending, isa_level):
     [(1, 0, 0, 24, False), (4, 0, 0, 1, True), (6, 1, 1, 33, False), (9, 2, 3, 64, True), (3, 2, 2, 128, False), (30, 0, 0, 40, True)],
 )
 def test_one_list_for_all_queries_of_a_request(k, sink, recent, dim, hnd, dtype, method, per_query_head, q_lens, isa_level):
-    """By the largest score that any of them gives a block."""
+    """A request's blocks are chosen by the largest score that any of its queries gives them."""
     problem = Whole([41, 6, 1, 90, 5], q_lens, dtype, hnd=hnd, dim=dim, seed=k)
     problem.select(method, k, sink=sink, recent=recent, per_query_head=per_query_head)
 
@@ -197,19 +197,19 @@ def test_every_choice(dtype, method, per_query_head, hnd, choice, isa_level):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("group", "dim", "lens", "q_lens"), [(1, 16, [2800, 40], [9, 17]), (4, 576, [50], [7])])
 def test_more_queries_than_a_pass_takes(group, dim, lens, q_lens, method, per_query_head, isa_level):
-    """Many queries, heads and dims, so that entries are scored in several passes, and rows in several chunks."""
+    """There are so many queries, heads and dims that entries are scored in several passes, and rows in several chunks."""
     Whole(lens, q_lens, dim=dim, group=group).select(method, 7, sink=0, recent=0, per_query_head=per_query_head)
 
 
 @pytest.mark.parametrize("recent", [1, 2, 3])
 @pytest.mark.parametrize("tokens", range(1, 14))
 def test_forced_blocks_of_every_length(tokens, recent):
-    """Each query forces the blocks that it would force if it were decoded alone. Nothing else is forced."""
+    """Each query forces the blocks that it would force if it were decoded alone, and no others are forced."""
     for queries in range(1, tokens + 1):
         problem = Whole([tokens], [queries], dim=2)
         expected = {i for t in range(tokens - queries, tokens) for i in range(max(0, t // 4 + 1 - recent), t // 4 + 1)}
         high, low = problem.sources["quest"]
-        high[:], low[:] = np.nan, np.nan  # of blocks that are not forced, the lowest come first
+        high[:], low[:] = np.nan, np.nan  # with equal scores, blocks that are not forced would be chosen from the lowest on
         selected, counts, _ = problem.select("quest", len(expected), sink=0, recent=recent)
         assert counts[0, 0] == len(expected)
         assert selected[0, 0].tolist() == sorted(expected)
@@ -224,7 +224,7 @@ def test_forced_blocks_of_every_length(tokens, recent):
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
 @pytest.mark.parametrize(("size", "dim", "lens"), [(16, 24, [1, 0, 16, 77]), (1, 64, [1, 0, 16, 77]), (5, 7, [3, 0, 40, 1300])])
 def test_best_keys_of_eight_bits(size, dim, lens, kv_dtype, kv_layout, scales, q_dtype, q_lens, per_query_head, isa_level):
-    """Scores and lists of the method max against the twin, over numbers times scales; the same bits on any number of threads."""
+    """Scores and lists of the method max over quantised keys, against the twin. The bits are the same on any number of threads."""
     case = testing.make_paged(4, 6, 3, lens, size, dim, dim, q_dtype, kv_dtype, kv_layout, q_lens=q_lens)
     scale = {"tokens": case.options["k_scale"], "heads": np.float32([0.5, 0.02, 0.1]), "one": 0.02}[scales]
     options = {"method": "max", "k": 300, "per_query_head": per_query_head, "sink": 0, "recent": 0, "return_scores": True}
@@ -242,8 +242,8 @@ def test_best_keys_of_eight_bits(size, dim, lens, kv_dtype, kv_layout, scales, q
 
 
 @pytest.mark.parametrize("cache", ["float32", "int8", "bfloat16"])
-def test_tokens_named_bfloat16_beside_another_cache(cache):
-    """`dtype` names the new tokens, and the cache only where that holds bits."""
+def test_bfloat16_tokens_for_a_cache_of_another_dtype(cache):
+    """`dtype` names the dtype of the new tokens, and that of the cache only if the cache holds bits."""
     bits = np.full((1, 1, 8), 0x3F80, np.uint16)  # 1.0
     k_cache = np.zeros((2, 4, 1, 8), {"bfloat16": np.uint16}.get(cache, cache))
     maxima, minima = np.zeros((2, 1, 2, 1, 8), np.uint16 if cache == "bfloat16" else np.float32)
@@ -256,11 +256,11 @@ def test_tokens_named_bfloat16_beside_another_cache(cache):
     np.testing.assert_allclose(reference.to_float64(maxima[0, 0, 0], "bfloat16"), 1, rtol=1e-6)
 
 
-# ---- Into given arrays, and the window ----------------------------------------------------------------------------
+# ---- Selection into given arrays, and the window ------------------------------------------------------------------
 
 
 def into(arrays, k, since=None, rows=None, op=blitz_attn):
-    """The selection by upstream's writing forms, over junk inside a larger array, whose surroundings stay."""
+    """The selection by upstream's functions that write into a given array. It is a view of junk, whose surroundings must not change."""
     batch, rows, bits = len(arrays[0]), rows or arrays[1].shape[2], bits_option(arrays[0])
     wide = np.full((2 * batch, 2 * rows, 2 * k), 77, np.int32)
     selected = wide[::2, ::2, 1::2] if op is blitz_attn else np.full((batch, rows, k), 77, np.int32)
@@ -278,7 +278,7 @@ def into(arrays, k, since=None, rows=None, op=blitz_attn):
 @pytest.mark.parametrize("since", [None, -1, np.int64(0), 1, 7, 40, [33, 0, 5, -1]], ids=str)
 @pytest.mark.parametrize("k", [1, 5, 8, 40])
 def test_writing_forms(k, since, rows):
-    """Numbers of new tokens for all requests or for each, and rows per head of the queries or of the keys, which the result tells."""
+    """New tokens are one number for all requests or one for each. The shape of the result decides between rows per query head and per KV head."""
     arrays = Whole([900, 77, 0, 1], group=4, size=16, rows=16, dim=64).arrays()
     found = into(arrays, k, since, rows)
     np.testing.assert_array_equal(found, into(arrays, k, since, rows, reference))
@@ -288,10 +288,10 @@ def test_writing_forms(k, since, rows):
 
 @pytest.mark.parametrize("since", range(0, 129, 4))
 def test_every_refresh_length_and_step(since):
-    """Upstream's window rule, enumerated: the newest page must be in wherever summaries were made and tokens came since.
+    """All cases of upstream's window rule: the newest page must be chosen, whenever summaries were made and whatever tokens came since.
 
-    Its rule leaves it out where the length at the refresh is a multiple of the page and the length now is not, names a page
-    twice, and takes one too many where it is the other way round.
+    Upstream's own rule leaves the newest page out if the length at the refresh is a multiple of the page size and the length now is not. It also
+    names a page twice, and takes one page too many in the opposite case.
     """
     size, refreshed = 128, np.arange(641)
     for step in range(since, since + 4):
@@ -317,7 +317,7 @@ def test_every_refresh_length_and_step(since):
 
 
 def grid(cells, quick):
-    """Cells whose marks say which of them run by default."""
+    """Cells with marks that decide which of them run by default."""
     return [pytest.param(*c, id="-".join(map(str, c)), marks=[] if c in quick else [pytest.mark.full]) for c in cells]
 
 
@@ -327,7 +327,7 @@ W_QUICK = [("bfloat16", 1, (32, 8), 2, 8), ("float16", 8, (1, 1), 1, 64), ("floa
 
 @pytest.mark.parametrize(("dtype", "batch", "heads", "summary_pages", "k"), grid(W_CELLS, W_QUICK))
 def test_quest_block_select_paged_in_out_w(dtype, batch, heads, summary_pages, k):
-    """Pages of 128 tokens, D 128; every page is right, not, as with upstream, all but 2 % of them. All requests share six summary pages."""
+    """Pages have 128 tokens, and D is 128. Every chosen page must be right; upstream allows 2 % wrong ones. All requests share six summary pages."""
     rng = np.random.default_rng(9)
     q, high, low = (rng.integers(-2, 3, shape) for shape in ((batch, heads[1], 128), *[(6, 128, heads[1], 128)] * 2))
     q = np.repeat(q, heads[0] // heads[1], axis=1)  # the mean of equal queries is exact
@@ -344,7 +344,7 @@ PREFILL_QUICK = [("float16", 1, 8, 2, "equal"), ("bfloat16", 8, 1, 1, "ragged"),
 
 @pytest.mark.parametrize(("dtype", "batch", "kv_heads", "blocks", "lengths"), grid(PREFILL_CELLS, PREFILL_QUICK))
 def test_quest_prefill_metadata(dtype, batch, kv_heads, blocks, lengths):
-    """Pages and summary pages of 128, D 128. Values come from a small pool of pages that all requests share."""
+    """Pages have 128 tokens, summary pages 128 rows, and D is 128. All requests share a small pool of pages."""
     rng = np.random.default_rng(11)
     pool = testing.make_qkv(1, 1, 1, 1, 24 * 128 * kv_heads, 128, dtype=dtype)[1].reshape(24, 128, kv_heads, 128)
     block_tables = rng.integers(0, 24, (batch, blocks)).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Attention over a real model's queries, keys and values: what random operands do not show (large keys, sinks, peaked rows)."""
+"""Attention over a real model's queries, keys and values, which random operands do not resemble (large keys, sinks, peaked rows)."""
 
 import importlib.util
 import subprocess
@@ -28,14 +28,14 @@ def operands(layer, dtype):
     return (q, k, v), options | ({"dtype": dtype} if q.dtype == np.uint16 else {})
 
 
-def test_slice_is_what_it_says():
+def test_slice_is_as_described():
     assert sorted(CAPTURE.layers) == [3, 14]
     assert CAPTURE.scale == 64**-0.5
     assert CAPTURE.tokens.shape == (1, 512)
     for q, k, v in CAPTURE.layers.values():
         assert (q.shape, k.shape, v.shape) == ((1, 3, 512, 64), (1, 1, 512, 64), (1, 1, 512, 64))
         assert all(x.dtype == np.float16 and np.isfinite(x).all() for x in (q, k, v))
-        assert abs(k).max() > 4 * k.astype(np.float32).std()  # outliers: what makes real keys unlike normal draws
+        assert abs(k).max() > 4 * k.astype(np.float32).std()  # real keys have outliers, unlike normal draws
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,11 +73,11 @@ def test_exact_masses_keep_the_most(layer):
     for name, chooser in choosers.items():
         sabi = blitz_attn.select_blocks_prefill(q, k, chooser=chooser, top_k=3 if name == "none" else 5, **options)
         kept[name] = select.recall(q, k, sabi, **options).mean()
-    assert 0 < kept["none"] < kept["guess"] <= kept["exact"] < 1  # "none": the forced blocks alone
+    assert 0 < kept["none"] < kept["guess"] <= kept["exact"] < 1  # "none" keeps only the forced blocks
 
 
 def test_dropped_mass_bounds_the_output_error():
-    """Dropping a share e of a row's softmax mass moves its output by at most 2 e max|v|: keeping more is never a matter of luck."""
+    """Dropping a share e of a row's softmax mass changes its output by at most 2 e max|v|."""
     (q, k, v), options = operands(14, "float32")
     dense, whole = blitz_attn.block_sparse_attention(q, k, v, return_lse=True, **options)
     sabi = blitz_attn.select_blocks_prefill(q, k, top_k=5, block_shape=(32, 32), **options)
@@ -89,7 +89,7 @@ def test_dropped_mass_bounds_the_output_error():
 # ---- The file -------------------------------------------------------------------------------------------------------
 
 
-def test_a_capture_survives_the_file(tmp_path):
+def test_a_capture_can_be_saved_and_loaded(tmp_path):
     save_capture(tmp_path / "copy.npz", CAPTURE)
     copy = load_capture(tmp_path / "copy.npz")
     assert (copy.scale, copy.model, copy.text) == (CAPTURE.scale, CAPTURE.model, CAPTURE.text)

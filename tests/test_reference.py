@@ -1,7 +1,7 @@
-"""The float64 twins: what is known of them by itself.
+"""Tests of the float64 twins by themselves.
 
-That those of attention say what the formulas say, element by element, is held by tests/test_problems.py against the fuzzer's oracle, and
-that those of native sparse attention say what the library says by test_nsa.py.
+tests/test_problems.py compares those of attention with the fuzzer's oracle, which follows the formulas element by element, and test_nsa.py
+compares those of native sparse attention with the library.
 """
 
 import inspect
@@ -17,8 +17,8 @@ from cases_nsa import MODES, MSLK, WEIGHTS, every_mode, problem, tensors
 
 
 @every_mode
-def test_strips_do_not_show(mode, monkeypatch):
-    """In branches of blocks that are listed, of a window, and of compressed keys."""
+def test_results_do_not_depend_on_strips(mode, monkeypatch):
+    """The strips are those of listed blocks, of a window and of compressed keys."""
     q, k, v, _ = problem(40, 4, 2, 5, 3, dtype="float64")
     dout, results = tensors((2, 40, 4, 3), dtype="float64"), []
     for elements in (attend._STRIP_ELEMENTS, 600):
@@ -31,7 +31,7 @@ def test_strips_do_not_show(mode, monkeypatch):
 
 
 def test_memory_is_bounded():
-    """8192 x 8192 scores would be 512 MiB."""
+    """8192 x 8192 scores would take 512 MiB."""
     tracemalloc = pytest.importorskip("tracemalloc")
     q, k, v = testing.make_qkv(1, 1, 1, 8192, 8192, 4)
     tracemalloc.start()
@@ -73,7 +73,7 @@ def test_selection_for_no_queries(per_query_head):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_groups_of_compressed_keys_where_there_are_none(causal):
-    """A sequence that is shorter than a block has no compressed keys: their branch gives 0, and the window is all."""
+    """A sequence that is shorter than a block has no compressed keys, so that only the branch of the window is not 0."""
     q, k, v, _ = problem(3, 4, 2, 5, 3, batch=1, dtype="float64")
     out = reference.nsa(q, k, v, **MSLK, causal=causal, num_cmp_selected_blocks=1)
     window = reference.window_attention(q, k, v, MSLK["window_size"], causal=causal)
@@ -90,7 +90,7 @@ def test_nsa_of_nothing(tokens, batch, mode):
 
 
 def test_shapes_of_no_sequences():
-    """Blocks and rows are those of the length that the entries would have, if there were any; packed runs have none."""
+    """A batch without entries has the blocks and rows of its length. Packed arrays without sequences have none."""
     x = np.ones((0, 5, 2, 4))
     k_cmp, _ = reference.compress_kv(x, x, 2)
     assert k_cmp.shape == (0, 2, 2, 4)
@@ -151,14 +151,14 @@ def test_same_precision_of_float64_is_the_reference():
 
 
 def test_same_precision_of_bfloat16_against_torch():
-    """Products summed in float32; scores, probabilities and result rounded: what an eager framework does."""
+    """Products are summed in float32, and scores, probabilities and results are rounded, as in an eager framework."""
     torch = pytest.importorskip("torch")
     q, k, v = testing.make_qkv(1, 1, 1, 64, 64, 16, dtype="bfloat16")
     q_t, k_t, v_t = (torch.from_numpy(testing.to_float64(x, "bfloat16")).to(torch.bfloat16) for x in (q, k, v))
-    scores = (q_t @ k_t.transpose(-1, -2)).float() * 0.25  # a power of two: rounding before or after it is the same
+    scores = (q_t @ k_t.transpose(-1, -2)).float() * 0.25  # a power of two, so that it may come before or after rounding
     expected = (torch.softmax(scores.to(torch.bfloat16), -1) @ v_t).double().numpy()
     got = reference.dense_same_precision(q, k, v, **bits_option(q))
-    assert (got == expected).mean() > 0.97  # the rest: a float32 sum in another order, rounded the other way
+    assert (got == expected).mean() > 0.97  # the others are float32 sums in another order that round differently
     np.testing.assert_allclose(got, expected, rtol=2**-7, atol=1e-3)
 
 
@@ -252,7 +252,7 @@ def nsa_gradient(*shape, **options):
     ],
 )
 def test_refusals(error, sentence, call):
-    """What would otherwise have a wrong result. Of other wrong arguments, NumPy's errors are enough."""
+    """The twins refuse arguments that would give a wrong result. For other wrong arguments, NumPy's errors are enough."""
     with pytest.raises(error, match=sentence):
         call()
 

@@ -1,4 +1,4 @@
-"""Every wrong call is refused with one sentence that names the argument, what was expected and what came, before any work."""
+"""Every wrong call is refused before any work, by one sentence that names the argument, what was expected and what the call got."""
 
 import gc
 import random
@@ -21,14 +21,14 @@ BLOCK_SPARSE = "block_sparse.block_sparse_attention"
 
 
 def wrong(name, row, **more):
-    """The call of a row, not made yet."""
+    """The call of a row, which is not made here."""
     call = Call(name, valid(name), row.variety)
     call.arguments = row.apply(call.arguments) | more
     return call
 
 
 def refused(call, error, pattern=None):
-    """Makes a call that must be refused, checks that it writes nothing, and returns the sentence."""
+    """Makes a call that must be refused, checks that it writes nothing, and returns the exception."""
     before = call.arena.memory.copy()
     with pytest.raises(error, match=pattern) as caught:
         call.good.call(**call.arguments)
@@ -40,10 +40,10 @@ def refused(call, error, pattern=None):
 def test_a_wrong_call_is_refused_by_its_sentence(name, row):
     call = wrong(name, row)
     caught = refused(call, row.error, f"^{row.pattern}$")
-    assert type(caught.value) is row.error  # pytest.raises lets subclasses pass, too
+    assert type(caught.value) is row.error  # pytest.raises accepts subclasses, too
     assert SENTENCE.fullmatch(str(caught.value))
     for x in call.arguments.values():
-        if isinstance(x, Dlpack):  # its memory was asked for once, and given back
+        if isinstance(x, Dlpack):  # its memory was requested once, and released
             assert x.deleted == len(x.capsules) == 1
 
 
@@ -53,7 +53,7 @@ def test_the_valid_call_is_valid(name, variety):
     call.good.call(**call.arguments)
 
 
-# ---- In chunks ------------------------------------------------------------------------------------------------------
+# ---- With KV splits -------------------------------------------------------------------------------------------------
 
 CHUNKED = ("paged.paged_attention", "paged.paged_select_attention")
 NOT_CHUNKED = {"kv_split", "selected_size"}
@@ -64,12 +64,12 @@ def sentence(call):
 
 
 @pytest.mark.parametrize(("name", "row"), [x for x in ROWS if x.values[0] in CHUNKED and not NOT_CHUNKED & x.values[1].changes.keys()])
-def test_a_call_in_chunks_is_refused_by_the_same_sentence(name, row):
+def test_a_call_with_kv_splits_is_refused_by_the_same_sentence(name, row):
     refused(wrong(name, row, kv_split=8), row.error, f"^{row.pattern}$")
 
 
 @pytest.mark.parametrize("name", CHUNKED)
-def test_of_two_mistakes_a_call_in_chunks_names_the_same_one(name):
+def test_of_two_mistakes_a_call_with_kv_splits_names_the_same_one(name):
     rows = [row for row in REFUSALS[name] if row.variety == 0 and not NOT_CHUNKED & row.changes.keys()]
     for first, second in random.Random(0).sample([(a, b) for a in rows for b in rows if not a.changes.keys() & b.changes.keys()], 200):
         both = first._replace(changes=first.changes | second.changes)
@@ -80,7 +80,7 @@ def test_of_two_mistakes_a_call_in_chunks_names_the_same_one(name):
 
 @pytest.mark.parametrize("name", ["q_lens", "kv_lens", "q_begin", "q_total", "cu_seqlens_q", "cu_seqlens_kv"])
 @pytest.mark.parametrize("output", ["out", "lse", "dq", "dk", "dv"])
-def test_no_output_lies_in_lengths(output, name):
+def test_outputs_must_not_overlap_lengths(output, name):
     x, layout = np.ones((16, 1, 8), np.float32), "TND"
     cu = {"cu_seqlens_q": [0, 16], "cu_seqlens_kv": [0, 16]}
     if name in ("q_lens", "kv_lens"):
@@ -105,7 +105,7 @@ def test_no_output_lies_in_lengths(output, name):
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale", "sinks", "selected"])
 @pytest.mark.parametrize("kv_split", [None, 8])
-def test_no_log_sum_exp_lies_in_an_input(name, kv_split):
+def test_the_log_sum_exp_must_not_overlap_an_input(name, kv_split):
     call = Call("", valid("paged.paged_select_attention"), 20)
     given = call.arguments[name]
     given = np.abs(given, out=given) if "scale" in name else given
@@ -116,7 +116,7 @@ def test_no_log_sum_exp_lies_in_an_input(name, kv_split):
 
 @pytest.mark.parametrize("lens", [OBJECTS["len is huge"](), as_strided(np.ones(1, np.int8), (2**62,), (0,))], ids=["items", "view"])
 def test_lengths_without_end(lens):
-    """A copy of 2**62 lengths takes 8 * 2**62 bytes, which is 0 in 64 bits. The size must not be computed like that."""
+    """A copy of 2**62 lengths takes 8 * 2**62 bytes, which overflows to 0 in 64 bits. The call must notice that."""
     with pytest.raises(MemoryError):
         GROUPS["block_sparse"]["block_sparse_attention"].call(**Call("", valid(BLOCK_SPARSE), 0).arguments | {"kv_lens": lens})
 
@@ -137,7 +137,7 @@ def test_errors_of_exporters_are_the_cause_and_interrupts_pass_through(error):
 
 
 def test_nothing_is_held_after_an_error():
-    """Buffers and capsules are let go on every path: arrays can be resized and reference counts are as before."""
+    """Buffers and capsules are released on every path: arrays can be resized, and reference counts are as before."""
     memory = array("f", [0.0] * 128)
     x = memoryview(memory).cast("B").cast("f", (1, 1, 16, 8))
     watched = Call("", valid(BLOCK_SPARSE), 15).arguments
@@ -151,12 +151,12 @@ def test_nothing_is_held_after_an_error():
     gc.collect()
     assert {name: sys.getrefcount(value) for name, value in held.items()} == counts
     x.release()
-    memory.append(0.0)  # BufferError while anyone holds it
+    memory.append(0.0)  # raises BufferError if the buffer is still held
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 8, 64])
 def test_the_first_of_two_bad_entries_is_reported(num_threads):
-    """In the order of the lists, whatever the number of threads, and so of tiles per item."""
+    """The first entry is that in the order of the lists, for any number of threads and so of tiles per item."""
     q, k = np.zeros((1, 2, 8192, 8), np.float32), np.zeros((1, 1, 8192, 8), np.float32)
     lists = np.tile(np.arange(3), (1, 2, 64, 1))
     lists[0, 0, 1, 2] = lists[0, 1, 0, 2] = 99
@@ -167,7 +167,7 @@ def test_the_first_of_two_bad_entries_is_reported(num_threads):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_the_first_number_that_cannot_be_quantised_is_reported(number, dtype):
-    """Of the tokens that are written, whichever thread has found one."""
+    """The first element is that in the order of the tokens that are written, whichever thread finds it."""
     v = np.ones((300, 2, 8), dtype)
     for place in [(3, 0, 0), (70, 1, 5), (70, 1, 7), (200, 0, 3), (299, 1, 1)]:
         v[place] = number
@@ -182,11 +182,11 @@ def test_the_first_number_that_cannot_be_quantised_is_reported(number, dtype):
         assert not caches.any()
 
 
-# ---- What is unusual and fine -----------------------------------------------------------------------------------------
+# ---- Unusual calls that are valid -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 8, 8), (2, 2, 0, 8), (1, 2**40, 0, 4), (2**40, 1, 0, 4), (0, 2**40, 4, 4)], ids=str)
-def test_empty_is_fine_and_takes_no_time(shape):
+def test_empty_arrays_are_valid_and_take_no_time(shape):
     q = np.empty(shape, np.float32)
     for sabi in (None, np.zeros((1, 1, 1 if shape[2] else 0, 1), np.int32)):
         out, lse = blitz_attn.block_sparse_attention(q, q, q, sabi, return_lse=True)
@@ -198,15 +198,15 @@ def test_empty_is_fine_and_takes_no_time(shape):
 @pytest.mark.parametrize("block_shape", [(2**61, 8), (2**62, 2**62), (2**63 - 1, 1), (4, 2**63 - 1)])
 @pytest.mark.parametrize("heads", [1, 8])
 def test_blocks_of_any_size(block_shape, heads):
-    """Sizes whose product with the heads of a group, or with a number of columns, is beyond 64 bits."""
+    """The product of these sizes with the heads of a group, or with a number of columns, exceeds 64 bits."""
     q, k = (np.random.default_rng(3).standard_normal((1, n, 4, 16), np.float32) for n in (8, 1))
     sabi = np.arange(-(-4 // block_shape[1]), dtype=np.int32).reshape(1, 1, 1, -1).repeat(heads, 1)
     expected = blitz_attn.block_sparse_attention(q, k, k)
     np.testing.assert_allclose(blitz_attn.block_sparse_attention(q, k, k, sabi, block_shape=block_shape), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_strides_of_single_places():
-    """Where an axis has one place, its stride may be any number."""
+def test_strides_of_axes_of_length_one():
+    """An axis of length 1 may have any stride."""
     x = np.random.default_rng(4).standard_normal((1, 1, 5, 8)).astype(np.float32)
     odd = as_strided(x, x.shape, (-(2**63), 2**62 + 4, *x.strides[2:]))
     assert (blitz_attn.block_sparse_attention(odd, odd, odd) == blitz_attn.block_sparse_attention(x, x, x)).all()

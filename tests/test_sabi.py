@@ -1,5 +1,5 @@
-"""Block lists: random ones after upstream's rule, sizes at the limits, unusual integers, and refusals. What builders, conversions, set
-operations and measures give is checked in tests/test_problems.py."""
+"""Block lists: random lists by upstream's rule, sizes at the limits, unusual integers, and refusals. The results of builders, conversions, set
+operations and measures are checked in tests/test_problems.py."""
 
 import itertools
 import mmap
@@ -16,7 +16,7 @@ from blitz_attn import sabi
 
 @pytest.mark.parametrize("lengths", [[1], [5, 0, 9, 1], [0, 0, 3], np.array([40, 7, 33], np.uint8)], ids=str)
 def test_document_ranges(lengths):
-    """The rules of the call hold beside them, with a list of the documents' blocks and without."""
+    """Other token rules apply together with the ranges, with a list of the documents' blocks and without."""
     document = np.repeat(np.arange(len(lengths)), lengths)
     n = len(document)
     ranges = sabi.document_ranges(lengths)
@@ -30,11 +30,11 @@ def test_document_ranges(lengths):
         np.testing.assert_allclose(blitz_attn.block_sparse_attention(q, k, v, lists, **rules), expected, atol=1e-12)
 
 
-# ---- Random lists after upstream's rule ----------------------------------------------------------------------------
+# ---- Random lists by upstream's rule -------------------------------------------------------------------------------
 
 
 def upstream_rows(rows, columns, sparsity, seed, frame):
-    """The rule in plain words: forced columns plus an equal number of sampled others a row, full rows at the frame."""
+    """The rule restated: each row has the forced columns and the same number of other, sampled columns. Rows of the frame are full."""
     left, right, top, bottom = frame
     forced = {c for c in range(columns) if c < left or c >= columns - right}
     full = {r for r in range(rows) if r < top or r >= rows - bottom}
@@ -73,11 +73,11 @@ def test_large_list_is_quick():
     start = time.process_time()
     drawn = sabi.random_with_frame(118806, sparsity=0.1, frame=sabi.FrameWidths(29, 1, 29, 1), heads=3)
     assert drawn.shape[:3] == (1, 3, 929)
-    assert time.process_time() - start < 10  # about half a second; the rest is for sanitizers
+    assert time.process_time() - start < 10  # it takes about half a second; sanitizers need more
 
 
 def test_lists_of_million_tokens_in_small_blocks():
-    """Grids of more than 2**28 blocks, of which the lists name few."""
+    """The grids have more than 2**28 blocks, of which the lists name few."""
     tokens, shape = 1_100_000, (64, 64)
     rows = np.arange(17188)[:, None]
     near = rows + np.arange(-64, 1)
@@ -129,7 +129,7 @@ def test_a_plan_of_a_frame_can_be_pickled():
 
 
 def test_picture_of_no_blocks():
-    """A head without rows, or without columns, has its line and nothing below it."""
+    """A head without rows or columns has its line and no picture below it."""
     assert sabi.picture(np.zeros((2, 0, 3), np.int32)) == "head (0,): 0 x 0 blocks, 0.0% kept\nhead (1,): 0 x 0 blocks, 0.0% kept"
     assert sabi.picture(np.full((2, 1), -1), columns=0) == "2 x 0 blocks, 0.0% kept"
 
@@ -138,7 +138,7 @@ def test_picture_of_no_blocks():
 
 
 def closed_mmap():
-    """A buffer that cannot be read any more, and no sequence."""
+    """A buffer that can no longer be read, and that is not a sequence."""
     memory = mmap.mmap(-1, 16)
     memory.close()
     return memory
@@ -176,7 +176,7 @@ def test_check_names_all_sizes_that_an_axis_may_have():
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (1, 1)], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_check_and_attention_refuse_by_the_same_sentence(batch, heads):
-    """Lists of wrong axes, and with entries that are wrong at random places: the first of them is named."""
+    """Lists have wrong axes, or wrong entries at random positions, of which the first one is named."""
     rng = np.random.default_rng(batch * 10 + heads[1])
     q, k = (np.zeros((batch, n, 200, 8), np.float32) for n in heads)
     refused = 0
@@ -210,7 +210,7 @@ INTEGERS = [np.dtype(order + kind) for kind in ("i1", "i2", "i4", "i8", "u1", "u
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: dtype.str)
 def test_rows_of_integers_of_any_kind(dtype):
-    """Compressed rows, counts and lists of any integers mean the same. 255 and 65535 are columns where no pad has these bits."""
+    """Compressed rows, counts and lists may have any integer dtype. 255 and 65535 are columns in dtypes in which they are not pads."""
     columns = [0, min(np.iinfo(dtype).max, 2**16 - 1), 7]
     indptr, indices = np.array([0, 0, 2, 3], dtype), np.array(columns, dtype)
     lists = np.array([[-1, -1], columns[:2], [7, -1]])
@@ -220,14 +220,14 @@ def test_rows_of_integers_of_any_kind(dtype):
     np.testing.assert_array_equal(sabi.from_num_idx(counts, entries, dtype="int32"), lists)
     if dtype.kind == "u" and dtype.itemsize == 2:
         columns[1] = 65534  # 65535 is the pad of this dtype
-    whole = np.array([columns], dtype)  # a row without a pad, which other unsigned dtypes do not have
+    whole = np.array([columns], dtype)  # a row without a pad, because other unsigned dtypes have none
     np.testing.assert_array_equal(sabi.to_csr(whole)[1], np.sort(columns))
     assert sabi.counts(whole).tolist() == [3]
 
 
 @pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64 - 1])
-def test_numbers_that_int64_cannot_hold_are_neither_small_nor_pads(number):
-    """Sentences about compressed rows say 2**63 - 1 for all of these."""
+def test_numbers_beyond_int64_do_not_wrap(number):
+    """They become neither small numbers nor pads. Sentences about compressed rows say 2**63 - 1 for all of them."""
     rows, most = np.array([0, number, 1], np.uint64), 2**63 - 1
     with pytest.raises(ValueError, match=f"^indices: expected columns below 268435456, got {most}$"):
         sabi.from_csr([0, 3], rows)
@@ -242,7 +242,7 @@ def test_numbers_that_int64_cannot_hold_are_neither_small_nor_pads(number):
         lambda x: sabi.to_block_mask(x, 9),
         lambda x: sabi.density(x, 9),
     ]
-    if number < 2**63:  # a column like any other, where no number of columns is known
+    if number < 2**63:  # a valid column if the number of columns is not known
         assert calls.pop(0)(rows[None]).tolist() == [3]
     for call in calls:
         with pytest.raises(ValueError, match=f"^sabi: expected (block )?columns .*, got {number}\\b"):
@@ -250,32 +250,32 @@ def test_numbers_that_int64_cannot_hold_are_neither_small_nor_pads(number):
 
 
 def test_differences_of_indptr_do_not_wrap():
-    """Each of these is larger than the one before it, if the differences are taken in 64 bits."""
+    """The differences of these numbers, taken in 64 bits, are all positive."""
     with pytest.raises(ValueError, match="^indptr: expected numbers rising from 0 to 3, .* got .0, 9223372036854775807, "):
         sabi.from_csr([0, 2**63 - 1, -(2**63), -1, 3], [0, 2, 1])
 
 
 @pytest.mark.parametrize("column", [2**31, 2**32, 2**63 - 1])
-def test_columns_of_compressed_rows_fit_into_int32(column):
+def test_columns_of_compressed_rows_must_fit_into_int32(column):
     with pytest.raises(ValueError, match=rf"^sabi: expected columns below 2\*\*31, got {column}$"):
         sabi.to_csr(np.array([[0, column]]))
     assert sabi.to_csr(np.array([[0, 2**31 - 1]]))[1].tolist() == [0, 2**31 - 1]
 
 
 class Silent:
-    """Raises when it is asked for its text."""
+    """Raises in repr()."""
 
     def __repr__(self):
         raise RuntimeError("no text")
 
 
-def test_a_sentence_about_what_has_no_text():
+def test_a_sentence_about_an_object_without_repr():
     with pytest.raises(TypeError, match="^dtype: expected uint16, int16, int32 or int64, got Silent$"):
         sabi.dense(8, 8, dtype=Silent())
 
 
 def test_ranges_of_a_token_mask():
-    """Alone they say the mask; beside a list, together with the blocks."""
+    """Without a list, the ranges are the mask. With a list, the ranges and the blocks together are the mask."""
     rng = np.random.default_rng(0)
     runs = np.sort(rng.integers(0, 30, (2, 3, 20, 2)), axis=-1)
     keys = np.arange(29)
@@ -390,13 +390,13 @@ def test_masks_must_be_boolean():
     ],
 )  # fmt: skip
 def test_refusals(error, sentence, call):
-    """In a sentence; a list of 11 GiB is not begun."""
+    """Wrong arguments are refused by a sentence. A list of 11 GiB is refused before it is made."""
     with pytest.raises(error, match=f"^{sentence}"):
         call()
 
 
 class Nested:
-    """A sequence, two of itself."""
+    """A sequence whose two items are the sequence itself."""
 
     def __len__(self):
         return 2

@@ -1,4 +1,4 @@
-"""How the suite itself is run: samples of grids have every pair of options, and the run in several processes loses no failure."""
+"""The way the suite itself runs: samples of grids have every pair of options, and a run in several processes loses no failure."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ FILES = {
 
 
 def run_suite(folder, names, *arguments):
-    """(exit status, lines) of tests/run.py over files of these names, in two processes."""
+    """(exit status, output lines) of tests/run.py over the files of these names, in two processes."""
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     for name in names:
         (folder / f"test_{name}.py").write_text(FILES[name], encoding="utf-8")
@@ -32,7 +32,7 @@ def run_suite(folder, names, *arguments):
         "BLITZ_ATTN_TEST_PROCESSES": "2",
         "SAMPLE_SEED": "7",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }  # they take long to import
+    }  # without plugins, which take long to import
     command = [sys.executable, str(HERE / "run.py"), *arguments]
     done = subprocess.run(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False

@@ -1,4 +1,4 @@
-"""One signature for all selectors, and selecting with attending in one call, against their float64 twins."""
+"""`select_blocks` with all methods, and `select_and_attend`, against their float64 twins."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ METHODS = ["quest", "mean", "max"]
 
 
 class Problem:
-    """A cache with all its summaries."""
+    """A cache with summaries for every method."""
 
     def __init__(self, dtype="float32", kv_layout="NHD", heads=8, kv_heads=2, lens=LENS, rows=5, seed=0):
         self.case = case = testing.make_paged(len(lens), heads, kv_heads, lens, SIZE, DIM, dtype=dtype, kv_layout=kv_layout, seed=seed)
@@ -54,7 +54,7 @@ class Problem:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_select_and_attend(kv_layout, method, isa_level):
-    """Selecting, then attending to what was selected, bit for bit; with all blocks, paged attention."""
+    """The call has the bits of selecting and then attending. If all blocks are selected, it has those of paged attention."""
     problem = Problem(kv_layout=kv_layout)
     case = problem.case
     summaries = () if method == "max" else problem.source(method)
@@ -69,7 +69,7 @@ def test_select_and_attend(kv_layout, method, isa_level):
 
 
 def test_decode_loop():
-    """Append with summaries, select, attend, a token at a time: with a budget over the length, dense decode."""
+    """Tokens are appended with summaries, and attended over selected blocks, one at a time. A budget of at least the length gives dense decode."""
     rng = np.random.default_rng(3)
     k_cache, v_cache, high, low = np.full((4, 12, SIZE, 2, DIM), np.nan, np.float32)
     tables, summary_tables = np.array([[7, 2, 9], [1, 11, 4]]), np.array([[5], [8]])
@@ -88,13 +88,13 @@ def test_decode_loop():
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("method", METHODS)
 def test_block_size_of_arrays_that_only_export_dlpack(method, kv_layout):
-    """Budgets count in the blocks of the source; in select_and_attend in those of the cache, whatever the rows of a summary page."""
+    """Budgets count blocks of the source, and in select_and_attend blocks of the cache. The number of rows of a summary page does not matter."""
     problem = Problem(kv_layout=kv_layout)
     case, (source, tables) = problem.case, problem.source(method)
     hidden = tuple(OnlyDlpack(x) for x in source) if method == "quest" else OnlyDlpack(source)
     for options in ({"budget": 5 * SIZE}, {"k": 2, "dense_below": 131}):
         options |= {"method": method, "kv_layout": kv_layout}
-        lens = np.minimum(case.seq_lens, SIZE)  # a block of the cache is none of a summary page's rows
+        lens = np.minimum(case.seq_lens, SIZE)  # a block of a source has as many tokens as a page has rows: longer requests need longer tables
         got, expected = (blitz_attn.select_blocks(case.q, x, tables, lens, **options) for x in (hidden, source))
         assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
     options = {"k": 3, "method": method, "kv_layout": kv_layout}
@@ -115,7 +115,7 @@ def test_selected_indices_of_a_query_that_only_exports_dlpack():
 
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_a_key_of_nan_makes_its_block_the_last_choice_of_max(per_query_head, isa_level):
-    """Wherever in the block it stands."""
+    """The key may be at any position of the block."""
     for place in range(SIZE):
         problem = Problem(lens=[8 * SIZE])
         case = problem.case

@@ -1,5 +1,5 @@
-"""Choosers of blocks for prefill, against their float64 twins, and what they promise whatever the numbers are: where the queries are a
-slice of a longer sequence (`q_begin`), and where each query sees a run of keys (`kv_ranges`), too."""
+"""Choosers of blocks for prefill, against their float64 twins, and their promises for any values; also for queries that are a slice of a longer
+sequence (`q_begin`), and for queries that each see a run of keys (`kv_ranges`)."""
 
 import numpy as np
 import pytest
@@ -29,17 +29,17 @@ def budget_name(budget):
 
 
 def of_documents(cuts, order, queries):
-    """Queries cut into as many parts as there are documents; part n sees document order[n], the keys between two of the cuts."""
+    """Ranges for queries that are divided into len(order) parts. Part n sees document order[n], whose keys are between two of the cuts."""
     part = np.arange(queries) * len(order) // queries
     return np.stack([np.asarray(cuts)[np.asarray(order)[part]], np.asarray(cuts)[np.asarray(order)[part] + 1]], axis=-1)
 
 
 def ranges_of(kind):
-    """(150, 2) ranges of 170 keys."""
+    """Ranges (150, 2) for 150 queries and 170 keys."""
     place, rng = np.arange(Q) + KV - Q, np.random.default_rng(11)
     if kind == "documents":
         return of_documents([0, 37, 101, 170], [0, 1, 2], Q)
-    if kind == "other order":  # a row of blocks sees documents with others between them
+    if kind == "other order":  # a block row sees documents with others between them
         return of_documents([0, 37, 64, 101, 170], [3, 0, 2, 1, 0], Q)
     if kind == "chunks":
         return np.stack([place // 48 * 48, place + 1], axis=-1)
@@ -58,7 +58,7 @@ def ranges_of(kind):
         ends[::7] = (np.iinfo(np.int64).min, np.iinfo(np.int64).max)
         ends[::11] = (KV + 3, np.iinfo(np.int64).max)
         return ends
-    return np.sort(rng.integers(0, KV + 1, (Q, 2)), axis=-1)  # any
+    return np.sort(rng.integers(0, KV + 1, (Q, 2)), axis=-1)  # random ranges
 
 
 KINDS = ["documents", "other order", "chunks", "prefix", "images", "empty", "outside", "any"]
@@ -69,7 +69,7 @@ def make(*sizes, seed=0, **options):
     return q, k
 
 
-PLACES = {  # of queries: the last ones, or where q_begin says, some of which see no key in a window; or with a run of keys each
+PLACES = {  # positions of queries: the last ones; by q_begin, so that some see no key in a window; or with a run of keys for each
     "last": {},
     "near": {"q_begin": [20, 3]},
     "far": {"q_begin": [-500, 165]},
@@ -86,7 +86,7 @@ PLACES = {  # of queries: the last ones, or where q_begin says, some of which se
 @pytest.mark.parametrize("name", CHOOSERS)
 def test_reference(isa_level, name, budget, place, rule, dtype):
     if place in KINDS and name == "vertical_slash":
-        name = "mean"  # lines are for no runs
+        name = "mean"  # vertical_slash does not take ranges
     q, k = make(2, 4, 2, Q, KV, 24, dtype=dtype, seed=3)
     options = {"chooser": CHOOSERS[name], "kv_lens": [170, 120], "q_lens": [140, 150], "block_shape": (32, 32), "return_scores": True}
     options |= budget | PLACES[place] | RULES[rule] | bits_option(q)
@@ -100,7 +100,7 @@ def test_reference(isa_level, name, budget, place, rule, dtype):
 
 
 def test_longer_than_a_chunk():
-    """Groups of several chunks, rows of several panels, blocks larger than a chunk: maxima move as the row goes on."""
+    """Keys and queries need several chunks and panels, and blocks may be larger than a chunk. Scores rise along rows, so that maxima change."""
     q, k = make(1, 2, 1, 300, 2600, 16, seed=4)
     k *= np.linspace(0.2, 4, k.shape[2], dtype=np.float32)[:, None]
     for chooser, block_shape in [
@@ -117,7 +117,7 @@ def test_longer_than_a_chunk():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("block_shape", [(12, 20), (13, 7), (4, 64), (64, 6)])
 def test_names_fit_any_block(name, block_shape):
-    """The sizes of a chooser that is named become divisors of the block; those of an instance stay, and are refused."""
+    """The sizes of a chooser that is given by name are fitted to the block. Those of an instance are not, and are refused if they do not fit."""
     q, k = make(1, 2, 1, 100, 110, 16, seed=5)
     options = {"block_shape": block_shape, "density": 0.5, "causal": True, "return_scores": True}
     sabi, scores = blitz_attn.select_blocks_prefill(q, k, chooser=name, **options)
@@ -133,7 +133,7 @@ def test_names_fit_any_block(name, block_shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chooser", [select.Pooled(4), select.Antidiagonal(16)], ids=["pooled", "antidiagonal"])
 def test_deep(isa_level, chooser, dtype):
-    """Products of more elements than any head has: means and ranges, and tokens of a stride side by side."""
+    """The vectors that are multiplied are longer than any head: means together with ranges, and the concatenated tokens of a stride."""
     q, k = make(1, 1, 1, 70, 90, 576, dtype=dtype, seed=6)
     options = {"chooser": chooser, "block_shape": (16, 16), "density": 0.5, "causal": True, "return_scores": True} | bits_option(q)
     scores, expected = (operation(q, k, **options)[1] for operation in BOTH)
@@ -160,12 +160,12 @@ def test_a_slice_has_the_lists_of_its_rows(name, rule, budget, isa_level):
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 @pytest.mark.parametrize("window", [None, (100, 0)])
 def test_documents_are_chosen_as_if_alone(name, budget, order, window):
-    """Documents that fill whole blocks, each of as many queries as keys, in either order of their queries."""
+    """Documents fill whole blocks and have as many queries as keys. Their queries come in the order of their keys or in another order."""
     lengths = [160, 320, 96]
     cuts = np.concatenate([[0], np.cumsum(lengths)])
     q, k = make(1, 4, 2, 576, 576, 24, dtype="float64", seed=5)
     sees = np.repeat(np.stack([cuts[:-1], cuts[1:]], axis=-1)[order], np.asarray(lengths)[order], axis=0)
-    causal = order == [0, 1, 2]  # whose diagonal is that of the documents only where these stand in order
+    causal = order == [0, 1, 2]  # only in this order, the diagonal is that of the documents
     options = {"chooser": CHOOSERS[name], "block_shape": (32, 32), "sink": 2, "recent": 2 if causal else 0} | budget
     options |= {"causal": causal, "window": window if causal else None, "return_scores": True}
     sabi, scores = blitz_attn.select_blocks_prefill(q, k, kv_ranges=sees, **options)
@@ -183,7 +183,7 @@ def test_documents_are_chosen_as_if_alone(name, budget, order, window):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_choosing_and_attending(dtype, isa_level):
-    """The bits of the two calls with the same arguments; slices have those of the whole, rounded or not."""
+    """One call has the bits of the two calls with the same arguments, and slices have the bits of the whole, rounded or not."""
     q, k, v = testing.make_qkv(2, 4, 2, 290, 330, 32, 16, dtype=dtype, seed=9)
     shared = {"causal": True, "block_shape": (32, 16), "return_lse": True} | bits_option(q)
     accumulated = {"out_dtype": None if dtype == "float64" else "float32"}
@@ -206,7 +206,7 @@ def test_choosing_and_attending(dtype, isa_level):
 @pytest.mark.parametrize("budget", BUDGETS, ids=budget_name)
 @pytest.mark.parametrize("name", NAMES)
 def test_reference_of_select_and_attend(name, budget):
-    """Choosers by their names, rows that nothing forces, rows of all blocks, and a batch entry without tokens."""
+    """Choosers are given by name. Cases are rows without forced blocks, rows of all blocks, and a batch entry without tokens."""
     q, k, v = testing.make_qkv(2, 4, 2, 150, 170, 24, 16, seed=3)
     options = {"chooser": name, "causal": True, "q_lens": [150, 0], "kv_lens": [170, 0], "block_shape": (32, 32), "sink": 0, "recent": 0}
     options |= budget | {"first_rows": 1, "last_rows": 1}
@@ -247,7 +247,7 @@ def test_density_is_a_share_of_what_is_seen():
 
 @pytest.mark.parametrize("top_k", [40, 400])
 def test_many_blocks_with_nearly_the_same_score(top_k):
-    """Nearly all blocks of a row have scores of one power of two, in no order, and one block is far below."""
+    """Nearly all blocks of a row have scores within one power of two, in random order, and one block is far below."""
     q, k = make(1, 1, 1, 16, 4096, 16, seed=7)
     k *= np.float32(0.02)
     k[0, 0, 2000:2008] = -30 * np.sign(q[0, 0, 15])
@@ -260,7 +260,7 @@ def test_many_blocks_with_nearly_the_same_score(top_k):
 @pytest.mark.parametrize("budget", [{"density": 1}, {"top_p": 1.0}, {"top_k": 99}], ids=budget_name)
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_everything(kind, budget):
-    """A budget of all keeps what plain attention sees, and nothing that it does not."""
+    """A budget that keeps everything keeps exactly the blocks that plain attention sees."""
     q, k, v = testing.make_qkv(1, 4, 2, Q, KV, 16, 16)
     rules = {"causal": True} if kind is None else {"kv_ranges": ranges_of(kind)}
     seen = np.stack([np.zeros(Q, int), np.arange(Q) + KV - Q + 1], axis=-1) if kind is None else ranges_of(kind)
@@ -283,7 +283,7 @@ def test_forced_blocks():
 
 @pytest.mark.parametrize("operation", BOTH)
 def test_forced_blocks_of_documents(operation):
-    """Two documents, of which the second begins in the middle of a row of blocks and in the middle of a block of keys."""
+    """The second of two documents begins in the middle of a block row and in the middle of a block of keys."""
     q, k = make(1, 1, 1, 320, 320, 16)
     place = np.arange(320)
     sees = np.where(place[:, None] < 176, (0, 176), (176, 320))
@@ -300,7 +300,7 @@ def test_forced_blocks_of_documents(operation):
 
 @pytest.mark.parametrize("operation", BOTH)
 def test_recent_blocks_before_a_far_diagonal(operation):
-    """Where all that a query sees lies before the diagonal, the last of it is recent; where all lies behind, nothing is."""
+    """If all keys that a query sees are before the diagonal, the last of their blocks are recent. If all are behind it, none is."""
     q, k = make(1, 1, 1, 96, 320, 16)
     sees = np.repeat([(40, 130), (300, 320), (10, 10)], 32, axis=0)
     rows = operation(q, k, block_shape=(32, 32), threshold=1.0, sink=0, kv_ranges=sees)[0, 0]
@@ -309,7 +309,7 @@ def test_recent_blocks_before_a_far_diagonal(operation):
 
 @pytest.mark.parametrize("operation", BOTH)
 def test_a_row_keeps_its_best_block(operation):
-    """Where nothing is forced and no score reaches the threshold."""
+    """A row keeps its best block even if no block is forced and no score reaches the threshold."""
     q, k = make(1, 2, 1, 128, 160, 16, seed=8)
     options = {"threshold": 0.999, "block_shape": (32, 32), "sink": 0, "recent": 0, "return_scores": True}
     sabi, scores = operation(q, k, **options)
@@ -318,8 +318,8 @@ def test_a_row_keeps_its_best_block(operation):
 
 
 @pytest.mark.parametrize("name", CHOOSERS)
-def test_what_is_no_number(name):
-    """A key that is NaN spoils the rows that look at it and no others; a row without any number keeps blocks alike."""
+def test_keys_of_nan(name):
+    """A key of NaN affects only the rows that see it. Lists and scores are those of the reference, even in a row whose scores are all NaN."""
     q, k = make(1, 1, 1, 256, 256, 16)
     k[0, 0, 200] = np.nan
     options = {"chooser": CHOOSERS[name], "causal": True, "block_shape": (32, 32), "density": 0.6, "return_scores": True}
@@ -339,7 +339,7 @@ def test_what_is_no_number(name):
 @pytest.mark.parametrize("name", CHOOSERS)
 @pytest.mark.parametrize("per_kv_head", [False, True])
 def test_scores_and_lists_apart(name, budget, place, rule, per_kv_head):
-    """The two steps have the bits of the one, and so does a function that returns the same scores."""
+    """Scoring and then making lists has the bits of one call, and so has a chooser that is a function and returns the same scores."""
     if place in KINDS and name == "vertical_slash":
         name = "mean"
     q, k = make(2, 4 if per_kv_head else 2, 2, Q, KV, 24, seed=3)
@@ -351,7 +351,7 @@ def test_scores_and_lists_apart(name, budget, place, rule, per_kv_head):
     assert same_bits(scores, expected)
     made = select.list_from_scores(scores, Q, KV, **scored, **kept)
     assert same_bits(np.repeat(made, 2, axis=1) if per_kv_head else made, lists)
-    for shared in {per_kv_head, False}:  # scores of all heads will do for lists of key heads
+    for shared in {per_kv_head, False}:  # scores per query head are accepted for lists per KV head
         given = select.scores(q, k, chooser=CHOOSERS[name], per_kv_head=shared, **scored)
         found, taken = blitz_attn.select_blocks_prefill(q, k, chooser=lambda q, k, given=given, **options: given, **call)
         assert np.abs(taken - expected).max() < 1e-6
@@ -362,7 +362,7 @@ def test_scores_and_lists_apart(name, budget, place, rule, per_kv_head):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("layout", ["BNSD", "TND"])
 def test_scores_of_any_scale(layout, rule, budget):
-    """Scores far from shares, also of what no row sees, with numbers that are none: against the twin. Powers of two change no bit."""
+    """Scores may be of any scale, NaN or -inf, and of blocks that no row sees: results are the twin's. Powers of two change no bit."""
     rng = np.random.default_rng(2)
     given = (rng.random((2, 3, 5, 11)) ** 4 * 900).astype(np.float32)
     given[rng.random(given.shape) < 0.2] = np.nan
@@ -384,8 +384,8 @@ def test_scores_of_any_scale(layout, rule, budget):
     assert same_bits(select.list_from_scores(scaled, Q, KV, **options, **lens), lists)
 
 
-def test_a_function_is_called_with_what_it_may_ask_for():
-    """Once all else has been checked, with the arrays and the options of the call. What it raises is passed on."""
+def test_a_chooser_that_is_a_function_gets_the_call():
+    """It is called with the arrays and options of the call, after all arguments have been checked. Its exception is passed on."""
     q, k, v = testing.make_qkv(1, 2, 2, 128, 128, 16, 16)
     asked, error = [], ValueError("scores: not today")
 
@@ -426,7 +426,7 @@ def test_scores_of_tensors():
 
 
 def huge(*shape):
-    """A view of a shape that no memory could hold, of head dimension 1."""
+    """A view of a shape that no memory could hold, with head dim 1."""
     return np.broadcast_to(np.zeros((), np.float32), shape)[..., None]
 
 

@@ -1,4 +1,4 @@
-"""What a block list keeps, by its definition over float64 attention, and budgets found by it."""
+"""Measures of what a block list keeps, by their definition over float64 attention, and budgets that `calibrate` finds by them."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def in_layout(layout, q, k, v, rules):
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 def test_measures(rule, every, dtype, layout):
-    """A query's share is that of its sums of weights, without sinks, which take from all keys in proportion."""
+    """A query's share is the ratio of its sums of weights with the list and without it. Sinks scale all weights alike and are left out."""
     given = testing.make_qkv(2, 4, 2, 90, 130, 16, dtype=dtype)
     lists, rules = random_lists(np.random.default_rng(1), 2, 4, 6, 9, empty=0.1), RULES[rule]
     exact = {"block_shape": (16, 16), "q_lens": Q_LENS, "kv_lens": KV_LENS} | rules | bits_option(given[0])
@@ -49,7 +49,7 @@ def test_measures(rule, every, dtype, layout):
     options |= {"block_shape": (16, 16), "every": every}
     error = select.output_error(q, k, v, lists, **options)
     kept = select.recall(q, k, lists, **{name: x for name, x in options.items() if name != "sinks"})
-    at, half = np.arange(90), {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}[dtype]  # of the rounding of outputs
+    at, half = np.arange(90), {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}[dtype]  # tolerances for the rounding of outputs
     assert kept.shape == (2, 4, 6)
     for b, h, r in np.ndindex(2, 4, 6):
         seen = (at // 16 == r) & (at < Q_LENS[b]) & np.isfinite(all_lse[b, h]) & (r % every == 0)
@@ -62,7 +62,7 @@ def test_measures(rule, every, dtype, layout):
 
 
 def captures(scales, tokens=256):
-    """A capture for each layer: sharper scores, the more mass fewer blocks hold."""
+    """A capture for each layer. The larger a scale, the sharper are the scores, and the more mass is in few blocks."""
     return [[[x * s for x in testing.make_qkv(1, 4, 2, tokens, tokens, 16, seed=n)]] for n, s in enumerate(scales)]
 
 
@@ -71,7 +71,7 @@ def captures(scales, tokens=256):
     [("top_p", "mass", 0.9), ("density", "mass", 0.8), ("threshold", "mass", 0.85), ("top_p", "error", 0.2)],
 )
 def test_calibrate_meets_the_target(budget, measure, target):
-    """Each head meets it, and would not with one step less."""
+    """Each head meets the target, and would not with a budget one step lower."""
     layers, rules = captures([0.5, 1.5]), {"causal": True}
     found = select.calibrate(layers, target=target, measure=measure, budget=budget, block_shape=(16, 16), steps=6, **rules)
     assert np.shape(found.numbers) == (2, 4)
@@ -97,7 +97,7 @@ def test_calibrate_meets_the_target(budget, measure, target):
 @pytest.mark.parametrize("steps", [1, 4, 8])
 @pytest.mark.parametrize(("scale", "target"), [(0.55, 0.9), (1, 1e-3), (0, 0.99)], ids=["below the grid", "one", "even"])
 def test_calibrate_finds_thresholds_of_any_size(scale, target, steps):
-    """Scores of many blocks are all smaller than any multiple of 2**-steps; and the best block alone, which every row keeps, may do."""
+    """Scores of many blocks may all be smaller than 2**-steps, or the best block alone, which every row keeps, may meet the target."""
     q, k, v = (x * np.float32(scale) for x in testing.make_qkv(1, 2, 1, 4096, 4096, 16, seed=0))
     found = select.calibrate([[(q, k, v)]], target=target, budget="threshold", block_shape=(8, 8), steps=steps, every=8)
     numbers = np.array(found.numbers[0])
@@ -106,7 +106,7 @@ def test_calibrate_finds_thresholds_of_any_size(scale, target, steps):
     assert (np.nanmean(select.recall(q, k, sabi, block_shape=(8, 8), every=8), axis=(0, 2)) >= target).all()
 
 
-def test_profiles_are_kept(tmp_path):
+def test_profiles_are_saved_and_loaded(tmp_path):
     chooser = select.Pooled((4, 8), "bound")
     profile = select.calibrate(captures([1.0]), target=0.9, chooser=chooser, block_shape=(16, 16), steps=3, causal=True)
     path = tmp_path / "profile.json"
@@ -163,7 +163,7 @@ PROFILE = {
         ({"chooser": {"kind": "pooled", "pool": [8, 8, 8]}}, "a profile with choosers as Profile.save writes them, got {'kind': 'pooled', 'pool': [8, 8, 8]}"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_whole_profile_is_refused(changes, text, tmp_path):
+def test_a_file_with_a_wrong_field_is_refused(changes, text, tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(PROFILE))
     assert select.Profile.load(path).numbers == ((0.5, 0.9, 1.0, 0.25), (1.0,) * 4)
@@ -180,7 +180,7 @@ def test_a_file_without_a_field_of_a_profile_is_refused(name, tmp_path):
         select.Profile.load(path)
 
 
-def test_a_name_that_no_file_has_is_refused():
+def test_a_name_that_no_file_can_have_is_refused():
     with pytest.raises(ValueError, match=r"^path: expected the name of a file, got 'a\\x00b'$"):
         select.Profile.load("a\0b")
 
@@ -236,7 +236,7 @@ def test_bad_lists(measure):
 
 
 class WithoutViews:
-    """An array for NumPy alone."""
+    """An array without attributes, which only exports DLPack."""
 
     def __init__(self, array):
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
@@ -255,11 +255,11 @@ def test_recall_of_keys_without_views():
     np.testing.assert_array_equal(select.recall(q, WithoutViews(k), sabi, block_shape=(16, 16), causal=True), expected)
 
 
-# ---- Where the queries see runs of keys --------------------------------------------------------------------------
+# ---- With kv_ranges ----------------------------------------------------------------------------------------------
 
 
 def test_profiles():
-    """Budgets are found under ranges that all captures share."""
+    """Budgets are found for ranges that all captures share."""
     captures = [[testing.make_qkv(1, 2, 1, Q, KV, 16, 16, seed=s) for s in (1, 2)]]
     options = {"kv_ranges": ranges_of("documents"), "block_shape": (16, 16)}
     profile = select.calibrate(captures, target=0.8, steps=5, **options)

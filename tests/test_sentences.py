@@ -1,4 +1,4 @@
-"""Sentences name the arguments of the function that was called, wherever in a sentence a name stands, and nothing else changes in them."""
+"""Error sentences name the arguments of the function that was called, anywhere in a sentence, and are otherwise unchanged."""
 
 import re
 
@@ -19,7 +19,7 @@ needs_sources = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="nee
 
 
 def refused(function, *args, **options):
-    """The exception of a refused call, whose parts are checked."""
+    """The exception of a refused call, after a check of its parts."""
     with pytest.raises((TypeError, ValueError)) as caught:
         function(*args, **options)
     parts = caught.value.sentence
@@ -29,27 +29,27 @@ def refused(function, *args, **options):
     return caught.value
 
 
-def test_the_core_knows_where_names_stand():
+def test_the_core_marks_names_in_sentences():
     error = refused(blitz_attn.block_sparse_attention, X, X[:, :3], X[:, :3])
     assert error.sentence == ("k", ": expected a number of heads that divides ", "q", "'s 4, got 3 in (1, 3, 16, 8)")
-    error = refused(blitz_attn.block_sparse_attention, X, X, X, out=X)  # which ends with a name
+    error = refused(blitz_attn.block_sparse_attention, X, X, X, out=X)  # the sentence ends with a name
     assert error.sentence == ("out", ": expected memory of its own, got an array that overlaps ", "q")
     error = refused(_core.read_integer, 2**70, "n")
     assert error.sentence == ("n", f": expected an integer of 64 bits, got {2**70}")
 
 
-def test_what_has_no_name_has_no_parts():
+def test_a_sentence_without_names_has_no_parts():
     with pytest.raises(TypeError, match=r"^read_integer\(\) is missing the argument 'name'$") as caught:
         _core.read_integer(1)
     assert not hasattr(caught.value, "sentence")
 
 
-def test_names_are_put_where_names_stand():
-    """A value may look like a name, and may follow the same words."""
+def test_only_names_are_renamed():
+    """A value may look like a name, and may follow the same words, but is not renamed."""
     error = refusal(ValueError, "k", ": expected a text like ", "q", ", got one like q of k")
     rename(error, {"q": "query", "k": "key"})
     assert str(error) == "key: expected a text like query, got one like q of k"
-    rename(error, {"query": "Q"})  # again, by a caller of the caller
+    rename(error, {"query": "Q"})  # a second time, by a caller of the caller
     assert error.sentence == ("key", ": expected a text like ", "Q", ", got one like q of k")
 
 
@@ -122,12 +122,12 @@ def test_a_mask_has_the_shape_that_the_caller_gave(shape):
 def test_every_sentence_in_c_marks_its_name():
     unmarked = re.compile(r'\b(?:ba_fail|arg_fail|PyErr_Format|PyErr_SetString)\([^;"]*?"[\w%\[\]]+: expected[^"]*"')
     found = [(path.name, x) for path in (ROOT / "csrc").rglob("*.[ch]") for x in unmarked.findall(path.read_text(encoding="utf-8"))]
-    assert [(name, x) for name, x in found if "scratch:" not in x] == []  # which is no argument
+    assert [(name, x) for name, x in found if "scratch:" not in x] == []  # scratch is not an argument
 
 
 @needs_sources
 def test_ba_last_error_is_without_marks_and_cut(tmp_path):
-    """At 511 bytes without the marks, and the text with the marks at the same place."""
+    """Texts without marks are cut at 511 bytes, and texts with marks at the same place."""
     (tmp_path / "main.c").write_text(
         """
 #include <stdio.h>
@@ -157,7 +157,7 @@ int main(void) {
     lines = run(str(tmp_path / "main")).splitlines()
     assert lines[:2] == ["no error"] * 2
     assert lines[2:4] == ["k: expected a number like q, got 3", "\1k\2: expected a number like \1q\2, got 3"]
-    zeros = "0" * 494  # which leave room for four letters more
+    zeros = "0" * 494  # leaves room for four more letters
     assert lines[4:6] == [f"k: expected {zeros} valu", f"\1k\2: expected {zeros} \1valu"]
     assert lines[6:] == [f"k: expected {zeros}00000", f"\1k\2: expected {zeros}00000"]
     assert len(lines[4]) == len(lines[6]) == 511

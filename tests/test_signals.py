@@ -1,4 +1,4 @@
-"""A storm of signals while several threads make calls: the same bits as in a calm, and no call fails."""
+"""Under a storm of signals, calls of several threads have the same bits as without signals, and none fails."""
 
 import signal
 
@@ -8,15 +8,15 @@ from interpreters import python
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers that send signals")
 
-# Two kinds of storm at once: a timer of the process, whose signals go to the main thread, and signals that are sent to each of the threads that
-# make calls. Python runs handlers on the main thread alone; the system interrupts whichever thread a signal goes to.
+# There are two storms at once: a timer of the process, whose signals go to the main thread, and signals to each thread that makes calls. Python runs
+# handlers only on the main thread, but the system interrupts any thread that a signal is sent to.
 PROGRAM = """
 import signal, sys, threading, time
 import blitz_attn
 from blitz_attn import testing
 from cases_concurrent import bits, calls
 
-long = testing.make_qkv(1, 2, 2, 10000, 10000, 64)  # far longer than the library waits from one look for signals to the next
+long = testing.make_qkv(1, 2, 2, 10000, 10000, 64)  # a call of it is far longer than the time between two checks for signals
 expected_long = bits(blitz_attn.block_sparse_attention(*long, num_threads=2))
 expected = {name: bits(call()) for name, call in calls(1).items()}
 wrong, ran, within = [], 0, False
@@ -35,7 +35,7 @@ own_of_handler = {name: call for name, call in calls(2).items() if name in ("for
 def calling(number, frame):
     global ran, within
     ran += 1
-    if within or ran % 8:  # the storm blows faster than calls return
+    if within or ran % 8:  # signals come faster than calls return
         return
     within = True
     check(own_of_handler)
@@ -69,7 +69,7 @@ if bits(blitz_attn.block_sparse_attention(*long, num_threads=2)) != expected_lon
     wrong.append("long")
 signal.setitimer(signal.ITIMER_REAL, 0)
 stop.set()
-sender.join()  # a thread that has ended can be sent nothing
+sender.join()  # no signal may be sent to a thread that has ended
 for caller in callers:
     caller.join()
 check(own)

@@ -1,6 +1,6 @@
-"""Scores that lie far apart: weights below the normal range of float are 0, and do not make calls slow.
+"""If scores are far apart, weights below the normal range of float are 0, so that they do not make calls slow.
 
-On Intel's cores an instruction with a subnormal operand or result takes hundreds of cycles. Where weights could be subnormal, such calls took 40 to
+On Intel's cores, an instruction with a subnormal operand or result takes hundreds of cycles. When weights could be subnormal, such calls took 40 to
 80 times as long as others.
 """
 
@@ -23,7 +23,7 @@ def problem(dtype):
 
 
 def quickest(*calls):
-    """The least time of several runs of each, in seconds. They take turns, so that a slow spell of the machine hits all of them."""
+    """The least time of nine runs of each call, in seconds. Calls take turns, so that a slow spell of the machine hits all of them."""
     best = [np.inf] * len(calls)
     for _ in range(9):
         for i, call in enumerate(calls):
@@ -47,5 +47,5 @@ def gradients(q, k, v, options, scale):
 def test_far_scores_are_not_slow(isa_level, dtype, operation):
     q, k, v, options = problem(dtype)
     usual, far = quickest(*(operation(q, k, v, options, scale) for scale in (DIM**-0.5, SCALE)))
-    rises = isa_level == "amx" and operation is attention  # references that rise often make tiles 9 to 17 times slower here
+    rises = isa_level == "amx" and operation is attention  # tiles are 9 to 17 times slower here, because their references rise often
     assert far < (30 if rises else 4) * usual

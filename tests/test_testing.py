@@ -38,7 +38,7 @@ def test_upstreams_generators_clamp_a_sparsity():
 def test_round_to_is_exact(dtype, bits, least):
     rng = np.random.default_rng(1)
     values = rng.standard_normal(300) * 2.0 ** rng.integers(-24, 15, 300)
-    # Ties, values a float64 bit beside a tie (where rounding twice goes wrong), and small numbers.
+    # Ties, values next to a tie by one bit of float64 (for which rounding twice is wrong), and small numbers.
     ties = (1 + (2 * np.arange(8) + 1) * 2.0 ** -(bits + 1)) * 2.0 ** np.arange(-4, 4)
     tiny = 2.0**least * np.array([1.0, 0.3, 2.0 ** -(bits + 1), 1.5 * 2.0**-bits])
     values = np.concatenate([values, ties, np.nextafter(ties, 0), np.nextafter(ties, 9), ties * (1 + 2.0**-40), tiny])

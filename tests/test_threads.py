@@ -1,5 +1,5 @@
-"""Threads: who decides how many, that results do not depend on them, that fork and concurrent callers are safe, and that the
-GIL is free while kernels run."""
+"""Threads: what decides their number, results do not depend on it, concurrent callers are safe, the GIL is free while kernels run, and calls
+need little memory and stack."""
 
 import os
 import sys
@@ -18,13 +18,13 @@ from interpreters import python
 
 @pytest.fixture(autouse=True)
 def default_threads():
-    """Every test leaves the number of threads as the environment has it."""
+    """Every test leaves the number of threads as the environment sets it."""
     yield
     blitz_attn.set_num_threads(None)
 
 
 def problem(seed=0, tokens=700):
-    """A call that is big enough to be shared out, with rows of unequal cost."""
+    """A call that is large enough for several threads, with rows of unequal cost."""
     q, k, v = testing.make_qkv(2, 4, 2, tokens, tokens, 64, seed=seed)
     lists = sabi.random_with_frame(tokens, tokens, (64, 64), 0.5, batch=2, heads=4, seed=seed)
     return q, k, v, {"sabi": lists, "block_shape": (64, 64), "causal": True, "return_lse": True}
@@ -34,7 +34,7 @@ def attend(q, k, v, **options):
     return blitz_attn.block_sparse_attention(q, k, v, **options)
 
 
-# ---- Who decides --------------------------------------------------------------------------------------------------
+# ---- What decides their number ------------------------------------------------------------------------------------
 
 TELL = "import blitz_attn._core as c; print(c.get_num_threads(), c.num_threads_source())"
 
@@ -53,7 +53,7 @@ def test_environment(variables, expected):
 
 
 @pytest.mark.parametrize("value", ["", "0", "-2", "many", "99999999999999999999"])
-def test_wrong_environment_is_passed_over(value):
+def test_wrong_environment_is_ignored(value):
     usual = python("-c", TELL).split()[0]
     count, _, source = python("-c", TELL, BLITZ_ATTN_NUM_THREADS=value).partition(" ")
     assert count == usual
@@ -93,7 +93,7 @@ def test_set_refuses(value, error):
 
 
 def test_concurrent_callers():
-    """Callers from several Python threads, each with work of its own, get what they get alone."""
+    """Callers in several Python threads, each with work of its own, get the results that they get alone."""
     problems = [problem(seed, tokens) for seed, tokens in enumerate((700, 300, 64, 512))]
     expected = [attend(q, k, v, **options) for q, k, v, options in problems]
     with ThreadPoolExecutor(4) as pool:
@@ -104,7 +104,7 @@ def test_concurrent_callers():
 
 
 def test_concurrent_settings():
-    """Caps and thread counts that change under a call do not change what it computes beyond its level's rounding."""
+    """If caps and thread counts change during a call, its results differ at most by the rounding of another level."""
     q, k, v, options = problem(tokens=300)
     expected, _ = attend(q, k, v, **options)
     stop = threading.Event()
@@ -131,7 +131,7 @@ def test_concurrent_settings():
 
 
 def test_gil_is_free_during_a_call():
-    """Another Python thread goes on while one call runs: holding the GIL would let it run at the call's ends only."""
+    """Another Python thread runs while a call does. If the call held the GIL, the other thread would run only before and after it."""
     ticks = []
     stop = threading.Event()
 
@@ -144,7 +144,7 @@ def test_gil_is_free_during_a_call():
         ticker.start()
         try:
             tokens, start, end = 1024, 0.0, 0.0
-            while end - start < 0.1:  # long enough to tell
+            while end - start < 0.1:  # until the call is long enough for the test
                 tokens *= 2
                 q, k, v = testing.make_qkv(1, 4, 4, tokens, tokens, 64)
                 start = time.perf_counter()
@@ -195,7 +195,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer needs more than the limit leaves")
 @pytest.mark.skipif(hasattr(_core, "_fail_allocation"), reason="this build counts by variables of the thread, which the system allocates")
 def test_first_call_of_a_thread_without_memory():
-    """What the library keeps of a thread is memory like any other: glibc would end the process where it lacks memory for thread-local variables."""
+    """The library allocates what it keeps per thread. With thread-local variables instead, glibc would end the process where memory is missing."""
     assert python("-c", FIRST_CALL) in ("MemoryError\n0", "result\n0")
 
 
@@ -220,5 +220,5 @@ thread.join()
 
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer needs a larger stack")
 def test_small_stack_of_a_caller():
-    """As much as the header says that a calling thread needs."""
+    """The stack is as small as the header says that a calling thread needs."""
     assert python("-c", SMALL_STACK) == "done"

@@ -1,4 +1,4 @@
-"""Autocast: the functions for tensors compute in its dtype, as torch's own attention does, and gradients have the dtypes of the inputs."""
+"""Under autocast, the functions for tensors compute in its dtype, as torch's own attention does, and gradients have the dtypes of the inputs."""
 
 import pytest
 
@@ -10,7 +10,7 @@ theirs = torch.nn.functional.scaled_dot_product_attention
 LOW = [torch.bfloat16, torch.float16]
 HALF_STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # twice the rounding of a result of 1
 EXACT = torch.float32, torch.float32, torch.float32
-AFTER_ROTARY = torch.float32, torch.float32, torch.bfloat16  # of a Llama under autocast
+AFTER_ROTARY = torch.float32, torch.float32, torch.bfloat16  # dtypes of q, k and v in a Llama under autocast
 
 
 def tensors(dtypes=EXACT, grad=False, heads=(4, 4, 4), queries=37, keys=37):
@@ -25,7 +25,7 @@ def paged(q_dtype, cache_dtype):
     return torch.randn(2, 4, 16).to(q_dtype), *caches, torch.tensor([[4, 1, 0], [2, 5, 3]]), torch.tensor([20, 9])
 
 
-# ---- Beside torch's own attention -------------------------------------------------------------------------------------------
+# ---- Against torch's own attention ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("low", LOW, ids=str)
@@ -60,7 +60,7 @@ def test_the_same_bits_as_tensors_that_are_cast(low):
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_masks_of_numbers_are_cast_as_torch_casts_them(low, grad):
-    """Numbers for which the rounding of a mask shows; masks of bool stay."""
+    """The masks are such that their rounding shows. Masks of bool are not cast."""
     q, k, v = tensors(grad=grad)
     mask = 60 + torch.randn(4, 37, 37)
     seen = (torch.rand(37, 37) < 0.6) | torch.eye(37, dtype=torch.bool)
@@ -75,7 +75,7 @@ def test_masks_of_numbers_are_cast_as_torch_casts_them(low, grad):
 
 
 def test_repeated_axes_are_cast_once():
-    """A mask of 37 x 37 stands for all heads and batch entries; what is cast is no larger."""
+    """A mask of 37 x 37 is expanded to all heads and batch entries, and only its 37 x 37 elements are cast."""
     q, k, v = tensors()
     mask = torch.randn(37, 37).expand(2, 4, 37, 37)
     sizes = []
@@ -95,7 +95,7 @@ def test_repeated_axes_are_cast_once():
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_each_place_of_a_repeated_tensor_has_its_own_gradient(low):
-    """Leaves that repeat what they hold: heads of keys and values, and queries of a mask."""
+    """The leaves are expanded tensors: keys and values over heads and batch, and a mask over queries."""
     q, k, v = tensors()
     mask = torch.randn(1, 1, 1, 37)
 
@@ -136,7 +136,7 @@ def test_where_autocast_is_off():
 
 
 def test_sinks_and_slopes_stay():
-    """They are read as float32, whatever the dtype of the tensors; so is the gradient of sinks."""
+    """They are read as float32 for any dtype of the tensors, and the gradient of sinks is float32, too."""
     q, k, v = tensors()
     low = [x.bfloat16() for x in (q, k, v)]
     sinks, slopes = torch.randn(4, requires_grad=True), torch.rand(4)
@@ -154,7 +154,7 @@ def test_sinks_and_slopes_stay():
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_masks_over_chosen_blocks(low):
-    """A mask of numbers is cast, sinks and slopes are not: as for attention over given blocks."""
+    """A mask of numbers is cast, but sinks and slopes are not, as in attention over given blocks."""
     given, options = tensors(), {"density": 0.5, "block_shape": (8, 8)}
     mask, slopes, sinks = 60 + torch.randn(4, 37, 37), 0.5 + torch.rand(4) / 3, torch.randn(4)
     with torch.autocast("cpu", dtype=low):
@@ -172,7 +172,7 @@ def test_masks_over_chosen_blocks(low):
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_caches_are_not_cast(low, cache_dtype, q_dtype):
-    """Queries take the dtype of the cache, and results that of autocast."""
+    """Queries are cast to the dtype of the cache, and results to that of autocast."""
     q, *rest = paged(q_dtype, cache_dtype)
     expected, expected_lse = functions.paged_attention(q.to(cache_dtype), *rest, return_lse=True)
     selected = torch.tensor([[[0, 2], [1, -1]], [[1, -1], [0, 1]]])
@@ -203,7 +203,7 @@ def test_caches_of_float64():
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_native_sparse_attention(low):
-    """Weights, which are read as float32, stay."""
+    """Weights are read as float32, and are not cast."""
     torch.manual_seed(3)
     q, k, v = (torch.randn(1, 40, heads, 16).requires_grad_() for heads in (4, 2, 2))
     gate = torch.randn(4, 3, 16).requires_grad_()
@@ -244,8 +244,8 @@ def several_under_autocast(low):
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 def test_no_graph_break(backend, dynamic, low, grad):
-    """Autocast around the graph, and within it."""
-    torch.compiler.reset()  # options of these tests count as versions of one function
+    """Autocast may be around the graph or within it."""
+    torch.compiler.reset()  # options of these tests would count as recompilations of one function
     given, request = tensors(grad=grad), paged(torch.float32, torch.float32)
     within = several_under_autocast(low)
     expected = within(*given, request)

@@ -1,4 +1,4 @@
-"""FlexAttention's BlockMask to and from block lists: flex_attention itself is the oracle, and each rule is told from its neighbours."""
+"""Conversion of FlexAttention's BlockMask to and from block lists. flex_attention itself is the oracle, and similar rules are told apart."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ LENGTHS = torch.tensor([61, 90])
 
 @pytest.fixture
 def eager(monkeypatch):
-    """flex_attention without its compiler, which takes seconds for each mask."""
+    """Run flex_attention without its compiler, which takes seconds for each mask."""
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
@@ -33,7 +33,7 @@ def problem(queries=90, keys=90, batch=2, heads=2):
 
 
 def seen_by(mask, batch, heads, queries, keys):
-    """bool (B, H, Sq, Skv): what a BlockMask lets see, by its blocks and its function."""
+    """bool (B, H, Sq, Skv): the keys that a BlockMask shows each query, by its blocks and its function."""
     rows, columns = (-(-n // size) for n, size in zip((queries, keys), mask.BLOCK_SIZE, strict=True))
     full = torch.zeros(batch, heads, rows, columns, dtype=torch.bool)
     partial = full.clone()
@@ -50,7 +50,7 @@ def seen_by(mask, batch, heads, queries, keys):
 
 
 def attended(options, q, k, v):
-    """`block_sparse_attention` with the options of a mask, packed where they are of documents."""
+    """`block_sparse_attention` with the options made from a mask, with packed arrays if they are for documents."""
     if options.get("layout") == "TND":
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return block_sparse_attention(q, k, v, **options).transpose(0, 1)[None]
@@ -58,7 +58,7 @@ def attended(options, q, k, v):
 
 
 def expected(q, k, v, seen):
-    """Dense attention in float64 where `seen` allows; 0 for a query that sees nothing."""
+    """Dense attention in float64 over the keys in `seen`; 0 for a query that sees none."""
     scores = (q.double() @ k.double().transpose(2, 3) / 4).masked_fill(~seen, -torch.inf)
     return torch.softmax(scores, -1).nan_to_num() @ v.double()
 
@@ -66,7 +66,7 @@ def expected(q, k, v, seen):
 # ---- From a BlockMask -------------------------------------------------------------------------------------------------------
 
 
-RULES = {  # the function of a mask, and arguments that say it
+RULES = {  # the function of a mask, and arguments with the same meaning
     "causal": (lambda b, h, i, j: i >= j, {"causal": True, "window": None}),
     "window": (lambda b, h, i, j: (i >= j) & (i - j <= 21), {"causal": True, "window": (21, 0)}),
     "both sides": (lambda b, h, i, j: (i - j).abs() <= 21, {"causal": False, "window": (21, 21)}),
@@ -75,7 +75,7 @@ RULES = {  # the function of a mask, and arguments that say it
     "all": (lambda b, h, i, j: i >= 0, {"causal": False, "window": None}),
     "padding": (lambda b, h, i, j: (i < LENGTHS[b]) & (j < LENGTHS[b]), {"causal": False, "window": None, "kv_lens": [61, 90]}),
     "causal padding": (lambda b, h, i, j: (i >= j) & (i < LENGTHS[b]), {"causal": True, "window": None, "q_lens": [61, 90]}),
-    "strictly causal": (lambda b, h, i, j: i > j, {"causal": True, "window": None, "kv_lens": [89, 89]}),  # the last key is seen by none
+    "strictly causal": (lambda b, h, i, j: i > j, {"causal": True, "window": None, "kv_lens": [89, 89]}),  # no query sees the last key
     "far keys": (lambda b, h, i, j: (i - j >= 9) & (i - j <= 20), {"causal": True, "window": (11, 0), "kv_lens": [81, 81]}),
     "heads": (lambda b, h, i, j: (i >= j) & ((j // 16 + h) % 2 == 0), {"causal": True, "window": None}),
 }
@@ -97,7 +97,7 @@ NO_RULE = {
 
 
 def arguments_of(mask_mod, block, batch=2):
-    """A mask and the arguments that it becomes, which attend as flex_attention and float64 do."""
+    """A mask and the arguments that it becomes, after a check that attention with them equals flex_attention and float64."""
     q, k, v = problem()
     mask = flex.create_block_mask(mask_mod, batch, 2, 90, 90, device="cpu", BLOCK_SIZE=block)
     options = from_flex_block_mask(mask)
@@ -138,7 +138,7 @@ def test_masks_without_a_rule(name, block, eager):
 
 
 def test_a_mask_without_a_function():
-    """Its partial blocks are whole."""
+    """Its partial blocks count as full."""
     count, index = (torch.from_numpy(x) for x in sabi.to_num_idx(sabi.causal(96, block_shape=(16, 16)), 6))
     options = from_flex_block_mask(flex.BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=16))
     assert (options["causal"], options["window"]) == (False, None)
@@ -159,10 +159,10 @@ def test_documents(block, eager):
 
 
 def test_documents_with_a_list():
-    """Where documents begin at block borders, each keeps its own listed blocks."""
+    """If documents begin at block borders, each keeps its own listed blocks."""
     ends = torch.tensor([0, 64, 64, 112, 150])
     numbers = torch.searchsorted(ends[1:], torch.arange(150), right=True)
-    first = torch.tensor([0, 0, 64, 112])  # of each document
+    first = torch.tensor([0, 0, 64, 112])  # the first token of each document
 
     def mask_mod(b, h, i, j):
         return (numbers[i] == numbers[j]) & (i >= j) & ((i // 16 == j // 16) | (j < first[numbers[j]] + 16))
@@ -178,14 +178,14 @@ def test_documents_with_a_list():
 
 @pytest.mark.parametrize("mask_mod", [lambda b, h, i, j: i + 20 >= j, lambda b, h, i, j: i >= j, lambda b, h, i, j: (i >= j) | (j < 50)])
 def test_a_mask_for_any_batch(mask_mod, eager):
-    """Also where the last keys are seen by no query, which lengths would say for one batch entry."""
+    """It fits any batch even if no query sees the last keys, which lengths could express only for a given batch."""
     q, k, v = problem(70)
     mask = flex.create_block_mask(mask_mod, None, None, 70, 90, device="cpu", BLOCK_SIZE=16)
     ours = block_sparse_attention(q, k, v, **from_flex_block_mask(mask))
     torch.testing.assert_close(ours, flex.flex_attention(q, k, v, block_mask=mask))
 
 
-def test_a_mask_that_lets_nothing_be_seen():
+def test_a_mask_that_hides_everything():
     mask = flex.create_block_mask(lambda b, h, i, j: i < 0, 1, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
     options = from_flex_block_mask(mask)
     assert (options["causal"], options["window"]) == (False, None)
@@ -194,7 +194,7 @@ def test_a_mask_that_lets_nothing_be_seen():
 
 
 def test_a_mask_that_begins_beyond_the_diagonal():
-    """The last queries see nothing. The diagonal can be placed only by counting fewer queries than keys; if q_lens names all, no window fits."""
+    """The last queries see nothing. The diagonal fits only with fewer valid queries than keys, so that q_lens with all queries is refused."""
     mask = flex.create_block_mask(lambda b, h, i, j: j >= i + 3, 1, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
     options = from_flex_block_mask(mask)
     q, k, v = problem(batch=1)
@@ -205,7 +205,7 @@ def test_a_mask_that_begins_beyond_the_diagonal():
 
 
 def test_whole_blocks_beyond_the_lengths():
-    """All keys are seen, those of the padding too, which the given lengths would leave out."""
+    """The mask shows all keys, including padding, which the given lengths would leave out."""
     mask = flex.create_block_mask(lambda b, h, i, j: i >= 0, 2, 1, 96, 96, device="cpu", BLOCK_SIZE=16)
     assert mask.kv_num_blocks.sum() == 0
     with pytest.raises(ValueError, match="^block_mask: expected "):
@@ -213,7 +213,7 @@ def test_whole_blocks_beyond_the_lengths():
 
 
 def test_padded_keys_of_a_mask_with_lengths():
-    """A query that attends is not padding, wherever it stands."""
+    """A query that sees keys is not padding, wherever it is."""
     mask = flex.create_block_mask(lambda b, h, i, j: j < LENGTHS[b], 2, 1, 90, 90, device="cpu", BLOCK_SIZE=16)
     options = from_flex_block_mask(mask)
     assert (options["q_lens"].tolist(), options["kv_lens"].tolist()) == ([90, 90], [61, 90])
@@ -277,7 +277,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", list(OPTIONS))
 @pytest.mark.parametrize("lead", [(1, 1), (2, 2), (1, 2)], ids=str)
 def test_lists_become_masks(name, lead, eager):
-    """The same attention by flex_attention, the same tokens by blocks and function, and the way back."""
+    """flex_attention with the mask gives the same result, its blocks and function show the same tokens, and it can be converted back."""
     options = {"sabi": sabi.from_block_mask(np.random.default_rng(3).random((*lead, 6, 3)) < 0.5, dtype="int32")} | OPTIONS[name]
     q, k, v = problem()
     mask = to_flex_block_mask(s_q=90, block_shape=(16, 32), **options)
@@ -322,8 +322,8 @@ def test_bad_lists():
         to_flex_block_mask(None, 90, kv_ranges=np.zeros((9, 2), int))
 
 
-def test_a_block_mask_is_no_argument_of_attention():
-    """The sentence names what makes arguments from it."""
+def test_a_block_mask_as_an_argument_is_refused():
+    """The sentence names the function that makes arguments from it."""
     mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, device="cpu")
     q = torch.randn(1, 2, 64, 16)
     sentence = "expected an array, got a BlockMask: blitz_attn.integrations.torch.from_flex_block_mask makes arguments from it$"

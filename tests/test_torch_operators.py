@@ -1,4 +1,4 @@
-"""The operators that torch compiles: torch's own checks, no graph break, the library's results to the bit, and what is refused."""
+"""The operators that torch compiles: torch's own checks, no graph break, the library's results to the bit, and refusals."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ operators = torch.ops.blitz_attn
 
 
 def of_layout(layout, queries=31, keys=37):
-    """The lengths, positional, and the options of that layout."""
+    """The lengths, as positional arguments, and the options of a layout."""
     ends = (None, None) if layout != "TND" else (torch.tensor([0, 13, 2 * queries]), torch.tensor([0, 40, 2 * keys]))
     lengths = (None, None) if layout == "TND" else (torch.tensor([queries, 9]), torch.tensor([keys, 21]))
     return (*lengths, *ends), {"layout": layout} | ({"num_heads": 4, "num_kv_heads": 2} if layout == "BSH" else {})
@@ -118,7 +118,7 @@ def test_choosing_tokens(packed):
 
 
 def several(q, k, v, lists, lengths):
-    """All that is differentiable, in one graph."""
+    """All differentiable functions, for one graph."""
     listed = functions.block_sparse_attention(q, k, v, lists, block_shape=(8, 8), causal=True, kv_lens=lengths)
     causal, lse = functions.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True, scale=0.2)
     shorter = functions.scaled_dot_product_attention(q, k[:, :, :20], v[:, :, :20], is_causal=True, enable_gqa=True)
@@ -130,7 +130,7 @@ def several(q, k, v, lists, lengths):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_no_graph_break(backend, dynamic):
-    """With gradients; the same bits as without a compiler."""
+    """Results and gradients have the same bits as without a compiler."""
     given = tensors(grad=True)
     lengths = torch.tensor([37, 21])
     compiled = torch.compile(several, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -157,7 +157,7 @@ def test_no_graph_break_where_there_is_no_gradient(backend):
 
 
 def test_checkpoints_and_exports():
-    """Activations that are computed anew, and a graph without Python."""
+    """Checkpoints compute activations anew, and an exported graph runs without Python."""
     given = tensors(grad=True)
     expected = torch.autograd.grad(several(*given, LISTS, None).sum(), given)
     again = checkpoint(several, *given, LISTS, None, use_reentrant=False)
@@ -174,7 +174,7 @@ def test_checkpoints_and_exports():
     assert torch.equal(exported.module()(*given, LISTS), several(*given, LISTS, None))
 
 
-# ---- Where torch has nothing to do --------------------------------------------------------------------------------------------
+# ---- With and without torch's dispatch ----------------------------------------------------------------------------------------
 
 
 MASK = torch.from_numpy(np.random.default_rng(0).random((31, 37)) < 0.7)
@@ -194,7 +194,7 @@ def every_call(q, k, v):
 
 
 class Operators(TorchDispatchMode):
-    """Takes down the library's operators that torch sees."""
+    """Records the library's operators that torch dispatches."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ EVERY = ["block_sparse_attention"] * 2 + ["select_and_attend_prefill"] + ["paged
 
 
 def test_no_dispatch_where_nothing_needs_it(monkeypatch):
-    """The same results to the bit, without the way through torch, which costs small calls more than their work."""
+    """Without torch's dispatch, which takes longer than a small call, results have the same bits."""
     given = tensors()
     with Operators() as mode:
         expected = every_call(*given)
@@ -229,8 +229,8 @@ def test_no_dispatch_where_nothing_needs_it(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is")  # deprecated, or not supported
-def test_whoever_watches_operators_sees_them():
-    """Modes, profilers, traces and transforms of torch."""
+def test_watchers_of_operators_see_them():
+    """Modes, profilers, traces and transforms of torch see the operators."""
     given = tensors()
     with torch.profiler.profile() as profile:
         every_call(*given)
@@ -257,7 +257,7 @@ def test_whoever_watches_operators_sees_them():
 
 
 class Named(torch.Tensor):
-    """A tensor of a class of its own, which sees the operators that it is given to."""
+    """A subclass of tensors that records the operators it is given to."""
 
     seen: ClassVar = []
 
@@ -292,7 +292,7 @@ def test_choosers_reach_the_library(chooser):
 
 @pytest.mark.parametrize("budget", [{"top_k": [1, 2, 3, 4]}, {"density": [0.3, 0.5, 0.7, 0.9]}, {"top_k": [2]}], ids=str)
 def test_budgets_in_arrays(budget):
-    """A number a head, or one: a list, an array and a tensor say the same."""
+    """A budget per head, or one budget, may be a list, an array or a tensor."""
     ((name, numbers),) = budget.items()
     q, k, v = tensors()
     options = {"block_shape": (8, 8), "causal": True}
@@ -338,7 +338,7 @@ def test_kinds_of_ranges(dtype):
 
 
 def test_a_mask_that_needs_a_gradient():
-    """Is taken where none is recorded, too, with the same bits."""
+    """Without recorded gradients, it is accepted, too, and gives the same bits."""
     q, k, v = tensors()
     bias = torch.randn(31, 37, requires_grad=True)
     slopes = torch.rand(4, requires_grad=True)
@@ -356,7 +356,7 @@ def test_a_mask_that_needs_a_gradient():
 
 
 def test_masks_as_arrays():
-    """Are copied, and their axes of stride 0 stay so; bfloat16 comes from ml_dtypes."""
+    """Masks that are NumPy arrays are copied, but not along axes of stride 0. bfloat16 comes from ml_dtypes."""
     q, k, v = tensors(grad=True)
     numbers = np.random.default_rng(0).standard_normal((4, 1, 37), np.float32)
     mask = np.broadcast_to(numbers, (2, 4, 31, 37))
@@ -387,7 +387,7 @@ def test_masks_and_slopes_compile(backend):
 
 
 def test_runs_of_keys_compile():
-    """The operator stands in a graph, with its gradient; ranges may be of every shape."""
+    """The operator and its gradient are part of a graph. Ranges may have any of their shapes."""
     given = tensors(grad=True)
     i = torch.arange(31)
     runs = torch.stack([i // 8 * 8, i + 6], dim=-1)
@@ -410,7 +410,7 @@ def test_runs_of_keys_compile():
 
 @pytest.mark.parametrize("chooser", ["pooled", Antidiagonal(4), SampledRows(2)], ids=str)
 def test_blocks_are_chosen_among_runs_of_keys(chooser):
-    """As by the library's own function, also in a graph; ranges may be an array, too."""
+    """Results are those of the library's own function, also in a graph. Ranges may be an array, too."""
     given = tensors()
     runs = torch.stack([torch.arange(31) // 8 * 8, torch.arange(31) // 8 * 8 + 13], dim=-1)
     options = {"chooser": chooser, "density": 0.5, "block_shape": (8, 8), "sink": 0, "recent": 0}
@@ -429,7 +429,7 @@ def test_blocks_are_chosen_among_runs_of_keys(chooser):
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "TND"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_over_chosen_blocks_takes_masks_slopes_sinks_and_a_softcap(layout, dtype):
-    """As the library's own function, to the bit; each changes the result, and all of them at once."""
+    """Results are those of the library's own function, to the bit. Each argument changes the result, alone and with all others."""
     torch.manual_seed(8)
     given = tensors(layout, dtype)
     lengths, options = of_layout(layout)
@@ -461,7 +461,7 @@ def test_masks_slopes_sinks_and_a_softcap_over_chosen_blocks_compile(backend):
 
 
 def test_compiled_functions_call_nsa_outside_of_their_graphs(recwarn):
-    """With gradients, to the bit and without a warning, also where lengths change."""
+    """Results and gradients have the same bits, without a warning, also if lengths change."""
     sizes = {"compress_block_size": 8, "num_selected_blocks": 4, "window_size": 16}
     run = lambda q, k, v, gates: functions.nsa(2 * q, k, v, gates=gates.sigmoid(), **sizes).sin()  # noqa: E731
     compiled = torch.compile(run, backend="aot_eager")
@@ -470,7 +470,7 @@ def test_compiled_functions_call_nsa_outside_of_their_graphs(recwarn):
         given = [torch.randn(1, tokens, heads, dim, requires_grad=True) for heads, dim in ((4, 16), (2, 16), (2, 16), (4, 3))]
         results = [(out := call(*given), *torch.autograd.grad(out.sum(), given)) for call in (run, compiled)]
         assert all(map(torch.equal, *results))
-    assert not [str(x.message) for x in recwarn if x.category is not DeprecationWarning]  # those are torch's own
+    assert not [str(x.message) for x in recwarn if x.category is not DeprecationWarning]  # torch itself raises DeprecationWarnings
 
 
 def test_nsa_without_a_compiler_does_not_import_one():
@@ -484,7 +484,7 @@ def test_nsa_without_a_compiler_does_not_import_one():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True).stdout == "False\n"
 
 
-# ---- What is refused ----------------------------------------------------------------------------------------------------------------
+# ---- Refusals -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

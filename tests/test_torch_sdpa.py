@@ -1,5 +1,5 @@
 """`integrations.torch.scaled_dot_product_attention`, with torch's own function as the oracle: how masks are read, leading axes that
-broadcast, and biases that learn. Masks of every form, beside what torch's function lacks, are drawn in tests/test_problems.py."""
+broadcast, and biases that learn. Masks of every form, together with options that torch's function lacks, are drawn in tests/test_problems.py."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_causal_with_lengths_compiles(queries, keys, dynamic):
     def attend(q, k, v, kv_lens):
         return functions.scaled_dot_product_attention(q, k, v, is_causal=True, window=(9, 0), kv_lens=kv_lens, enable_gqa=True)
 
-    torch._dynamo.reset()  # the cases would count as graphs of one function
+    torch._dynamo.reset()  # the cases would count as recompilations of one function
     run = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     made = [(f(*qkv, kv_lens) * weight).sum() for kv_lens in (lens, None) for f in (run, attend)]
     grads = [torch.autograd.grad(x, qkv) for x in made]
@@ -46,7 +46,7 @@ def test_causal_with_lengths_compiles(queries, keys, dynamic):
         assert all(torch.equal(a, b) for a, b in zip(*grads[n : n + 2], strict=True))
 
 
-def test_masks_are_read_as_what_costs_least():
+def test_masks_are_read_in_the_cheapest_form():
     from blitz_attn.integrations._torch.masks import read_mask
 
     near = (torch.arange(400)[:, None] // 200 == torch.arange(400) // 200) & (torch.arange(400) % 7 > 0)
@@ -54,10 +54,10 @@ def test_masks_are_read_as_what_costs_least():
     assert (read["sabi"].tolist(), read["block_shape"]) == ([[[[0, 1, -1, -1], [0, 1, 2, 3], [1, 2, 3, -1], [1, 2, 3, -1]]]], (128, 128))
     assert read["attn_mask"].data_ptr() == near.data_ptr()
     assert read_mask(near, 400, 400, torch.float32, lists=False).keys() == {"attn_mask"}
-    assert read_mask(torch.rand(400, 400) < 0.5, 400, 400, torch.float32, lists=True).keys() == {"attn_mask"}  # no block is empty
+    assert read_mask(torch.rand(400, 400) < 0.5, 400, 400, torch.float32, lists=True).keys() == {"attn_mask"}  # a list would keep all blocks
     causal = torch.ones(400, 400, dtype=torch.bool).tril()
     for numbers in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        mask = torch.full((400, 400), -0.0, dtype=numbers)  # which is 0
+        mask = torch.full((400, 400), -0.0, dtype=numbers)  # -0.0 adds nothing, like 0
         assert read_mask(mask.masked_fill(~causal, -torch.inf), 400, 400, torch.float32, lists=True).keys() == {"kv_ranges"}
         lowest = mask.masked_fill(~causal, torch.finfo(numbers).min)
         kind = "attn_mask" if numbers == torch.float16 else "kv_ranges"
@@ -71,7 +71,7 @@ def test_masks_are_read_as_what_costs_least():
 
 
 def test_masks_compile():
-    """A mask is read when the graph runs."""
+    """A mask is read when the graph runs, so one graph takes masks of every form."""
     given = tensors()
     mask = torch.ones(31, 37, dtype=torch.bool).tril(5)
     run = torch.compile(
@@ -84,7 +84,7 @@ def test_masks_compile():
 
 
 def test_a_mask_of_padding_needs_no_memory_for_pairs():
-    """It is read as it is, not as it is expanded: 24 bytes per query are made of it."""
+    """The mask is read before it is expanded, and no tensor that is made from it is larger than q."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     made = []
@@ -116,7 +116,7 @@ AXES = [
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_leading_axes_that_broadcast(axes, causal):
-    """As torch's own attention takes them; forward and backward."""
+    """Results and gradients are those of torch's own attention."""
     torch.manual_seed(4)
     given = [torch.randn(*lead, tokens, 16, requires_grad=True) for lead, tokens in zip(axes, (9, 11, 11), strict=True)]
     ours = functions.scaled_dot_product_attention(*given, is_causal=causal)
@@ -129,7 +129,7 @@ def test_leading_axes_that_broadcast(axes, causal):
     assert torch.equal(out, ours)
     assert lse.shape == ours.shape[:-1]
     scores = torch.broadcast_shapes(*(x.shape[:-2] for x in given[:2]))
-    if not causal and scores == ours.shape[:-2]:  # of others torch takes no mask
+    if not causal and scores == ours.shape[:-2]:  # for other axes, torch accepts no mask
         mask = torch.randn(*ours.shape[:-1], 11)
         theirs = torch.nn.functional.scaled_dot_product_attention(*given, mask)
         torch.testing.assert_close(functions.scaled_dot_product_attention(*given, mask), theirs)
@@ -137,7 +137,7 @@ def test_leading_axes_that_broadcast(axes, causal):
 
 @pytest.mark.parametrize("axes", [((2, 4), (1, 2), (1, 2)), ((2, 4), (2, 1), (2, 2)), ((2, 4), (1, 1), (1, 1)), ((4,), (2,), (2,)),
                                   ((2, 4), (2,), (2,)), ((3, 2, 4), (1, 1, 2), (3, 2, 1))], ids=str)  # fmt: skip
-def test_leading_axes_that_broadcast_beside_grouped_heads(axes):
+def test_leading_axes_that_broadcast_with_grouped_heads(axes):
     torch.manual_seed(4)
     given = [torch.randn(*lead, tokens, 16) for lead, tokens in zip(axes, (9, 11, 11), strict=True)]
     theirs = torch.nn.functional.scaled_dot_product_attention(*given, enable_gqa=True)
@@ -145,7 +145,7 @@ def test_leading_axes_that_broadcast_beside_grouped_heads(axes):
 
 
 def test_what_broadcasts_is_not_copied():
-    """One set of keys for a batch of 64: their bytes do not show in the memory that a call takes."""
+    """A batch of 64 shares one set of keys. The call allocates less than their bytes."""
     q, k, v = torch.randn(64, 4, 1, 64), *(torch.randn(1, 1, 4096, 64) for _ in range(2))
     with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
         out = functions.scaled_dot_product_attention(q, k, v)
@@ -176,7 +176,7 @@ def check(found, expected, rtol=1e-4):
 
 
 def test_a_mask_that_only_hides_learns_too():
-    """It would be read as a run of keys or as a list of blocks, which have no gradient."""
+    """Without a gradient, such a mask would be read as runs of keys or as a block list, which have none."""
     q, k, v = problem_of_biases()
     mask = torch.zeros(QUERIES, KEYS).masked_fill(torch.ones(QUERIES, KEYS).triu(20).bool(), -torch.inf).requires_grad_()
     weight = torch.randn_like(q)
@@ -188,8 +188,8 @@ def test_a_mask_that_only_hides_learns_too():
 
 
 @pytest.mark.parametrize("slope_dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_slopes_beside_a_mask(slope_dtype):
-    """Of the slopes alone, and of both; the loss uses both results."""
+def test_gradients_of_slopes_and_a_mask(slope_dtype):
+    """Gradients are asked for slopes alone, and for slopes and mask. The loss uses both results."""
     q, k, v = problem_of_biases()
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=slope_dtype, requires_grad=True)
     mask = torch.randn(HEADS, 1, KEYS, requires_grad=True)

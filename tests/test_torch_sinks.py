@@ -1,5 +1,5 @@
-"""Sinks and a softcap in the attention that torch differentiates: gradients against plain operations of torch in float64, and torch's own
-checks of the operator."""
+"""Sinks and a softcap in the attention that torch differentiates: gradients against plain operations of torch in float64, no graph break, and
+refusals."""
 
 import numpy as np
 import pytest
@@ -11,10 +11,10 @@ from blitz_attn import sabi  # noqa: E402
 from blitz_attn.integrations import torch as functions  # noqa: E402
 
 operator = torch.ops.blitz_attn.block_sparse_attention
-HEADS, TOKENS, LENGTHS = 4, 20, torch.tensor([[20, 7], [9, 20]])  # numbers of valid queries, and of keys, of two batch entries
+HEADS, TOKENS, LENGTHS = 4, 20, torch.tensor([[20, 7], [9, 20]])  # lengths of queries, and of keys, of two batch entries
 LISTS = torch.from_numpy(sabi.from_block_mask(np.random.default_rng(3).random((2, HEADS, 3, 5)) < 0.4, dtype="int32"))
 i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
-RULES = {  # options, and which keys they show each query
+RULES = {  # options, and the keys that each query sees under them
     "dense": ({}, i >= 0),
     "window": ({"causal": True, "window": (4, 0)}, (j <= i) & (i - j <= 4)),
     "listed": ({"block_shape": (8, 4), "sabi": LISTS}, torch.from_numpy(sabi.to_token_mask(LISTS.numpy(), TOKENS, TOKENS, (8, 4)))),
@@ -23,7 +23,7 @@ RULES = {  # options, and which keys they show each query
 
 
 def inputs(dtype=torch.float64, grad=True):
-    """q, k, v and sinks. The library takes sinks in float32: these have few digits."""
+    """q, k, v and sinks. The sinks have few digits, because the library reads sinks as float32."""
     torch.manual_seed(4)
     made = [torch.randn(2, heads, TOKENS, dim, dtype=dtype) for heads, dim in ((HEADS, 5), (2, 5), (2, 3))]
     return [x.requires_grad_(grad) for x in (*made, torch.tensor([-1.0, 0.5, 2.0, 0.0], dtype=dtype))]
@@ -44,7 +44,7 @@ def of_layout(layout):
 
 
 def dense(q, k, v, sinks, seen, valid, softcap=None):
-    """The definition: a sink is one more score, without a value. What is not valid gets 0 and -inf."""
+    """Attention by definition: a sink is one more score, without a value. Queries that are not valid get 0 and -inf."""
     k, v = (x.repeat_interleave(HEADS // 2, dim=1) for x in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -59,7 +59,7 @@ def dense(q, k, v, sinks, seen, valid, softcap=None):
 )
 @pytest.mark.parametrize("softcap", [None, 0.8])
 def test_gradient_of_sinks(rule, layout, softcap):
-    """Beside those of q, k and v, for a loss of both results."""
+    """Gradients of sinks and of q, k and v, for a loss that uses both results."""
     options, seen = RULES[rule]
     options = options | {"softcap": softcap}
     valid = torch.arange(TOKENS) < LENGTHS[0, :, None, None] if rule == "short" else torch.ones(2, 1, TOKENS, dtype=torch.bool)
@@ -80,7 +80,7 @@ def test_gradient_of_sinks(rule, layout, softcap):
 
 
 def test_queries_that_are_not_valid_add_nothing():
-    """Whatever the gradient of the loss is there, and for a sink of -inf, which no query sees."""
+    """They add nothing to the gradient of sinks, even if the gradient of the loss is NaN there. A sink of -inf has a gradient of 0."""
     given = inputs()
     sinks = torch.tensor([-torch.inf, 0.5, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
     options = {"q_lens": [20, 7], "kv_lens": [0, 20], "return_lse": True}
@@ -110,7 +110,7 @@ def test_results_are_those_of_the_library(sinks, grad, dtype):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_no_graph_break(backend):
-    """With gradients of sinks and of capped scores; the same bits as without a compiler."""
+    """Results and gradients, with sinks and capped scores, have the same bits as without a compiler."""
 
     def layer(q, k, v, sinks):
         out, lse = functions.block_sparse_attention(q, k, v, sinks=sinks, causal=True, return_lse=True)
@@ -123,7 +123,7 @@ def test_no_graph_break(backend):
         assert torch.equal(a, b)
 
 
-# ---- What is refused ------------------------------------------------------------------------------------------------------
+# ---- Refusals -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -144,15 +144,15 @@ def test_bad_calls(change, error, sentence, grad):
         functions.block_sparse_attention(q, k, v, **change)
 
 
-def test_whole_numbers_compile():
-    """Models write caps and scales as integers, too."""
+def test_integers_compile():
+    """Models may have integers as caps and scales."""
     q, k, v, _ = inputs(torch.float32, False)
     run = torch.compile(lambda x: functions.block_sparse_attention(x, k, v, softcap=30, scale=1), fullgraph=True, backend="eager")
     assert torch.equal(run(q), functions.block_sparse_attention(q, k, v, softcap=30.0, scale=1.0))
 
 
 def test_lengths_with_the_negative_bit():
-    """Views that have the other sign than their memory are read as they are seen, with and without torch's dispatch."""
+    """Tensors with the negative bit, whose memory has the opposite sign, are read right with and without torch's dispatch."""
     q, k, v, _ = inputs(torch.float32, False)
     n = torch.full((q.shape[0],), 5)
     expected = functions.block_sparse_attention(q, k, v, q_lens=n)

@@ -1,4 +1,4 @@
-"""Models of transformers under torch.autocast: rotary embeddings leave queries and keys in float32 beside values of 16 bits."""
+"""Models of transformers under torch.autocast, in which rotary embeddings leave queries and keys in float32 while values have 16 bits."""
 
 import pytest
 
@@ -17,12 +17,12 @@ IDS = torch.arange(3, 43)[None] + torch.tensor([[0], [17]])
 
 
 def far(found, expected):
-    """How far logits are from each other, as a share of the largest."""
+    """The largest difference of logits, relative to the largest logit."""
     return ((found.float() - expected).abs().max() / expected.abs().max()).item()
 
 
 def is_close(model, found, low):
-    """Whether logits are about as far from those of float32 as those of the model's own attention under autocast are."""
+    """Whether logits differ from those in float32 by about as much as those of the model's own attention under autocast."""
     exact = forward(model, "eager", IDS)
     with torch.autocast("cpu", dtype=low):
         expected = forward(model, "eager", IDS)
@@ -32,7 +32,7 @@ def is_close(model, found, low):
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("implementation", ["blitz_attn", "blitz_attn_sparse"])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_models_attend_here(name, implementation, low):
+def test_models_do_not_fall_back(name, implementation, low):
     model = small_model(name)
     configure(SparseConfig(on_unsupported="error"), model)
     with torch.autocast("cpu", dtype=low):
@@ -45,7 +45,7 @@ def test_models_attend_here(name, implementation, low):
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_one_call(sparse, low):
-    """The same bits as tensors that are cast before; the dtype of values is autocast's already."""
+    """The result has the same bits as with tensors that are cast before. The values are already of autocast's dtype."""
     q, k, v = tensors(1, 4, 40, 8), tensors(1, 2, 40, 8, seed=1), tensors(1, 2, 40, 8, seed=2)
     configure(SparseConfig(density=0.4, block_shape=(8, 8), min_tokens=1, sink=0, recent=1, on_unsupported="error"))
     name = "sparse" if sparse else "dense"
@@ -65,7 +65,7 @@ def test_one_call(sparse, low):
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_training(name, low):
-    """Gradients are no further from those of float32 than with the model's own attention."""
+    """Gradients differ from those in float32 by no more than with the model's own attention."""
     model = small_model(name)
     configure(SparseConfig(on_unsupported="error"), model)
 
@@ -92,7 +92,7 @@ def test_training(name, low):
 @pytest.mark.parametrize("implementation", ["blitz_attn", "blitz_attn_sparse", "sdpa"])
 @pytest.mark.parametrize("kind", ["paged", "dynamic"])
 def test_decoding(kind, implementation, low, monkeypatch):
-    """Pages hold keys and values in autocast's dtype, so that no step casts them again."""
+    """Pages hold keys and values in autocast's dtype, so that steps do not cast them again."""
     model = small_model("llama")
     budget = 1000 if kind == "paged" else None
     configure(SparseConfig(on_unsupported="error", min_tokens=8, decode_budget=budget, top_p=1.0), model)

@@ -1,4 +1,4 @@
-"""A paged cache in the place of transformers' own: whatever models and `generate` read of a cache, before, between and after steps."""
+"""A paged cache in place of transformers' own: everything that models and `generate` read from a cache, before, between and after steps."""
 
 import random
 
@@ -15,7 +15,7 @@ from cases_transformers import SMALL, WINDOWED, tensors  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
-# What the models of transformers, its masks and `generate` read of a cache, and of a layer of one.
+# What models, masks and `generate` of transformers read from a cache, and from a layer of a cache.
 READ = {
     "get_seq_length": lambda cache: [cache.get_seq_length(), *map(cache.get_seq_length, range(len(cache)))],
     "get_mask_sizes": lambda cache: [cache.get_mask_sizes(queries, n) for queries in (1, 5) for n in range(len(cache))],
@@ -36,7 +36,7 @@ METHODS = (
 
 
 def step(tokens, batch=2):
-    """Keys and values of both layers, in both caches."""
+    """A change that appends the same keys and values to both layers of both caches."""
 
     def change(caches, rng):
         for layer in range(2):
@@ -71,7 +71,7 @@ CHANGES = {
 
 
 def index_keys(batch, tokens):
-    """New keys of the model's own indexer, in both caches."""
+    """Adds new keys of the model's own indexer to both caches."""
 
     def change(caches, rng):
         for layer in range(2):
@@ -82,7 +82,7 @@ def index_keys(batch, tokens):
     return change
 
 
-# Of a model that chooses its own tokens: each step brings keys of its indexer, too.
+# Changes of the caches of a model that chooses its own tokens: each step also brings keys of the model's indexer.
 INDEXED = {
     "a prompt": step(5), "its keys": index_keys(2, 5), "a token": step(1), "its key": index_keys(2, 1), "crop": each("crop", -2),
     "crop of nothing": each("crop", 0), "drafts": step(9), "their keys": index_keys(2, 9), "reorder": each("reorder_cache", torch.tensor([1, 1])),
@@ -115,8 +115,8 @@ def test_keys_of_an_indexer_are_kept_as_a_dynamic_cache_keeps_them():
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
-def test_what_is_read_of_a_cache_is_what_a_dynamic_cache_has(kind):
-    """After each of the changes, one after the other: with a window that is never full, since a full one cannot be cropped."""
+def test_a_paged_cache_is_read_like_a_dynamic_cache(kind):
+    """Both are compared after each of the changes, which follow each other. The window never fills, because a full one cannot be cropped."""
     options = {**SMALL, "sliding_window": None} if kind == "Llama" else {**WINDOWED, "sliding_window": 20}
     config = getattr(transformers, f"{kind}Config")(**options)
     ours, theirs = caches = paged_cache(config, page_size=4), transformers.DynamicCache(config=config)
@@ -139,7 +139,7 @@ def test_what_is_read_of_a_cache_is_what_a_dynamic_cache_has(kind):
 
 
 def test_values_may_be_longer_than_an_early_initialization_says():
-    """Which knows one head dimension, of keys and of values."""
+    """early_initialization gets only one head dim, for keys and values."""
     cache = paged_cache(transformers.LlamaConfig(**SMALL), page_size=4)
     cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
     keys, values = tensors(2, 2, 3, 8), tensors(2, 2, 3, 12)
@@ -149,7 +149,7 @@ def test_values_may_be_longer_than_an_early_initialization_says():
 
 
 def test_a_prefix_that_sees_itself_is_the_first_step_alone():
-    """A model that asks whether its cache is initialized would otherwise join new tokens, of the kind of the prefix, to it."""
+    """If its cache were not initialized after the first step, the model would count new tokens of the same kind as part of the prefix."""
     config_class = getattr(transformers, "HrmTextConfig", None)
     if config_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no HrmText")
@@ -198,7 +198,7 @@ def encoder_decoder(kind):
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("kind", OF_ENCODERS)
 def test_a_paged_cache_of_an_encoder_decoder(kind, beams):
-    """By itself, and as either part of an `EncoderDecoderCache`."""
+    """The cache is used by itself, and as either part of an `EncoderDecoderCache`."""
     model = encoder_decoder(kind)
     options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "num_beams": beams}
     told = {"return_dict_in_generate": True, "output_logits": True}
@@ -235,7 +235,7 @@ def test_a_paged_cache_of_an_encoder_decoder_is_read_as_one():
 
 
 def test_new_tokens_of_an_encoder_decoder_attend_to_chosen_pages():
-    """Those of self-attention and those of cross-attention; without either, this would be an error."""
+    """Both self-attention and cross-attention do: otherwise on_unsupported="error" would raise."""
     model = encoder_decoder("Bart")
     model.set_attn_implementation("blitz_attn_sparse")
     logits = []

@@ -1,4 +1,4 @@
-"""Calls of the attention functions that are registered with transformers: what they leave out, and what is refused."""
+"""Calls of the attention functions that are registered with transformers: the blocks and pages that they leave out, and refusals."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.mark.parametrize("window", [None, 23])
 @pytest.mark.parametrize("sides", ["none", "left", "right"])
 def test_blocks_that_are_not_chosen_are_left_out(sides, window, softcap):
-    """Against float64 softmax over the tokens of the list that the chooser gives for the sequence without its padding."""
+    """The result is float64 attention over the blocks that the chooser lists for the sequence without its padding."""
     q, k, v = tensors(1, 4, 37, 8), tensors(1, 2, 48, 8, seed=1), tensors(1, 2, 48, 8, seed=2)
     begin, end = {"none": (0, 48), "left": (5, 48), "right": (0, 43)}[sides]
     valid = torch.zeros(1, 48, dtype=torch.bool)
@@ -60,7 +60,7 @@ def test_blocks_that_are_not_chosen_are_left_out(sides, window, softcap):
 
 
 def runs_of_tokens(kind, queries, keys, padding):
-    """A mask in which each query sees a run of keys: chunks (Llama 4), an image in a text (Gemma 3, PaliGemma) or documents beside padding."""
+    """A mask in which each query sees a run of keys: chunks (Llama 4), an image in a text (Gemma 3, PaliGemma), or documents with padding."""
     valid = torch.ones(1, keys, dtype=torch.bool)
     valid[:, :padding] = False
     numbers = torch.full((1, keys), -1)
@@ -82,26 +82,26 @@ def runs_of_tokens(kind, queries, keys, padding):
     ],
 )  # fmt: skip
 def test_blocks_are_chosen_among_runs_of_keys(form, kind, past, padding):
-    """Against dense float64 over the list that the chooser gives under the runs that the mask shows."""
+    """The result is float64 attention over the blocks that the chooser lists for the runs of keys in the mask."""
     queries, keys = 48, 48 + past
     mask = runs_of_tokens(kind, queries, keys, padding)
     assert mask.rules.ranges is not None
     q, k, v = tensors(1, 4, queries, 8), tensors(1, 2, keys, 8, seed=1), tensors(1, 2, keys, 8, seed=2)
     seen = mask.elements()
-    begin = padding  # which is no part of the call
+    begin = padding  # padding is not part of the expected call
     options = {"density": 0.5, "block_shape": (8, 4), "chooser": select.Pooled(pool=4), "sink": 0, "recent": 1}
     configure(SparseConfig(**options, min_tokens=1, on_unsupported="error"))
     found = call(q, k, v, seen if form == "elements" else mask, "sparse").transpose(1, 2).numpy()
     real = slice(max(0, padding - past), None)
     arrays = [x.double().numpy() for x in (q, k[:, :, begin:], v[:, :, begin:])]
     ranges = mask.rules.ranges - begin if form == "rules" else sabi.kv_ranges_from_token_mask(seen[:, 0].numpy())
-    rules = {"kv_ranges": np.where(np.arange(queries)[:, None] < padding - past, 0, ranges)}  # what padding sees has no meaning
+    rules = {"kv_ranges": np.where(np.arange(queries)[:, None] < padding - past, 0, ranges)}  # queries that are padding see nothing
     lists = select.select_blocks_prefill(q.numpy(), k[:, :, begin:].numpy(), **options, **rules)
     expected = reference.block_sparse_attention(*arrays, lists, block_shape=(8, 4), **rules)
     assert np.abs(found - expected)[:, :, real].max() < 1e-5
     dense = eager(q, k, v, seen).transpose(1, 2).numpy()
     assert np.abs(dense - expected)[:, :, real].max() > 1e-3
-    configure(SparseConfig(**options | {"chooser": "vertical_slash"}, min_tokens=1, on_unsupported="error"))  # lines are for no runs
+    configure(SparseConfig(**options | {"chooser": "vertical_slash"}, min_tokens=1, on_unsupported="error"))  # takes no ranges: dense
     found = call(q, k, v, mask, "sparse").transpose(1, 2).numpy()
     assert np.abs(dense - found)[:, :, real].max() < 1e-5
 
@@ -109,8 +109,8 @@ def test_blocks_are_chosen_among_runs_of_keys(form, kind, past, padding):
 @pytest.mark.parametrize("budget", [{"top_k": 1, "sink": 0}, {"top_p": 0.6}, {"density": 0.4}, {"density": 0.3, "last_rows": 1}])
 @pytest.mark.parametrize("kind", ["chunks", "images", "bidirectional"])
 def test_padding_on_the_right_changes_no_choice(kind, budget):
-    """A short text has the blocks that it has alone. Where padding attends to it, as it does in bidirectional models, rows of padding count
-    in a density, too."""
+    """A short text has the same blocks with padding as alone. In bidirectional models, padding attends the text, and so its rows count in a
+    density: these cases are skipped."""
     if kind == "bidirectional" and "density" in budget:
         pytest.skip("rows of padding count")
     tokens, short = 64, 40
@@ -138,7 +138,7 @@ def test_padding_on_the_right_changes_no_choice(kind, budget):
 
 @pytest.mark.parametrize("starts", [(0, 0), (3, 0), (3, 3), (0, 9)])
 def test_pages_that_quest_does_not_choose_are_left_out(starts):
-    """A cache grows token by token, with padding on the left; each step against the float64 twin over pages without the padding."""
+    """A cache grows token by token, with padding on the left. Each step is compared with the float64 twin over pages without the padding."""
     cache = paged_cache(transformers.LlamaConfig(num_hidden_layers=1), page_size=4)
     keys, values = tensors(2, 2, 40, 8), tensors(2, 2, 40, 8, seed=1)
     configure(SparseConfig(min_tokens=1, decode_budget=12))
@@ -148,7 +148,7 @@ def test_pages_that_quest_does_not_choose_are_left_out(starts):
     sinks = tensors(4, seed=3)
     cache.update(keys[:, :, :20], values[:, :, :20], 0)
     for length in [*range(21, 31), *range(25, 41)]:
-        if cache.get_seq_length() == length + 5:  # six tokens are taken back, and others come
+        if cache.get_seq_length() == length + 5:  # six tokens are cropped, and replaced by others
             cache.crop(-6)
             keys[:, :, 24:], values[:, :, 24:] = tensors(2, 2, 2, 16, 8, seed=4)
         k, v = cache.update(keys[:, :, length - 1 : length], values[:, :, length - 1 : length], 0)
@@ -173,8 +173,8 @@ def test_pages_that_quest_does_not_choose_are_left_out(starts):
 
 @pytest.mark.parametrize("starts", [(0, 0), (3, 0), (3, 9)])
 @pytest.mark.parametrize("tokens", [2, 5, 32])
-def test_draft_tokens_attend_as_in_steps_of_their_own(tokens, starts):
-    """Bit by bit, where the first few are below `min_tokens`, too. What follows a prompt is no part of the prompt."""
+def test_draft_tokens_attend_as_in_single_steps(tokens, starts):
+    """The bits are the same, even if the first of them are below `min_tokens`. Tokens after a prompt do not count as part of the prompt."""
     config = transformers.LlamaConfig(num_hidden_layers=1)
     total = 60
     keys, values, q = tensors(2, 2, total, 8), tensors(2, 2, total, 8, seed=1), tensors(2, 4, total, 8, seed=2)
@@ -194,15 +194,15 @@ def test_draft_tokens_attend_as_in_steps_of_their_own(tokens, starts):
     alone = torch.cat([step(one, n, n + 1) for n in range(begin, total)], 1)
     together = step(many, begin, total)
     assert torch.equal(alone[:, 1:], together[:, 1:])
-    assert (alone[:, :1] - together[:, :1]).abs().max() < 1e-5  # the first attends to all
-    many.crop(-(tokens - 1))  # one draft is kept, and others come
+    assert (alone[:, :1] - together[:, :1]).abs().max() < 1e-5  # the first token attends all keys
+    many.crop(-(tokens - 1))  # one draft token is kept, and the others are replaced
     keys[:, :, begin + 1 :], values[:, :, begin + 1 :] = tensors(2, 2, 2, tokens - 1, 8, seed=5)
     one.crop(-(tokens - 1))
     alone = torch.cat([step(one, n, n + 1) for n in range(begin + 1, total)], 1)
     assert torch.equal(alone, step(many, begin + 1, total))
 
 
-def test_a_budget_that_no_step_can_keep_is_told():
+def test_a_budget_that_no_step_can_keep_is_reported():
     q, k, v = tensors(1, 4, 1, 8), tensors(1, 2, 20, 8, seed=1), tensors(1, 2, 20, 8, seed=2)
     mask = make_mask(1, 1, 20, 19)
     configure(SparseConfig(min_tokens=1, decode_budget=8))
@@ -219,7 +219,7 @@ def test_a_budget_that_no_step_can_keep_is_told():
         call(q, k, v, mask, "sparse")
 
 
-# ---- What is refused --------------------------------------------------------------------------------------------------
+# ---- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def cached_layer():
@@ -275,7 +275,7 @@ def test_bad_input_is_refused_in_a_sentence(name):
     assert "\n" not in str(caught.value)
 
 
-def test_a_profile_of_another_model_is_refused_in_the_call_where_it_holds_for_all_models():
+def test_a_profile_of_another_model_is_refused_in_the_call():
     configure(SparseConfig(profile=PROFILE._replace(kv_heads=4), min_tokens=1))
     with pytest.raises(ValueError, match="profile: expected one of a model with"):
         forward(small_model("llama"), "blitz_attn_sparse", torch.arange(3, 20)[None])
@@ -295,7 +295,7 @@ def test_a_profile_gives_each_layer_its_own_budget(monkeypatch):
         configure(None, model)
     configure(SparseConfig(top_p=0.9, min_tokens=1))
     forward(model, "blitz_attn_sparse", torch.arange(3, 20)[None])
-    assert seen[len(profile.numbers) :] == [0.9, 0.9]  # what holds for all models holds for this one again
+    assert seen[len(profile.numbers) :] == [0.9, 0.9]  # the model has the configuration of all models again
 
 
 def test_a_version_whose_masks_have_no_offset_is_refused(monkeypatch):
@@ -312,7 +312,7 @@ def test_a_paged_cache_keeps_no_gradients():
 
 
 def test_a_cache_of_a_smaller_model():
-    """A draft model's cache, given to the model itself."""
+    """The cache of a draft model is given to the larger model."""
     model = small_model("llama")
     cache = paged_cache(transformers.LlamaConfig(num_hidden_layers=1))
     sentence = (

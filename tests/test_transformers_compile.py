@@ -1,4 +1,4 @@
-"""Models of transformers under torch.compile: attention stands in the graph, and results are those without a graph."""
+"""Models of transformers under torch.compile: attention is part of the graph, and results are those without a graph."""
 
 import functools
 import logging
@@ -60,7 +60,7 @@ def test_a_model_is_one_graph(implementation, padding):
     dense.set_attn_implementation("blitz_attn")
     with torch.no_grad():
         all_keys = dense(ids, attention_mask=mask).logits
-    assert torch.equal(found, all_keys) == (implementation == "blitz_attn")  # blocks are really left out
+    assert torch.equal(found, all_keys) == (implementation == "blitz_attn")  # the sparse implementation leaves blocks out
 
 
 @pytest.mark.long
@@ -72,7 +72,7 @@ def test_windows_softcaps_and_sinks_stand_in_the_graph(name):
 
 
 def test_packed_sequences_are_found_when_the_graph_runs():
-    """One graph for sequences of any lengths: their borders are elements of a tensor."""
+    """One graph serves sequences of any lengths, because their borders are elements of a tensor."""
     model, ids = small_model("llama"), tokens_of(1)
     model.set_attn_implementation("blitz_attn_sparse")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -99,7 +99,7 @@ def test_steps_over_a_static_cache_are_one_graph():
 
 @pytest.mark.long
 def test_layers_may_be_compiled_by_themselves():
-    """The model makes the mask outside of the graphs then."""
+    """In this case the model makes the mask outside the graphs."""
     model, ids = small_model("llama"), tokens_of()
     model.set_attn_implementation("blitz_attn_sparse")
     mask = padded(random.Random(3), "left", *ids.shape)
@@ -116,8 +116,8 @@ def test_layers_may_be_compiled_by_themselves():
     assert torch.equal(found, expected)
 
 
-def test_shapes_are_known_to_the_passes_behind():
-    """aot_eager traces the operator with tensors that have no elements, and takes what it says of shapes."""
+def test_shapes_are_known_to_later_compiler_passes():
+    """aot_eager traces the operator with tensors without elements, and relies on the shapes that it returns."""
     model, ids = small_model("llama"), tokens_of()
     model.set_attn_implementation("blitz_attn_sparse")
     with torch.no_grad():
@@ -126,11 +126,11 @@ def test_shapes_are_known_to_the_passes_behind():
     assert (found - expected).abs().max() < 1e-5
 
 
-# ---- What stands in no graph --------------------------------------------------------------------------------------------
+# ---- Graph breaks, and masks without rules ------------------------------------------------------------------------------
 
 
 def reasons():
-    """Why graphs ended since the test began."""
+    """The reasons for graph breaks since the test began."""
     return list(torch._dynamo.utils.counters["graph_break"])
 
 
@@ -147,7 +147,7 @@ def test_a_model_that_adds_its_mask_says_so(holes):
         torch.compile(model, backend="eager")(ids, attention_mask=mask)
 
 
-def test_a_mask_that_is_traced_is_no_tensor():
+def test_a_traced_mask_cannot_be_used_as_a_tensor():
     from blitz_attn.integrations._transformers.masks import TracedMask
 
     mask = TracedMask((1, 1, 9, 9), True, None, None, None, None, 0, 0)
@@ -159,7 +159,7 @@ def test_a_mask_that_is_traced_is_no_tensor():
 
 @pytest.mark.parametrize("form", ["holes", "bool", "numbers"])
 def test_a_mask_without_rules_stands_in_the_graph(form):
-    """Padding inside a sequence is seen when the graph runs; a mask that is a matrix when it is made."""
+    """Padding inside a sequence is noticed when the graph runs, and a mask that is a matrix when the graph is made."""
     model, ids = small_model("llama"), tokens_of(2, 9)
     mask = torch.ones_like(ids)
     mask[:, 4] = 0
@@ -221,7 +221,7 @@ def test_quest_over_a_paged_cache_says_so_and_is_right():
 
 @pytest.mark.long
 def test_what_falls_back_is_traced_and_said_once(caplog):
-    """Attention with a matrix as its mask that is differentiated does not end the graph."""
+    """Differentiated attention with a matrix as its mask falls back to torch without breaking the graph."""
     model, ids = small_model("llama"), tokens_of()
     matrix = torch.ones(40, 40, dtype=torch.bool).tril()[None, None].expand(2, 1, -1, -1)
     model.set_attn_implementation("blitz_attn")

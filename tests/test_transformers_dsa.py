@@ -1,4 +1,4 @@
-"""Models that choose tokens themselves, as DeepSeek-V3.2 does: only these are attended, as in the model's eager attention."""
+"""Models that choose tokens themselves, as DeepSeek-V3.2 does: only the chosen tokens are attended, as in the model's eager attention."""
 
 import functools
 import importlib
@@ -39,7 +39,7 @@ SMALL = {
     "index_topk": 6, "index_head_dim": 16, "index_n_heads": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-SHARED = {"indexer_types": ["full", "shared"]}  # the second layer takes the lists of the first
+SHARED = {"indexer_types": ["full", "shared"]}  # the second layer uses the lists of the first
 FAMILIES = {
     "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", {}),
     "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", SHARED),
@@ -55,7 +55,7 @@ FAMILIES = {
 
 @functools.cache
 def small_model(name, topk=6):
-    """A model with random weights, large enough for attention, and for the choice, to be far from uniform."""
+    """A model with random weights, which are so large that attention and the choice of tokens are far from uniform."""
     config, kind, options = FAMILIES[name]
     try:
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -83,15 +83,15 @@ def prompt(batch, length, seed=1):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_logits_are_those_of_eager_attention(name, seed, implementation, monkeypatch):
-    """All options are drawn together. What a configuration would choose is left to the model. Chunks are the same, since the models choose
-    among tokens of equal scores, of which 0 is one, by what else there is."""
+    """All options are drawn together. The model chooses tokens, not the configuration. Chunks are the same in both runs, because the choice among
+    tokens of equal scores (often 0) depends on the other tokens of a chunk."""
     rng = random.Random(f"{name} {seed} {implementation}")
     model = small_model(name)
     batch, length = rng.randint(1, 3), rng.randint(12, 40)
     side, cache = rng.choice(("none", "left", "right")), rng.choice(("none", "dynamic", "static", "paged"))
     sizes = draw_sizes(rng, length)
     as_lists = rng.choice((True, False, None))
-    if as_lists is not None:  # None: by the rule
+    if as_lists is not None:  # None keeps the usual rule
         monkeypatch.setattr(attention, "pays_as_lists", lambda *_: as_lists)
     configure(SparseConfig(density=0.1, block_shape=(8, 4), min_tokens=1, sink=0, recent=0, dense_layers=(1,) if name == "dots3_note" else ()))
     print(side, cache, sizes, as_lists, (batch, length))
@@ -106,16 +106,16 @@ def test_logits_are_those_of_eager_attention(name, seed, implementation, monkeyp
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_dense_run_differs(name):
-    """What the test above relies on: in prompts of so few tokens, the models leave tokens out."""
+    """The test above relies on this: even in so short prompts, the models leave tokens out."""
     ids = prompt(2, 24)
     sparse, dense = (forward(small_model(name, topk), "blitz_attn", ids) for topk in (6, 64))
-    assert (sparse - dense)[:, :6].abs().max() < 1e-4  # they see no more than they may
+    assert (sparse - dense)[:, :6].abs().max() < 1e-4  # the first six queries see at most six tokens
     assert (sparse - dense)[:, 6:].abs().max() > 0.1
     assert (dense - forward(small_model(name, 64), "eager", ids)).abs().max() < 1e-4
 
 
 def generated(model, ids, mask, cache, count):
-    """Greedy tokens; of a model without a head, by its embeddings."""
+    """Greedy tokens. A model without a head uses its embeddings as one."""
     options = {"do_sample": False, "eos_token_id": None}
     if hasattr(model, "lm_head"):
         return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=count, **options)[:, ids.shape[1] :]
@@ -148,7 +148,7 @@ def test_generated_tokens_are_those_of_eager_attention(name, cache):
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_gradients_are_those_of_eager_attention(name):
-    """Of the weights, by lists and by masks."""
+    """Gradients of the weights, with chosen tokens as lists and as masks."""
     model = small_model(name)
     ids = prompt(2, 20)
     found = {}
@@ -185,7 +185,7 @@ def test_a_compiled_model_is_one_graph(name):
     assert not TOLD
 
 
-def test_a_part_of_a_mask_that_is_traced_can_only_be_added():
+def test_a_slice_of_a_traced_mask_can_only_be_added():
     mask = TracedMask((2, 1, 3, 4), True, None, None, None, torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]).bool(), 1, 0)
     hidden = torch.finfo(torch.float32).min
     expected = torch.zeros(2, 3, 4).masked_fill(~mask.elements()[:, 0], hidden)
@@ -204,7 +204,7 @@ def test_a_part_of_a_mask_that_is_traced_can_only_be_added():
 
 
 def draw(rng, batch, queries, keys, count):
-    """Lists of distinct keys, in any order."""
+    """Lists of distinct keys, in random order."""
     return torch.from_numpy(rng.permuted(np.tile(np.arange(keys, dtype=np.int32), (batch, queries, 1)), axis=2)[..., :count].copy())
 
 
@@ -225,14 +225,14 @@ RULES = {
 @pytest.mark.parametrize("as_lists", [True, False])
 @pytest.mark.parametrize("most", [1, 1 << 26])
 def test_pieces_of_a_call_are_the_call(monkeypatch, rule, as_lists, most):
-    """Queries in several calls, behind padding on both sides, with pads and repeated tokens in the lists."""
+    """Queries are attended in several calls, with padding on both sides, and with pads and repeated tokens in the lists."""
     monkeypatch.setattr(attention, "pays_as_lists", lambda *_: as_lists)
     monkeypatch.setattr(tokens, "_MOST_BYTES", most)
     monkeypatch.setattr(tokens, "_ROWS", 8)
     rng = np.random.default_rng(0)
     padding = torch.ones(3, 50, dtype=torch.bool)
     padding[0, :9] = 0
-    if rule != "a window on both sides":  # which is counted from the last token
+    if rule != "a window on both sides":  # that window is counted from the last token
         padding[1, 41:] = 0
     q, k, v = tensors(3, 4, 40, 8), tensors(3, 2, 50, 8, seed=1), tensors(3, 2, 50, 8, seed=2)
     indices = draw(rng, 3, 40, 50, 20)
@@ -254,7 +254,7 @@ def test_queries_that_may_see_all_tokens_are_attended_densely(monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v = (tensors(2, 2, 30, 8, seed=n) for n in range(3))
     order = draw(rng, 2, 30, 30, 30)
-    score = (order > torch.arange(30)[:, None]).int()  # what is seen comes first, as in the models
+    score = (order > torch.arange(30)[:, None]).int()  # tokens that a query sees come first, as in the models
     order = order.gather(-1, score.argsort(dim=-1, stable=True))
     mask = make_mask(2, 30, 30)
     for count, dense in ((30, [True]), (12, [True, False]), (1, [True, False])):
@@ -267,10 +267,10 @@ def test_queries_that_may_see_all_tokens_are_attended_densely(monkeypatch):
     step = make_mask(2, 1, 30, 29)
     indices = order[:, -1:, :12]
     assert (call(q[:, :, -1:], k, v, step, indices=indices) - eager(q[:, :, -1:], k, v, listed(indices, 30))).abs().max() < 1e-5
-    assert [x["block_shape"] for x in given] == [(1, 1)]  # a list of single tokens
+    assert [x["block_shape"] for x in given] == [(1, 1)]  # lists of single tokens
 
 
-def test_a_list_for_the_whole_batch_and_nothing_at_all():
+def test_lists_for_the_whole_batch_and_empty_lists():
     q, k, v = tensors(2, 2, 6, 8), tensors(2, 2, 9, 8, seed=1), tensors(2, 2, 9, 8, seed=2)
     indices = draw(np.random.default_rng(0), 1, 6, 9, 4).long()
     mask = make_mask(2, 6, 9, 3)
@@ -291,8 +291,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", list(WRONG))
-@pytest.mark.parametrize("dropout", [0.0, 0.5])  # with which torch computes
-def test_what_names_no_tokens_is_refused(name, dropout):
+@pytest.mark.parametrize("dropout", [0.0, 0.5])  # with dropout, torch computes
+def test_wrong_lists_of_tokens_are_refused(name, dropout):
     change, sentence = WRONG[name]
     q, k, v = tensors(2, 2, 6, 8), tensors(2, 2, 9, 8, seed=1), tensors(2, 2, 9, 8, seed=2)
     indices = draw(np.random.default_rng(0), 2, 6, 9, 9).sort(dim=-1).values[..., [0, 3, 8, 1, 5]]
@@ -301,7 +301,7 @@ def test_what_names_no_tokens_is_refused(name, dropout):
 
 
 @pytest.mark.parametrize("kind", ["matrix", "bias"])
-def test_beside_a_mask_of_numbers_torch_computes(kind):
+def test_with_a_mask_of_numbers_torch_computes(kind):
     q, k, v = (tensors(2, 2, 9, 8, seed=n) for n in range(3))
     indices = draw(np.random.default_rng(0), 2, 9, 9, 5)
     hidden = torch.zeros(2, 1, 9, 9).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), torch.finfo(torch.float32).min)

@@ -1,5 +1,5 @@
-"""Calls of the attention functions that are registered with transformers, beside masks and options of other kinds: what falls back to torch, or to
-the elements of the mask, and computes what the model's own attention does."""
+"""Calls of the attention functions that are registered with transformers, with unusual masks and options: they fall back to torch, or to the
+elements of the mask, and compute what the model's own attention does."""
 
 import logging
 import sys
@@ -70,7 +70,7 @@ def with_sequences():
     return masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])))
 
 
-ELEMENTS = {  # masks without rules, and why they have none
+ELEMENTS = {  # masks without rules, and the reasons
     "holes": (holes, "padding between the tokens of a sequence"),
     "matrix": (matrix, None),
     "blocks in two parts": (lambda: blocks([0, 0, -1, 0, 0, 1, 1, -1, -1]), "blocks of tokens with other tokens between them"),
@@ -89,7 +89,7 @@ def test_masks_without_rules_are_computed_by_their_elements(name, form, implemen
     make, reason = ELEMENTS[name]
     mask = make()
     assert reason is None or (mask.rules is None and mask.reason.startswith(reason.removesuffix(")")))
-    density = 1.0 if name == "sequences or blocks" else 0.2  # it shows all keys: a run, of which blocks are chosen
+    density = 1.0 if name == "sequences or blocks" else 0.2  # that mask shows all keys, so its queries see a run of keys, of which blocks are chosen
     configure(SparseConfig(on_unsupported="error", min_tokens=1, density=density, block_shape=(4, 4), chooser=select.Pooled(pool=2)))
     q, k, v = tensors(2, 4, 9, 8), tensors(2, 2, 9, 8, seed=1), tensors(2, 2, 9, 8, seed=2)
     seen = mask.elements() if isinstance(mask, RuleMask) else mask
@@ -104,14 +104,14 @@ def test_masks_without_rules_are_computed_by_their_elements(name, form, implemen
 
 
 def masks_as_numbers(seen):
-    """As models make them that do without the masks of transformers."""
+    """A mask of numbers, as made by models that do not use the masks of transformers."""
     return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 4, 9, 11), (1, 4, 9, 11), (2, 1, 9, 11), (2, 1, 1, 11), (4, 1, 11), (9, 11)], ids=str)
 def test_masks_of_any_numbers(shape, dtype):
-    """Against the SDPA of transformers, and its gradients."""
+    """Results and gradients are those of the SDPA function of transformers."""
     module = SimpleNamespace(layer_idx=0, is_causal=True, training=False, num_key_value_groups=2)
     bias = (3 * tensors(*shape, seed=3)).to(dtype)
     bias[..., 3] = -torch.inf
@@ -132,8 +132,8 @@ def test_masks_of_any_numbers(shape, dtype):
                          ids=["causal", "all", "window"])  # fmt: skip
 @pytest.mark.parametrize("cached", [0, 5])
 @pytest.mark.parametrize("shape", ["all", "heads", "keys"])
-def test_a_position_bias_beside_rules(padding, rule, cached, shape):
-    """The rules of the mask hold once, and the bias is that of the keys where padding on the left is cut off."""
+def test_a_position_bias_with_rules(padding, rule, cached, shape):
+    """The rules of the mask apply once, and if padding on the left is cut off, the bias of the remaining keys is used."""
     valid = None if padding == "none" else torch.ones(2, 12, dtype=torch.bool)
     if valid is not None:
         valid[1, slice(4) if padding == "left" else slice(8, None)] = False
@@ -145,7 +145,7 @@ def test_a_position_bias_beside_rules(padding, rule, cached, shape):
     seen = mask.elements()
     rows = seen.any(-1)[:, 0] & (torch.ones(2, 12) if valid is None else valid)[:, cached:].bool()
     assert (call(q, k, v, mask, position_bias=bias) - eager(q, k, v, seen, bias))[rows].abs().max() < 1e-5
-    if rule is masks.causal_mask_function and padding == "none" and not cached:  # as without a mask
+    if rule is masks.causal_mask_function and padding == "none" and not cached:  # equals a call without a mask
         assert torch.equal(call(q, k, v, None, position_bias=bias), call(q, k, v, mask, position_bias=bias))
 
 
@@ -182,7 +182,7 @@ FALLS_BACK = {
 
 
 @pytest.mark.parametrize("name", list(FALLS_BACK))
-def test_what_is_not_supported_is_computed_by_torch_and_said_once(name, caplog):
+def test_what_is_not_supported_is_computed_by_torch_and_reported_once(name, caplog):
     make, options, reason = FALLS_BACK[name]
     q, k, v = tensors(1, 4, 9, 8), tensors(1, 2, 9, 8, seed=1), tensors(1, 2, 9, 8, seed=2)
     mask, elements = make()
@@ -199,7 +199,7 @@ def test_what_is_not_supported_is_computed_by_torch_and_said_once(name, caplog):
 
 
 def test_keys_that_the_model_chose_are_those_of_its_eager_attention():
-    """DeepSeek-V3.2 and its kin give attention the keys of each query beside a mask that knows nothing of them."""
+    """DeepSeek-V3.2 and similar models pass the chosen keys of each query, and a mask that does not contain the choice."""
     q, k, v = tensors(2, 4, 9, 8), tensors(2, 2, 9, 8, seed=1), tensors(2, 2, 9, 8, seed=2)
     indices = torch.from_numpy(np.random.default_rng(0).permuted(np.tile(np.arange(9), (2, 9, 1)), axis=2)[..., :4])
     seen = (torch.arange(9) == indices[..., None]).any(2).unsqueeze(1)
@@ -233,7 +233,7 @@ def test_arguments_that_sdpa_lacks_go_to_the_eager_function_of_the_model(monkeyp
 
 
 def test_masks_of_padding_and_of_one_chunk_have_rules():
-    """As the padding of the batch, and as no rule."""
+    """A mask function of padding becomes padding of the batch, and one chunk over all tokens becomes no rule."""
     for function, options in ((with_padding(7), {}), (masks.chunked_causal_mask_function(9, torch.zeros(1, dtype=torch.long)), {})):
         mask = make_mask(1, 9, 9, mask_function=function, **options)
         assert mask.rules is not None, mask.reason
@@ -244,8 +244,8 @@ def test_masks_of_padding_and_of_one_chunk_have_rules():
     assert not TOLD
 
 
-def test_blocks_beside_queries_of_text_say_nothing():
-    """As in a prompt without images, and in the steps after one with images: blocks are chosen, and pages."""
+def test_images_before_all_queries_need_no_ranges():
+    """Queries of text after an image see what causal queries see, so that blocks and pages can be chosen as for text."""
     numbers = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, -1, -1]])
     function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(numbers))
     for first, text in ((0, False), (4, True)):
@@ -266,7 +266,7 @@ def test_masks_that_have_no_rules(reason):
 
 
 def test_a_mask_that_is_cut_nowhere_keeps_its_rules():
-    """Where gradients are wanted, torch takes no tensor for a view of itself."""
+    """If a slice cuts nothing, the mask is returned without a new view, which torch would refuse if gradients are recorded."""
     mask = make_mask(1, 9, 9)
     found = mask[:, :, :, :9]
     assert found.rules == mask.rules
@@ -277,7 +277,7 @@ def test_a_mask_that_is_cut_nowhere_keeps_its_rules():
     "rules", [{"causal": True, "left": 3}, {"causal": False, "left": 3, "right": 3}, {"causal": True}, {"causal": False}], ids=str
 )
 @pytest.mark.parametrize("packed", [None, [0] * 9, [0, 0, 0, 1, 1, 1, 2, 2, 2]], ids=["plain", "one", "packed"])
-def test_a_traced_mask_says_what_it_was_made_of(rules, packed):
+def test_a_traced_mask_keeps_its_rules(rules, packed):
     said = {"left": None, "right": None} | rules
     numbers = None if packed is None else torch.tensor([packed])
     mask = TracedMask((1, 1, 9, 9), said["causal"], said["left"], said["right"], numbers, None, 0, 0).as_rules()
@@ -312,7 +312,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("name", list(UNSUPPORTED))
-def test_what_is_not_supported_is_refused_where_that_is_asked(name):
+def test_what_is_not_supported_is_refused_on_request(name):
     change, reason = UNSUPPORTED[name]
     arguments = {"q": tensors(1, 4, 9, 8), "k": tensors(1, 2, 9, 8, seed=1), "v": tensors(1, 2, 9, 8, seed=2), "mask": make_mask(1, 9, 9)}
     arguments |= change(arguments["q"], arguments["k"], arguments["v"])
@@ -321,8 +321,8 @@ def test_what_is_not_supported_is_refused_where_that_is_asked(name):
         call(**arguments)
 
 
-def test_gradients_beside_a_softcap():
-    """Computed here, with the causal mask that no mask stands for."""
+def test_gradients_with_a_softcap():
+    """They are computed without a fallback. No mask means a causal mask."""
     configure(SparseConfig(on_unsupported="error"))
     layer = small_model("gemma2").model.layers[0].self_attn
     q, k, v = tensors(1, 4, 9, 16).requires_grad_(), tensors(1, 2, 9, 16, seed=1), tensors(1, 2, 9, 16, seed=2)
@@ -339,7 +339,7 @@ def test_gradients_beside_a_softcap():
 @pytest.mark.parametrize("how", ["both sides", "packed"])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_softcaps_without_a_causal_mask(how, sinks):
-    """Encoders, and packed sequences: against float64."""
+    """Encoders and packed sequences are compared with float64."""
     q, k, v = (tensors(1, n, 9, 8, seed=n) for n in (4, 2, 1))
     v = v.expand(1, 2, 9, 8)
     s_aux = tensors(4, seed=7) if sinks else None
@@ -377,7 +377,7 @@ def test_weights_and_dropout_are_those_of_the_model():
             weights[name] = model(ids, output_attentions=True)
     assert (weights["blitz_attn"].logits - weights["eager"].logits).abs().max() < 1e-3
     out = {}
-    for name in ("sdpa", "blitz_attn"):  # the same random numbers
+    for name in ("sdpa", "blitz_attn"):  # both draw the same random numbers
         torch.manual_seed(0)
         mask = make_mask(1, 9, 9)
         q, k, v = (tensors(1, 2, 9, 8, seed=n) for n in range(3))
@@ -391,7 +391,7 @@ def test_weights_and_dropout_are_those_of_the_model():
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_blocks_of_the_model_may_come_in_any_order(gradients):
-    """Pads between them, and blocks that no query can see."""
+    """There may be pads between them, and blocks that no query can see."""
     q, k, v = tensors(1, 4, 12, 8), tensors(1, 2, 14, 8, seed=1), tensors(1, 2, 14, 8, seed=2)
     rng = np.random.default_rng(0)
     chosen = torch.from_numpy(np.stack([[rng.permutation([-1, -1, 0, 1, 2, 3, 5])[:5] for _ in range(12)] for _ in range(2)]))[None]
@@ -404,7 +404,7 @@ def test_blocks_of_the_model_may_come_in_any_order(gradients):
     assert not TOLD
 
 
-BATCHES = {  # of queries, keys, values and mask
+BATCHES = {  # batch sizes of queries, keys, values and mask
     "queries": (1, 3, 3, 3), "keys and values": (3, 1, 1, 3), "mask": (3, 3, 3, 1), "values": (3, 3, 1, 3), "all but mask": (1, 1, 1, 3),
 }  # fmt: skip
 
@@ -437,7 +437,7 @@ def test_batches_that_do_not_fit_are_not_cut():
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 9), (4, 9), (9, 9), (9, 4)])
 def test_a_window_on_both_sides_where_queries_and_keys_end_apart(queries, keys):
-    """A mask without a cache: the first query has the position of the first key, whatever their numbers."""
+    """In a mask without a cache, the first query has the position of the first key, even if there are more keys or queries."""
     mask = make_mask(1, queries, keys, mask_function=masks.sliding_window_bidirectional_mask_function(3))
     q, k, v = tensors(1, 2, queries, 8), tensors(1, 2, keys, 8, seed=1), tensors(1, 2, keys, 8, seed=2)
     found = call(q, k, v, mask)
@@ -446,8 +446,8 @@ def test_a_window_on_both_sides_where_queries_and_keys_end_apart(queries, keys):
     assert len(TOLD) == (queries != keys)
 
 
-def test_values_beside_pages_are_those_given():
-    """DiffLlama gives attention the keys of its cache and other values."""
+def test_given_values_replace_those_of_pages():
+    """DiffLlama passes the keys of its cache, and other values."""
     cache = paged_cache(transformers.LlamaConfig(num_hidden_layers=1), page_size=4)
     keys, values, q = tensors(1, 2, 20, 8), tensors(1, 2, 20, 8, seed=1), tensors(1, 4, 1, 8, seed=2)
     configure(SparseConfig(min_tokens=1, decode_budget=1000))

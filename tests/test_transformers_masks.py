@@ -1,4 +1,4 @@
-"""Masks of transformers as rules: each rule against the elements that transformers makes of it."""
+"""Masks of transformers as rules: each rule is compared with the elements that transformers makes."""
 
 import random
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 def draw_runs(rng, kind, batch, tokens, room):
-    """A mask function of chunks, of packed sequences, or of images in a text, which may lie in a window. No image reaches into the `room` of a
-    cache behind the last token, where a call sees nothing."""
+    """A mask function of chunks, of packed sequences, or of images in a text, possibly within a window. No image reaches into the `room` of a
+    cache behind the last token, which calls do not see."""
     numbers = torch.tensor([sorted(rng.randint(0, 3) for _ in range(tokens)) for _ in range(batch)])
     causal = rng.choice([masks.causal_mask_function, masks.sliding_window_causal_mask_function(rng.randint(1, 6))])
     if kind == "chunks":
@@ -43,12 +43,12 @@ def draw_runs(rng, kind, batch, tokens, room):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_runs_of_keys_say_what_the_mask_of_sdpa_says(seed):
+def test_runs_of_keys_equal_the_mask_of_sdpa(seed):
     rng = random.Random(seed)
     batch, queries = rng.randint(1, 3), rng.randint(1, 8)
     past, room = rng.choice([(0, 0), (rng.randint(1, 7), 0), (rng.randint(0, 4), rng.randint(1, 5))])
     kind = rng.choice(["chunks", "images", "packed"])
-    if kind == "packed":  # sequences that are packed have no cache
+    if kind == "packed":  # packed sequences have no cache
         past = room = 0
     function = draw_runs(rng, kind, batch, past + queries + room, room)
     kv_offset = rng.choice([0, past and rng.randrange(past)])
@@ -68,7 +68,7 @@ def test_runs_of_keys_say_what_the_mask_of_sdpa_says(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_rules_say_what_the_mask_of_sdpa_says(seed):
+def test_rules_equal_the_mask_of_sdpa(seed):
     rng = random.Random(seed)
     functions = [
         masks.causal_mask_function, masks.bidirectional_mask_function, masks.sliding_window_causal_mask_function(rng.randint(1, 6)),
@@ -173,8 +173,8 @@ def test_models_with_attention_of_their_own_are_as_with_eager(side):
     assert len(TOLD) == 1
 
 
-def test_a_prefix_whose_number_padding_has():
-    """PaliGemma gives the padding on the right the number of the prefix, before which the suffix lies."""
+def test_padding_with_the_number_of_the_prefix():
+    """In PaliGemma, the padding on the right has the same block number as the prefix, with the suffix between them."""
     numbers, valid = torch.tensor([[0, 0, 0, -1, -1, 0, 0], [0, 0, -1, -1, -1, -1, 0]]), torch.arange(7) < torch.tensor([[5], [6]])
     function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(numbers))
     mask = make_mask(2, 7, 7, mask_function=function, attention_mask=valid)

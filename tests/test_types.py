@@ -1,4 +1,4 @@
-"""Overloads for type checkers take the arguments of their function, by name and order, no more and no fewer: `make lint` checks the types."""
+"""Overloads for type checkers take exactly the arguments of their function, by name and order. `make lint` checks the types."""
 
 import ast
 import importlib
@@ -16,7 +16,7 @@ OVERLOADED = [(name, function, typing.get_overloads(function)) for name, functio
 
 
 def options_by_class():
-    """Of each TypedDict in the package, its names and those of its bases. Some stand where only type checkers look."""
+    """The names in each TypedDict of the package and in its bases, from the sources, because some of them exist only for type checkers."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(blitz_attn.__file__).parent.rglob("*.py*") if path.suffix in (".py", ".pyi")]
     nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     classes = {node.name: node for node in nodes if any(word.arg == "total" for word in node.keywords)}
@@ -32,7 +32,7 @@ OPTIONS = options_by_class()
 
 
 def names_of(overload):
-    """Positional arguments in order, and all names of arguments."""
+    """The positional arguments in order, and the names of all arguments."""
     own = inspect.signature(overload).parameters
     positional = [name for name, p in own.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     of_options = OPTIONS[own["options"].annotation[len("Unpack[") : -1]] if "options" in own else set()
@@ -51,7 +51,7 @@ def test_overloads_take_the_arguments_of_the_function(name, function, overloads)
 
 @pytest.mark.parametrize("name", ["", ".distributed", ".integrations.jax", ".integrations.torch", ".nsa", ".sabi", ".select"])
 def test_no_public_function_returns_any_array(name):
-    """Functions with overloads do, for type checkers do not look at them."""
+    """Functions with overloads may, because type checkers read only the overloads."""
     module = importlib.import_module(f"blitz_attn{name}")
     functions = [f for f in map(module.__dict__.get, module.__all__) if inspect.isfunction(f) and not typing.get_overloads(f)]
-    assert [f.__name__ for f in functions if re.search(r"\bAny\b(?!\])", str(f.__annotations__["return"]))] == []  # dict[str, Any] may be
+    assert [f.__name__ for f in functions if re.search(r"\bAny\b(?!\])", str(f.__annotations__["return"]))] == []  # dict[str, Any] is allowed

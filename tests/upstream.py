@@ -1,8 +1,9 @@
-"""What the suites named after upstream's share: cells of their parametrisation, the call by upstream's interface, the comparison.
+"""Helpers for the suites that are named after upstream's suites: the cells of their grids, the call by upstream's interface, the comparison.
 
-Upstream's sizes take hours on two cores, so each suite runs at a fraction of them by default, and at the sizes themselves
-with ``-m full``. Of the largest grids a sample runs, in which every block shape occurs at every shape and sparsity. Problems of up to 1024 tokens are compared whole; of longer ones, a sample of the query tokens of every
-block row is compared with the float64 reference, and all of the output is searched for what was not written.
+Upstream's sizes take hours on two cores, so each suite runs at a fraction of them by default, and at the full sizes with ``-m full``. Of the
+largest grids only a sample runs, in which every block shape occurs at every shape and sparsity. Problems of up to 1024 tokens are compared
+completely.
+For longer ones, some query tokens of every block row are compared with the float64 reference, and the whole output must be finite.
 """
 
 import functools
@@ -23,7 +24,7 @@ SEED = 42
 
 
 def scaled(shapes, fraction):
-    """(B, H, S, D) shapes at a fraction of S by default, and at full size behind the marker."""
+    """(B, H, S, D) shapes: those with a fraction of S run by default, and those of full size with ``-m full``."""
     small = dict.fromkeys((b, h, max(64, s // fraction), d) for b, h, s, d in shapes)
     return [(shape, False) for shape in small] + [(shape, True) for shape in shapes]
 
@@ -42,7 +43,7 @@ def label(value):
 
 
 def feasible_cells(shapes, sparsities, frame_of):
-    """(shape, sparsity, block_shape) for which lists without empty rows can be drawn: the others are never collected."""
+    """The (shape, sparsity, block_shape) for which lists without empty rows can be drawn. Others are never collected."""
     return [
         cell(shape, sparsity, block_shape, full=full)
         for (shape, full), sparsity, block_shape in itertools.product(shapes, sparsities, BLOCK_SHAPES)
@@ -58,7 +59,7 @@ def inputs(shape, dtype):
 
 @functools.lru_cache(maxsize=2)
 def wide_inputs(shape, dtype):
-    """The same values in float64, which the reference takes as they are."""
+    """The same values in float64, for the reference."""
     return [testing.to_float64(x, dtype) for x in inputs(shape, dtype)]
 
 
@@ -68,7 +69,7 @@ def lists_for(shape, sparsity, block_shape, frame):
 
 
 def call(q, k, v, sabi, block_shape, lse=True):
-    """(attention_out, softmax_lse) by upstream's interface; where bfloat16 is plain bits, which that cannot say, by ours."""
+    """(attention_out, softmax_lse) by upstream's interface, or by ours if bfloat16 is plain bits, which upstream's cannot name."""
     b, h, s, d = q.shape
     if bits_option(q):
         result = blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=block_shape, return_lse=lse, **bits_option(q))
@@ -91,7 +92,7 @@ def call(q, k, v, sabi, block_shape, lse=True):
 
 
 def sample(tokens, block_q, budget=256):
-    """Query tokens to compare, equally many from each block of queries, and how many those are."""
+    """Query tokens to compare, the same number from each block of queries, and that number."""
     blocks = -(-tokens // block_q)
     each = min(block_q, max(2, budget // blocks))
     inside = np.linspace(0, block_q - 1, each).astype(int)
@@ -99,7 +100,7 @@ def sample(tokens, block_q, budget=256):
 
 
 def expected(shape, dtype, sabi, block_shape):
-    """(tokens, out, lse): which query tokens to compare, and the reference for them."""
+    """(tokens, out, lse): the query tokens to compare, and the reference's results for them."""
     q, k, v = wide_inputs(shape, dtype)
     tokens = shape[2]
     if tokens <= 1024:
@@ -111,12 +112,12 @@ def expected(shape, dtype, sabi, block_shape):
 
 @functools.lru_cache(maxsize=2)
 def expected_dense(shape, dtype):
-    """For all block shapes: without a list they must not matter."""
+    """The reference without a list. One result serves all block shapes, because without a list they must not matter."""
     return expected(shape, dtype, None, (128, 128))
 
 
 def assert_close(out, lse, shape, dtype, sabi, block_shape, *, out_atol=None, lse_atol=None, lse_rtol=1e-3):
-    """Upstream's comparison, at the tolerances given; None leaves that output out."""
+    """Upstream's comparison with the given tolerances. None leaves an output out."""
     picked, exact, exact_lse = expected_dense(shape, dtype) if sabi is None else expected(shape, dtype, sabi, block_shape)
     if out_atol is not None:
         values = testing.to_float64(out, dtype)

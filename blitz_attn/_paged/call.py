@@ -139,7 +139,8 @@ def attend_requests(
         result = _core.paged_attention(
             family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True),
             _arrays.readable(v_cache, "v_cache", True), *requests, selected, counts, selected_size, sinks, k_scale, v_scale,
-            kv_ranges, attn_mask, alibi_slopes, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"), (*kinds, *rules[3:]),
+            kv_ranges, attn_mask, alibi_slopes, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"),
+            (*kinds, *rules[3:]),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         rename(error, _CORE_NAMES)

@@ -140,7 +140,7 @@ class Problem:
             try:
                 check_lists(lists[at][None, None], max(1, self.longest[0]), max(1, self.longest[1]), self.block_shape)
             except ValueError as error:
-                raise ValueError(str(error).replace("row (0, 0, ", f"row ({at[0]}, {at[1]}, ")) from None
+                raise ValueError(str(error).replace("at [0, 0, ", f"at [{at[0]}, {at[1]}, ")) from None
         return lists
 
     def description(self) -> dict[str, Any]:

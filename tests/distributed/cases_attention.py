@@ -1,4 +1,4 @@
-"""Cases of context-parallel attention, which ranks run under mpirun: the bits of one process, and the bytes of the plan."""
+"""Cases of context-parallel attention, which ranks run under mpirun: results have the bits of one process, and messages the bytes of the plan."""
 
 import numpy as np
 from mpi4py import MPI
@@ -27,7 +27,7 @@ class Counting:
 
 
 def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), **options):
-    """Every dispatch gives each rank the bits of its part of one call, and sends what the plan says."""
+    """Check that every dispatch gives each rank the bits of its part of one call, and sends as many bytes as the plan says."""
     out, lse = problem.whole()
     for name in dispatches:
         counting = Counting(comm)
@@ -65,14 +65,14 @@ def case_layers_share_a_plan(comm):
     before = None
     for layer, scale in enumerate((0.1, 0.5, None)):
         q, k, v = problem.arrays
-        k = k * layer if layer else np.full_like(k, np.nan)  # what a layer leaves behind, no other layer sees
+        k = k * layer if layer else np.full_like(k, np.nan)  # NaN that the first layer leaves behind must not reach another layer
         out = blitz_attn.block_sparse_attention(q, k, v, problem.sabi, scale=scale, **problem.call)
         mine = context_parallel_attention(
             *(dispatch(x, plan) for x in (q, k, v)), plan, comm=comm, scale=scale, return_lse=False, num_threads=2
         )
         assert same_bits(mine, dispatch(out, plan))
         kept = sorted(id(x) for windows in plan._routes.windows.values() for x in windows)
-        assert before in (None, kept)  # each layer uses the memory of the one before
+        assert before in (None, kept)  # each layer reuses the memory of the previous one
         before = kept
 
 
@@ -95,7 +95,7 @@ def case_dispatch_and_undispatch(comm):
 
 
 def case_one_error_for_all(comm):
-    """What is wrong on one rank, or differs between ranks, is one sentence on all; a call after it works."""
+    """A mistake on one rank, or a difference between ranks, raises the same sentence on all ranks. A later call works."""
     rank, last = comm.Get_rank(), comm.Get_size() - 1
     problem = Problem(27, 200)
     plan = ContextParallelPlan(comm=comm, **problem.plan)
@@ -147,7 +147,7 @@ def case_one_error_for_all(comm):
 
 
 def case_addresses_beyond_two_gib(comm):
-    """A message goes to its place in a window of 6 GiB."""
+    """A message arrives at its place in a window of 6 GiB."""
     rank, size = comm.Get_rank(), comm.Get_size()
     room = _exchange.window((1, 1, 3 << 25, 16), "float32")
     sent = np.full((1, 1, 100, 16), rank, np.float32)

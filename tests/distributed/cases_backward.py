@@ -1,4 +1,4 @@
-"""Cases of the gradients of context-parallel attention, which ranks run under mpirun: dq has the bits of one process, dk and dv its values."""
+"""Cases of the gradients of context-parallel attention, run under mpirun: dq has the bits of one process, dk and dv its values up to rounding."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from cases import dtype_of
 from cases_attention import Counting
 from problems import DISPATCHES, Problem, lse_axis, same_bits
 
-ROUNDING = {"float64": 1e-13, "float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}  # of the largest element
+ROUNDING = {"float64": 1e-13, "float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}  # relative to the largest element
 
 
 def values(x, kind):
@@ -27,7 +27,7 @@ def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), with_dlse=F
     out, lse = problem.whole()
     dout = testing.round_to(rng.standard_normal(out.shape), dtype_of(out))
     dlse = rng.standard_normal(lse.shape).astype(lse.dtype) if with_dlse else None
-    cap = {name: x for name, x in problem.caps.items() if name == "softcap"}  # sinks are in the log-sum-exp
+    cap = {name: x for name, x in problem.caps.items() if name == "softcap"}  # not the sinks, which the log-sum-exp contains
     whole = blitz_attn.block_sparse_attention_backward(
         dout, *problem.arrays, out, lse, problem.sabi, dlse=dlse, **problem.call, **problem.heads, **cap, **problem.bits
     )
@@ -55,7 +55,7 @@ def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), with_dlse=F
 
 def case_lists_of_heads(comm):
     check(comm, Problem(1, 515, density=0.3, list_heads=4, causal=True), with_dlse=True)
-    check(comm, Problem(3, 515, density=0.3, list_heads=2, causal=True), ("items",))  # one per KV head
+    check(comm, Problem(3, 515, density=0.3, list_heads=2, causal=True), ("items",))  # one list per KV head
 
 
 def case_softcap_and_sinks(comm):

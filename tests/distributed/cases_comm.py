@@ -67,7 +67,7 @@ def case_levels_that_differ(comm):
 
 
 def case_libraries_that_differ(comm):
-    """Of two architectures, say, which may have as many levels, with other names and other bits."""
+    """Libraries may differ if ranks run on two architectures, whose levels have other names and other bits."""
     last = comm.Get_size() - 1
     if last == 0:
         return
@@ -90,7 +90,7 @@ def case_bytes_of_all(comm):
 
 
 def case_block_types(comm):
-    """Runs of bytes go from their places to others without packing, runs that touch as one."""
+    """Runs of bytes are sent and received without packing. Adjacent runs become one."""
     rank, size = comm.Get_rank(), comm.Get_size()
     sent = np.arange(1000, dtype=np.uint8) + rank
     received = np.zeros(1000, np.uint8)
@@ -101,7 +101,7 @@ def case_block_types(comm):
     type(requests[0]).Waitall(requests)
     before = np.arange(1000, dtype=np.uint8) + (rank - 1) % size
     expected = np.zeros(1000, np.uint8)
-    # 3..8 touch and are one run, which is received in the order of the other's runs
+    # Bytes 3..8 are adjacent and become one run, which fills the receiver's runs in their order.
     stream = np.concatenate([before[3:9], before[500:600]])
     expected[900:904], expected[10:12], expected[200:300] = stream[:4], stream[4:6], stream[6:]
     assert (received == expected).all()
@@ -110,7 +110,7 @@ def case_block_types(comm):
 
 
 def case_block_types_beyond_2_gib(comm):
-    """One message of runs whose places are gigabytes apart, into address space that takes no memory; and types of long runs."""
+    """One message is received in runs that are gigabytes apart, in address space without memory. Runs may be gigabytes long, too."""
     place = np.frombuffer(mmap.mmap(-1, 9 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000), np.uint8)  # MAP_NORESERVE
     rank, size = comm.Get_rank(), comm.Get_size()
     sent = np.arange(256, dtype=np.uint8) + rank
@@ -142,7 +142,7 @@ def case_waiter(comm):
         assert threading.active_count() == 1
 
 
-def case_waiter_raises_where_somebody_waits(comm):
+def case_waiter_raises_in_wait(comm):
     class Broken:
         @staticmethod
         def Waitall(requests, statuses):  # noqa: N802 - MPI's name
@@ -156,7 +156,7 @@ def case_waiter_raises_where_somebody_waits(comm):
 
 
 def case_waiter_raises_the_error_of_the_request_that_failed(comm):
-    """Waitall itself says only that there is one: run_with_survivors must know whether it is that of a dead rank."""
+    """Waitall itself reports only that a request failed, but run_with_survivors must know whether its error is that of a dead rank."""
 
     class Broken:
         @staticmethod

@@ -1,4 +1,4 @@
-"""Cases of decoding over a shared cache, which ranks run under mpirun: the bits of one process."""
+"""Cases of decoding over a cache that ranks share, which run under mpirun: results have the bits of one process."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ def same_bits(a, b):
 
 
 def check(comm, paged, **options):
-    """Any owner of any chunk gives the bits of one process."""
+    """Check that results have the bits of one process, however ranks share the KV splits."""
     alone = dict(options)
     lists = [alone.pop("selected")] if "selected" in alone else []
     attend = blitz_attn.paged_select_attention if lists else blitz_attn.paged_attention
@@ -66,7 +66,7 @@ def case_listed_blocks(comm):
 
 
 def case_selection(comm):
-    """The choice of one process, from summaries and from keys, and attention over it."""
+    """Ranks choose the blocks that one process chooses, from summaries and from keys, and attend them with the same bits."""
     p = paged((1500, 5, 777, 17), poison=False)
     for method in ("quest", "mean", "max"):
         check_selection(comm, p, 6, method, 16)

@@ -1,4 +1,4 @@
-"""One rank kills itself, or raises, while the others wait for it."""
+"""A job in which one rank kills itself, or raises, while the others wait for it."""
 
 import os
 import signal

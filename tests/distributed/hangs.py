@@ -1,4 +1,4 @@
-"""A job that never ends: rank 1 does not come to the barrier."""
+"""A job that never ends, because rank 1 does not reach the barrier."""
 
 import os
 import time

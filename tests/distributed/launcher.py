@@ -1,7 +1,7 @@
 """Runs cases under mpirun: the MPI libraries of this machine, a time limit, and no process left behind.
 
-A module of cases has functions ``case_...(comm)`` that raise where something is wrong. `results` runs all cases of a module in one job and
-says of each what came; `run` starts any script. As a script, this file is what each rank runs:
+A module of cases has functions ``case_...(comm)`` that raise if something is wrong. `results` runs all cases of a module in one job and
+returns the outcome of each. `run` starts any script. As a script, this file is what each rank runs:
 
     mpirun -n P python -m mpi4py launcher.py MODULE [CASE ...]
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LIBRARIES = ("openmpi", "mpich")
-SECONDS = 120  # of a job; a test of few cases takes two
+SECONDS = 120  # time limit of a job; a job of few cases takes two seconds
 _MARK = "::case"
 
 
@@ -31,7 +31,7 @@ class Job(NamedTuple):
     """How a job ended."""
 
     status: int | None
-    """Exit status; None where the time limit ended it."""
+    """Exit status; None if the time limit ended the job."""
     output: str
     seconds: float
 
@@ -43,7 +43,7 @@ class Job(NamedTuple):
 def starter(library):
     """The command and the environment that start ranks with an MPI library, or the reason why it cannot be used, as a string.
 
-    The programs are looked for in the prefix BLITZ_ATTN_TEST_OPENMPI or BLITZ_ATTN_TEST_MPICH, beside the Python, and in PATH.
+    The programs are searched for in the prefix BLITZ_ATTN_TEST_OPENMPI or BLITZ_ATTN_TEST_MPICH, next to the Python interpreter, and in PATH.
     """
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed"
@@ -59,7 +59,7 @@ def starter(library):
                 continue
             environment = {"BLITZ_ATTN_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             shared = Path(folder).parent / "lib" / {"openmpi": "libmpi.so.40", "mpich": "libmpi.so.12"}[library]
-            if shared.exists():  # wheels of mpi4py look for the library at run time
+            if shared.exists():  # wheels of mpi4py search for the library at run time
                 environment["MPI4PY_LIBMPI"] = str(shared)
             if library == "openmpi":
                 environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -81,9 +81,9 @@ def library_of(program):
 
 
 def run(script, *arguments, ranks, library="openmpi", options=(), environment=None, seconds=SECONDS, python=("-m", "mpi4py")):
-    """Run a Python script with several ranks, to its end or to the time limit, and end all processes that it started.
+    """Run a Python script with several ranks until it ends or the time limit is reached, and end all processes that it started.
 
-    `options` are mpirun's. The script runs under mpi4py's runner, by which an exception on one rank ends all of them.
+    `options` are mpirun's. The script runs under mpi4py's runner, so that an exception on one rank ends all ranks.
     """
     command, own = starter(library)
     paths = [package_folder(), str(HERE), str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -105,12 +105,12 @@ def run(script, *arguments, ranks, library="openmpi", options=(), environment=No
 
 
 def package_folder():
-    """Where this process has the library from, which is not this checkout where another build is tested."""
+    """The folder that this process imports the library from, which is not this checkout if another build is tested."""
     return str(Path(importlib.util.find_spec("blitz_attn").origin).parent.parent)
 
 
 def end(process):
-    """End a job: mpirun first, which ends its ranks; after five seconds everything that it started."""
+    """End a job: first mpirun, which ends its ranks, and after up to five seconds everything that it started."""
     family = descendants(process.pid)
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -122,7 +122,7 @@ def end(process):
 
 
 def state_of(pid):
-    """(state, parent) of a process: a letter, "Z" where it has ended and its parent has not noticed. None where there is no such process."""
+    """(state, parent) of a process, or None if there is none. The state is a letter: "Z" for a process that has ended unnoticed by its parent."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -148,7 +148,7 @@ def descendants(pid):
 
 @functools.cache
 def results(module, ranks, library, options=(), seconds=SECONDS):
-    """What came of each case of a module: "" where it passed, else what the job printed."""
+    """The outcome of each case of a module: "" if it passed, else what the job printed."""
     job = run(HERE / "launcher.py", module, ranks=ranks, library=library, options=options, seconds=seconds)
     passed = {line.split()[1] for line in job.output.splitlines() if line.startswith(_MARK)}
     why = f"status {job.status} after {job.seconds:.1f} s\n{job.output}" if job.status is not None else f"no end in {seconds} s\n{job.output}"
@@ -156,12 +156,12 @@ def results(module, ranks, library, options=(), seconds=SECONDS):
 
 
 def names_of(module):
-    """The names of the cases of a module, which is not imported: it may need MPI."""
+    """The names of the cases of a module. The module is not imported, because it may need MPI."""
     return [line.split("(")[0][len("def ") :] for line in (HERE / f"{module}.py").read_text().splitlines() if line.startswith("def case_")]
 
 
 def jobs():
-    """The jobs that every module of cases runs as: (library, ranks). The normal suite has one, because cores are few; .ci/run adds two ranks."""
+    """The jobs that run every module of cases, as (library, ranks). The normal suite has one job, because cores are few; .ci/run adds two ranks."""
     import pytest
 
     every = [(library, ranks) for library in LIBRARIES for ranks in (3, 2, 1, 4, 8)]

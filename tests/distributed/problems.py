@@ -1,4 +1,4 @@
-"""Calls of attention over a whole sequence, for ranks to share: the same arrays on each of them, without MPI; and what ranks say of a call."""
+"""Calls of attention over a whole sequence that ranks share, with the same arrays on each rank, made without MPI; and helpers to compare ranks."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ DISPATCHES = ("cut", "zigzag", "contiguous", "items")
 
 
 class Problem:
-    """A call over the whole sequence, the same on all ranks, and its arguments as a plan takes them."""
+    """A call over the whole sequence, which is the same on all ranks, and the arguments for its plan."""
 
     def __init__(
         self, seed, s_q, s_kv=None, *, batch=1, heads=4, kv_heads=2, dim=32, dim_v=None, dtype="float32", layout="BNSD", block_shape=(64, 32),
@@ -57,7 +57,7 @@ def same_bits(a, b):
 
 
 def raised(call):
-    """What a call raises, as text; None where it raises nothing."""
+    """The exception of a call as text; None if it raises nothing."""
     try:
         call()
     except Exception as error:
@@ -66,7 +66,7 @@ def raised(call):
 
 
 def same_everywhere(comm, value):
-    """The value, which must be that of all ranks."""
+    """The value, after a check that it is the same on all ranks."""
     values = _comm.everyone(comm, value)
     assert all(v == values[0] for v in values), values
     return values[0]

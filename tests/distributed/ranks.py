@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: a communicator with the methods that decoding and selection call, for tests without MPI."""
+"""Ranks that are threads of one process: a communicator with the methods that decoding and selection call, for tests without MPI."""
 
 import threading
 
@@ -66,7 +66,7 @@ class Rank:
 
 
 def run(size, work):
-    """What ``work(comm)`` returns on each of `size` ranks. An error of a rank is raised; the other ranks then end as well."""
+    """What ``work(comm)`` returns on each of `size` ranks. If a rank raises, all ranks end, and its error is raised."""
     group = Group(size)
     results = [None] * size
 
@@ -89,7 +89,7 @@ def run(size, work):
 
 
 def sentences(size, work):
-    """The error that each rank's ``work(comm)`` raises, as text; None where it raises nothing."""
+    """The error that each rank's ``work(comm)`` raises, as text; None if it raises nothing."""
 
     def one(comm):
         try:
@@ -107,7 +107,7 @@ def sentences(size, work):
 class Shared:
     """One rank's share of a `blitz_attn.testing.Paged`: `arguments` for `decode_context_parallel_attention`.
 
-    The rank's cache has its own pages in another order, and NaN in place of all others.
+    The rank's cache has only its own pages, in another order.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class Shared:
                 holds = np.array([owner(b, c, chunks) for c in range(chunks)], np.int64)[page // split]
             mine = page[holds == rank]
             tables[b, mine] = p.block_tables[b, mine]
-        self.pages = tables[tables >= 0]  # of the whole cache
+        self.pages = tables[tables >= 0]  # numbers of its pages in the whole cache
         order = np.random.default_rng(seed + rank + 1).permutation(len(self.pages))
         number = np.full(len(p.k_cache), -1)
         number[self.pages] = order
@@ -160,7 +160,7 @@ class Shared:
 
 
     def rows(self):
-        """(tables, lengths) of the rank's own pages where ranks take turns."""
+        """(tables, lengths) of the rank's own pages, if ranks take turns."""
         return self.own, self.lengths
 
 
@@ -168,7 +168,7 @@ class Shared:
 
 
 def source_of(method, k_cache, tables, lengths):
-    """What `select_blocks` computes scores from, and its tables."""
+    """The source that `select_blocks` computes scores from, and its tables."""
     if method == "max":
         return k_cache, tables
     pages, rows = tables.shape[1], 16
@@ -180,7 +180,7 @@ def source_of(method, k_cache, tables, lengths):
 
 
 def check_selection(comm, p, k, method, turn, **options):
-    """Asserts that ranks which take turns choose what one process chooses, and have its bits over the chosen blocks."""
+    """Assert that ranks with pages in turns choose the blocks that one process chooses, and that attention over them has the same bits."""
     tables = np.maximum(p.block_tables, 0)
     source, source_tables = source_of(method, p.k_cache, tables, p.seq_lens)
     selected, counts = blitz_attn.select_blocks(p.q, source, source_tables, p.seq_lens, k, method=method, **options)

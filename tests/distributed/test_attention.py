@@ -41,7 +41,7 @@ class Place:
 @pytest.mark.parametrize("dispatching", DISPATCHES)
 @pytest.mark.parametrize("size", [5, 16, 64])
 def test_many_ranks_in_one_process(size, dispatching):
-    """What messages would carry is copied from place to place: bits and sizes of all ranks' messages, without MPI."""
+    """Without MPI, the contents of messages are copied. Results of all ranks have the bits of one process, and messages have the plan's sizes."""
     problem = Problem(30, 900, heads=6, kv_heads=3, dim=16, block_shape=(16, 16), density=0.2, list_heads=6, batch=2, causal=True, kv_lens=[900, 700])
     out, lse = problem.whole()
     plans = [ContextParallelPlan(problem.sabi, size=size, rank=r, dispatch=dispatching, **problem.plan) for r in range(size)]

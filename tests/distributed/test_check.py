@@ -1,4 +1,4 @@
-"""``python -m blitz_attn.distributed --check`` says where ranks run, tests, and refuses mixed instruction sets."""
+"""``python -m blitz_attn.distributed --check`` reports where ranks run, runs checks, and refuses mixed instruction sets."""
 
 import itertools
 
@@ -54,7 +54,7 @@ def test_a_check_that_fails_on_one_rank_fails():
     assert run(3, lambda comm: _check.outcome(comm, lambda comm: None)) == [""] * 3
 
 
-def test_results_that_differ_are_told(monkeypatch):
+def test_results_that_differ_are_reported(monkeypatch):
     def told(same):
         monkeypatch.setattr(_check, "same_bits", same)
         return [_check.outcome(Alone(), check) for check in _check.CHECKS.values()]
@@ -68,7 +68,7 @@ def test_results_that_differ_are_told(monkeypatch):
     assert told(lambda a, b: a.dtype.kind == "i")[2] == sentence
 
 
-def test_bytes_beyond_the_plan_are_told(monkeypatch):
+def test_bytes_beyond_the_plan_are_reported(monkeypatch):
     count = itertools.count()
     monkeypatch.setattr(_check.Counting, "__init__", lambda self, comm: vars(self).update(_comm=comm))
     monkeypatch.setattr(_check.Counting, "sent", property(lambda self: next(count)), raising=False)
@@ -76,14 +76,14 @@ def test_bytes_beyond_the_plan_are_told(monkeypatch):
     assert _check.outcome(Alone(), _check.check_prefill) == f"AssertionError: {sentence} (on rank 0)"
 
 
-def test_without_the_checks_there_is_a_report_alone(capsys):
+def test_without_the_checks_there_is_only_a_report(capsys):
     assert _check.run(Alone(), False) == 0
     said = capsys.readouterr().out
     assert "on 1 rank\n" in said
     assert "passed" not in said
 
 
-def test_ranks_that_share_cpus_are_warned_of():
+def test_a_warning_about_ranks_that_share_cpus():
     def place(host, threads, *cpus):
         return _comm.Place(host, cpus, "avx2", threads, 7)
 

@@ -1,4 +1,4 @@
-"""Ranks agree before anything is sent, transfers arrive, and jobs end. Cases run under mpirun (launcher.py)."""
+"""Ranks agree on a call before they send anything, transfers arrive, and jobs end. Cases run under mpirun (launcher.py)."""
 
 import subprocess
 import sys
@@ -85,7 +85,7 @@ def test_the_sentence_where_mpi4py_cannot_be_imported(error, kind, sentence, mon
         _comm.import_mpi()
 
 
-def test_ranks_that_note_more_than_others_disagree():
+def test_ranks_with_more_arguments_than_others_disagree():
     def work(comm):
         with _comm.Agreement(comm, "call") as agreement:
             agreement.same("k", 3)
@@ -101,6 +101,6 @@ class NoComm(Alone):
         raise AssertionError("no rank was to be asked")
 
 
-def test_an_interrupt_goes_on_without_the_other_ranks():
+def test_an_interrupt_does_not_wait_for_the_other_ranks():
     with pytest.raises(KeyboardInterrupt), _comm.Agreement(NoComm(), "call"):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Decoding over a cache that ranks share: the bits of one process, one error on all ranks."""
+"""Decoding over a cache that ranks share has the bits of one process, and an error is the same on all ranks."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_bits_do_not_depend_on_ranks(ranks, owner):
 
 
 def test_infinite_sinks():
-    """One of plus infinity leaves nothing of the values, one of minus infinity takes nothing."""
+    """A sink of plus infinity leaves no weight for values, and one of minus infinity takes none."""
     p, sinks = testing.make_paged(3, 4, 2, [70, 33, 0], 16, 32), np.array([np.inf, -np.inf, 1.0, 1e30])
     out, lse = whole(p, sinks=sinks, return_lse=True)
     for other in run(2, lambda comm: attend(comm, p, sinks=sinks, return_lse=True)):
@@ -45,20 +45,20 @@ def test_infinite_sinks():
         assert np.array_equal(other[1], lse)
 
 
-def test_copies_of_a_chunk_are_attended_once():
+def test_copies_of_a_split_are_attended_once():
     p = testing.make_paged(1, 4, 2, [500], 16, 32)
     out = whole(p)
 
     def held_twice(comm):
-        own = Shared(p, 1, 0, "runs", 32)  # every rank has everything
+        own = Shared(p, 1, 0, "runs", 32)  # every rank has all pages
         return decode_context_parallel_attention(p.q, own.k_cache, own.v_cache, own.tables, p.seq_lens, comm=comm, kv_split=32)
 
     for other in run(3, held_twice):
         assert np.array_equal(other, out)
 
 
-def test_runs_of_chunks_send_few_states():
-    """At most two nodes per level and rank: 2 log2(n); a whole power of two is one node."""
+def test_runs_of_splits_send_few_states():
+    """A rank sends at most two nodes per level of the tree, so 2 log2(n) for n splits. A run that is one node of the tree is sent as one state."""
     for chunks in (1, 7, 64, 1000):
         for ranks in (1, 2, 5, 8, 64):
             tree = _tree.build(np.array([chunks]), np.arange(chunks) * ranks // chunks)
@@ -68,7 +68,7 @@ def test_runs_of_chunks_send_few_states():
     assert tree.sent.tolist() == [0, 16, 32, 48]
 
 
-def test_every_chunk_is_sent_in_one_state():
+def test_every_split_is_sent_in_one_state():
     rng = np.random.default_rng(0)
     for _ in range(100):
         counts = rng.integers(0, 40, rng.integers(1, 5))
@@ -89,7 +89,7 @@ def test_bytes_are_those_of_the_plan():
         plan = DecodePlan(own.tables, p.seq_lens, page_size=16, comm=comm, kv_split=32)
         before = comm.sent
         plan.attention(p.q, own.k_cache, own.v_cache)
-        return comm.sent - before - 32, int(plan.states[comm.Get_rank()]) * 4 * (32 + 1) * 4  # 32 bytes of agreement
+        return comm.sent - before - 32, int(plan.states[comm.Get_rank()]) * 4 * (32 + 1) * 4  # 32 bytes are for the agreement
 
     for actual, expected in run(4, sent):
         assert actual == expected
@@ -97,7 +97,7 @@ def test_bytes_are_those_of_the_plan():
 
 @pytest.mark.parametrize("owner", ["turns", "runs", "random"])
 def test_counts_and_no_window(owner):
-    """counts say what -1 in a list says, and a window of -1 is none."""
+    """Counts mean the same as -1 in a list, and a window of -1 means that there is no window."""
     p = testing.make_paged(3, 4, 2, [700, 33, 0], 16, 32)
     rng = np.random.default_rng(4)
     selected = np.stack([np.stack([rng.permutation(n) % 44 for n in (44, 44)]) for _ in range(3)])[:, :, :6]
@@ -181,7 +181,7 @@ def test_bad_input_raises_the_same_on_all_ranks(name):
 
 
 def test_queries_of_requests_longer_than_one_process_takes():
-    """No rank has so many tokens, but all of them together do; -1 stands for pages of other ranks."""
+    """All ranks together may have more tokens than one process takes. In tables, -1 stands for pages of other ranks."""
     lens, size = [2**31, 40], 2**25
     plan = DecodePlan(np.zeros((2, 64), np.int32), lens, page_size=size, comm=Alone(), kv_split=size, q_lens=[3, 2])
     assert plan.num_queries == 5
@@ -217,7 +217,7 @@ def test_the_choice_is_that_of_one_process(ranks, method, content):
     run(ranks, work)
 
 
-def test_a_plan_says_who_holds_what():
+def test_a_plan_knows_the_owners_of_pages():
     p = testing.make_paged(2, 4, 2, [500, 77], 16, 32, poison=False)
     tables = np.maximum(p.block_tables, 0)
     selected, counts = blitz_attn.select_blocks(p.q, p.k_cache, tables, p.seq_lens, 5, method="max")
@@ -243,7 +243,7 @@ def test_candidates_are_eight_bytes_each():
         own = Shared(p, comm.Get_size(), comm.Get_rank(), "turns", 32, 32)
         pages, _ = own.rows()
         select_blocks_distributed(p.q, own.k_cache, pages, p.seq_lens, 5, method="max", comm=comm, interleave=32)
-        return comm.sent - 32  # of agreement
+        return comm.sent - 32  # 32 bytes are for the agreement
 
     assert set(run(3, work)) == {2 * 2 * 5 * 8}
 
@@ -289,7 +289,7 @@ def test_bad_selection_raises_the_same_on_all_ranks(name):
     assert texts[0].startswith(sentence), texts[0]
 
 
-def test_a_plan_of_something_else_is_refused():
+def test_a_plan_that_does_not_fit_is_refused():
     p = testing.make_paged(2, 4, 2, [500, 77], 16, 32, poison=False)
     tables = np.maximum(p.block_tables, 0)
     given = {"q": p.q, "source": p.k_cache, "tables": tables, "k": 5, "method": "max"}

@@ -1,4 +1,4 @@
-"""A rank that dies ends the job, or with ULFM the others go on and have the same bits."""
+"""A rank that dies ends the job. With ULFM, the other ranks go on and have the same bits."""
 
 import re
 
@@ -54,12 +54,12 @@ def test_survivors_have_the_same_bits_20_times(what, options, seed):
     survivors(what, options, 4 + seed % 3, 1 + seed % 2, seed)
 
 
-# ---- Tokens on the way to a new plan ------------------------------------------------------------------------------
+# ---- Redistribution of tokens for a new plan ----------------------------------------------------------------------
 
 
-def test_tokens_go_where_a_new_plan_wants_them():
+def test_tokens_are_redistributed_for_a_new_plan():
     whole = np.random.default_rng(0).standard_normal((2, 3, 100, 4)).astype(np.float16)
-    before = [[(0, 30), (70, 80)], [(30, 50), (0, 30)], [(50, 70), (80, 100)]]  # rank 1 has a copy of what rank 0 has
+    before = [[(0, 30), (70, 80)], [(30, 50), (0, 30)], [(50, 70), (80, 100)]]  # rank 1 has a copy of some tokens of rank 0
     after = [[(90, 100), (0, 5)], [(5, 90)], []]
 
     def shard(ranges):
@@ -70,7 +70,7 @@ def test_tokens_go_where_a_new_plan_wants_them():
         assert np.array_equal(result, shard(after[rank]))
 
 
-def test_tokens_that_nobody_has_are_named():
+def test_tokens_that_no_rank_has_are_named():
     texts = sentences(2, lambda comm: redistribute(np.zeros(5), [[(0, 5)], [(5, 10)]], [[(0, 11)], []], axis=0, comm=comm))
     assert texts == ["ValueError: before: expected every token of after, got none that has token 10"] * 2
     texts = sentences(2, lambda comm: redistribute(np.zeros(4 + comm.Get_rank()), [[(0, 5)], [(5, 10)]], [[], []], axis=0, comm=comm))

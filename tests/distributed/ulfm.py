@@ -1,8 +1,8 @@
-"""Ranks that die while they attend: survivors go on from copies, with the bits of one process.
+"""Ranks die while they attend, and the survivors go on from copies, with the bits of one process.
 
     mpirun --with-ft ulfm -n P python ulfm.py prefill|decode DEATHS [SEED]
 
-Each rank holds its own tokens, and a copy of its successor's. Some ranks kill themselves in the middle of the work; no two neighbours do. The last
+Each rank holds its own tokens, and a copy of its successor's. Some ranks kill themselves in the middle of the work, but no two neighbours. The last
 line of each survivor says whether its result has the bits of one process.
 """
 
@@ -40,7 +40,7 @@ def die():
 
 
 def decoding(seed, step_of_death):
-    """(work, check) of decoding steps over a cache, of which each rank has a run of each request's tokens."""
+    """(work, check) of decoding steps over a cache. Each rank has a run of each request's tokens."""
     paged = testing.make_paged(3, 4, 2, [1500, 33, 700], 16, 64, seed=seed)
     layers = [paged.q * (1 + i) for i in range(STEPS)]
     expected = [blitz_attn.paged_attention(q, *paged.arrays[1:], kv_split=SPLIT, **paged.options) for q in layers]
@@ -69,7 +69,7 @@ def decoding(seed, step_of_death):
 
 
 def prefill(seed, step_of_death):
-    """(work, check) of attention over a sequence: survivors make a new plan, and bring the tokens to where that wants them."""
+    """(work, check) of attention over a sequence. Survivors make a new plan, and redistribute the tokens for it."""
     tokens, shape = 1500, {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_shape": (64, 64), "causal": True, "dispatch": "cut"}
     rng = np.random.default_rng(seed)
     whole = [rng.standard_normal((1, heads, tokens, 64), dtype=np.float32) for heads in (4, 2, 2)]

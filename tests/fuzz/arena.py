@@ -1,4 +1,4 @@
-"""The memory of a call's arrays, by which `bad_calls` tells what the call has written."""
+"""The memory of a call's arrays, in which `bad_calls` sees what the call has written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Arena:
         self.seed = seed
 
     def put(self, values: np.ndarray) -> np.ndarray:
-        """The values in the memory."""
+        """An array of these values within the memory."""
         end = self.used + values.nbytes
         view = self.memory[self.used : end].view(values.dtype).reshape(values.shape)
         view[...] = values
@@ -38,7 +38,7 @@ class Arena:
         return self.put(np.full(shape, np.nan if dtype.startswith("float") else 77, dtype))
 
     def kept(self, *shape: int) -> np.ndarray:
-        """A mask that shows most."""
+        """A mask that hides few elements."""
         return self.put(_noise()[: int(np.prod(shape))].reshape(shape) > -1)
 
     def integers(self, values: Any, dtype: str = "int32") -> np.ndarray:
@@ -51,7 +51,7 @@ def _noise() -> np.ndarray:
 
 
 def method(make: Callable[[], Any], name: str) -> Callable[..., Any]:
-    """A method as a function that `good_calls` can have: each call of it makes the object."""
+    """A method as a function for `good_calls`. Each call makes the object first."""
 
     def call(*args: Any, **options: Any) -> Any:
         return getattr(make(), name)(*args, **options)

@@ -1,7 +1,7 @@
 """Arrays in every dtype, view and kind that the package takes, with guards around them.
 
-Values are float64 arrays that hold only what the target dtype can represent (`rounded`), so that the oracle works on the very
-numbers that the package sees.
+Values are float64 arrays with only those numbers that the target dtype can represent (`rounded`), so that the oracle gets the same numbers
+as the package.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
     given = np.asarray(values)
     single = given.astype(np.float32)
     bits = single.view(np.uint32) if single.ndim else single.reshape(1).view(np.uint32).reshape(())
-    # rounded once: a number between two float32 becomes the one whose last bit is 1, which lies on the same side of every tie
+    # To round only once, a number between two float32 first becomes the one whose last bit is 1, which is on the same side of every tie.
     inexact = np.isfinite(given) & (single != given)
     bits = np.where(inexact, (bits - (np.abs(single) > np.abs(given))) | np.uint32(1), bits).astype(np.uint32)
     rounded_bits = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -57,7 +57,7 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
 def float8_values(bits: np.ndarray) -> np.ndarray:
     """The numbers that bits of e4m3 stand for: a sign, 4 bits of exponent with bias 7, and 3 of mantissa.
 
-    There is no infinity. The largest exponent has numbers, too; only where all bits but the sign are 1 is it NaN.
+    There is no infinity. The largest exponent has numbers, too; only if all bits except the sign are 1, they stand for NaN.
     """
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     size = np.where(exponent > 0, (8.0 + mantissa) * 2.0 ** (exponent.astype(int) - 10), mantissa * 2.0**-9)
@@ -65,7 +65,7 @@ def float8_values(bits: np.ndarray) -> np.ndarray:
 
 
 def values_of(array: Any, dtype: str) -> np.ndarray:
-    """A result of the package as float64, whatever kind of array it is."""
+    """A result of the package, which may be any kind of array, as float64."""
     if type(array).__module__.partition(".")[0] == "torch":
         array = array.detach()
         return array.double().numpy().copy()
@@ -76,7 +76,7 @@ def values_of(array: Any, dtype: str) -> np.ndarray:
 
 
 def bits_of(array: Any) -> bytes:
-    """The bytes of a result in C order, for comparisons to the bit."""
+    """The bytes of a result in C order, for bitwise comparisons."""
     if type(array).__module__.partition(".")[0] == "torch":
         import torch
 
@@ -87,8 +87,8 @@ def bits_of(array: Any) -> bytes:
 
 # ---- Views --------------------------------------------------------------------------------------------------------
 
-# How an array lies in its buffer. offset: it begins some elements later; gaps: each axis has unused entries before and behind it;
-# steps: it has only every second or third entry of some axes; turned: its axes lie in another order in memory; reversed: some axes have
+# The position of an array in its buffer. offset: it begins some elements later; gaps: each axis has unused entries before and after it;
+# steps: it has only every second or third entry of some axes; turned: its axes have another order in memory; reversed: some axes have
 # negative strides.
 VIEWS = ("plain", "offset", "gaps", "steps", "turned", "reversed")
 
@@ -131,19 +131,19 @@ def place(draw: Draw, name: str, data: np.ndarray, *, last_contiguous: bool = Tr
 
 
 class Placed:
-    """An array inside a buffer of its own; `array` is the view of it that holds the data."""
+    """An array inside a buffer of its own. `array` is the view of the buffer that holds the data."""
 
     def __init__(self, name: str, buffer: np.ndarray, array: np.ndarray):
         self.name, self.buffer, self.array = name, buffer, array
         self.before = buffer.copy()
 
     def check_unchanged(self) -> None:
-        """For inputs, and for outputs of refused calls: not one byte may have changed."""
+        """For inputs, and for outputs of refused calls: no byte may have changed."""
         if not np.array_equal(self.buffer, self.before):
             raise Finding(f"{self.name}: {np.count_nonzero(self.buffer != self.before)} bytes were written that should not be")
 
     def check_around(self) -> None:
-        """For outputs: the bytes around the array may not have changed."""
+        """For outputs: the bytes around the array must not have changed."""
         inside = np.zeros(self.buffer.shape, np.bool_)
         offsets = np.array(self.array.__array_interface__["data"][0] - self.buffer.__array_interface__["data"][0])
         for size, stride in zip(self.array.shape, self.array.strides, strict=True):
@@ -161,7 +161,7 @@ def poisoned(draw: Draw, name: str, shape: Sequence[int], dtype: str, **how: Any
 
 
 def repeated(placed: Placed, axis: int, size: int) -> Placed:
-    """`placed`, whose array now has the only entry of an axis `size` times, by a stride of 0."""
+    """`placed`, whose array is changed to have the single entry of an axis `size` times, by a stride of 0."""
     array = placed.array
     shape, strides = list(array.shape), list(array.strides)
     shape[axis], strides[axis] = size, 0
@@ -170,7 +170,7 @@ def repeated(placed: Placed, axis: int, size: int) -> Placed:
 
 
 def page_table(draw: Draw, name: str, pages: Sequence[np.ndarray]) -> Placed:
-    """(B, W) page numbers; places behind a row's pages hold numbers that name no page. Draws the dtype, the view and the extra width."""
+    """(B, W) page numbers. Behind a row's pages, numbers name no existing page. Draws the dtype, the view and the extra width."""
     dtype = draw.pick(f"{name}.dtype", ("int32", "int64"))
     width = max([len(x) for x in pages], default=0) + draw.integer(f"{name}.width", 0, 3)
     matrix = np.full((len(pages), width), draw.pick(f"{name}.behind", (-7, -(2**31), 2**31 - 1)), dtype)
@@ -197,7 +197,7 @@ class Dlpack:
 
 @functools.cache
 def _exported(dtype: str) -> bool:
-    """Whether NumPy exports arrays of this dtype by DLPack: before 1.25 it did not those of bool."""
+    """Whether NumPy exports arrays of this dtype by DLPack. Before 1.25, it did not export bool."""
     try:
         np.zeros(1, dtype).__dlpack__()
     except (BufferError, TypeError):
@@ -206,14 +206,14 @@ def _exported(dtype: str) -> bool:
 
 
 def kinds_for(dtype: str) -> list[str]:
-    """Kinds of array that can carry this dtype here, the plainest first."""
+    """The kinds of array that can hold this dtype on this machine, the plainest first."""
     if dtype in ("bfloat16", "float8_e4m3"):
         return ["bits"] + ["ml_dtypes"] * HAS_ML_DTYPES + ["torch"] * HAS_TORCH
     return ["numpy"] + ["dlpack"] * _exported(dtype) + ["torch"] * HAS_TORCH
 
 
 def dressed(array: np.ndarray, dtype: str, kind: str) -> Any:
-    """An array of the given kind over the memory of `array`, which holds numbers of `dtype`, or their bits where NumPy lacks the dtype."""
+    """An array of the given kind over the memory of `array`, which holds numbers of `dtype`, or their bits if NumPy lacks the dtype."""
     if kind == "ml_dtypes":
         import ml_dtypes
 

@@ -24,7 +24,7 @@ LIST_DTYPES = ("int32", "int64", "int16", "uint16")
 
 @dataclass
 class Case:
-    """A problem and how its arguments look."""
+    """A problem, and the form of its arguments."""
 
     problem: Attention
     layout: str
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def hit(self) -> np.ndarray:
-        """Boolean (B, H, Sq): which queries see non-finite values, or NaN of a mask."""
+        """Bool (B, H, Sq): the queries that see non-finite values, or NaN in a mask."""
         p = self.problem
         spoilt = p.mask is not None and np.isnan(p.mask).any()
         if not self.bad.any() and not spoilt:
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def mask_sizes(self) -> tuple[int, ...]:
-        """Those of a mask whose axes are whole."""
+        """The sizes of a mask without axes of length 1."""
         return (*self.problem.q.shape[:3], self.problem.k.shape[2])
 
 
@@ -83,7 +83,7 @@ def _window(draw: Draw, s_kv: int) -> tuple[int, int] | None:
 
 
 def _blocks(draw: Draw, batch: int, heads: int, kv_heads: int, rows: int, columns: int) -> np.ndarray:
-    """The blocks that are kept: random ones, and in some rows none or all."""
+    """The blocks that are kept: random ones, and in some rows none or all blocks."""
     rng = draw.rng("blocks")
     list_heads = 1 if draw.flag("lists.one_head", 0.3) else kv_heads if draw.flag("lists.kv_heads", 0.2) else heads
     lead = (1 if draw.flag("lists.one_batch", 0.3) else batch, list_heads)
@@ -107,7 +107,7 @@ def draw_ranges(draw: Draw, batch: int, s_q: int, s_kv: int) -> np.ndarray:
     if kind == "chunks":
         size = int(rng.integers(1, max(2, s_kv)))
         return np.stack([place // size * size, place // size * size + size], axis=-1)
-    if kind == "documents":  # of keys one after the other; each query is of any of them, but most are of their neighbour's
+    if kind == "documents":  # a document is a run of keys; most queries belong to the document of the query before, the others to any
         cuts = np.concatenate([[0], np.sort(rng.integers(0, s_kv + 1, int(rng.integers(4)))), [s_kv]])
         document = rng.integers(0, len(cuts) - 1, shape)
         stays = rng.random(shape) < 0.95
@@ -170,7 +170,7 @@ def draw_problem(
 
 
 def draw_case(draw: Draw, *, forward_only: bool = False, **how: Any) -> Case:
-    """`forward_only`: with what only the forward call takes, and with masks that spoil results; `all_blocks`: lists name all blocks."""
+    """`forward_only`: with options that only the forward call takes, and with masks that make results NaN; `all_blocks`: lists have all blocks."""
     problem, layout, has_q_lens, has_kv_lens = draw_problem(draw, forward_only=forward_only, **how)
     garbage = draw.pick("garbage", (0.0, np.inf, -np.inf), (2, 1, 1)) if draw.flag("garbage.infinite", 0.3) else np.nan
     bad = draw.rng("bad").random(problem.k.shape[:3]) < draw.pick("bad_keys", (0.0, 0.02, 0.3), (3, 1, 1))
@@ -197,7 +197,7 @@ def laid_out(x: np.ndarray, layout: str, lens: np.ndarray) -> np.ndarray:
 
 
 def _garbled(x: np.ndarray, bad: np.ndarray, value: float) -> np.ndarray:
-    """A copy in which all rows that must not be read, or that are bad, hold `value`."""
+    """A copy in which all rows that must not be read, and all bad rows, hold `value`."""
     return np.where(bad[..., None], value, x)
 
 
@@ -214,7 +214,7 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
 def listed(
     blocks: np.ndarray, dtype: str, rng: np.random.Generator, *, extra: int = 0, shuffled: bool = False, garbage: bool = False
 ) -> np.ndarray:
-    """The block list of a mask: each row's columns, rising or shuffled, a pad, and perhaps garbage behind it."""
+    """The block list of a mask: each row's columns, rising or shuffled, a pad, and in some cases garbage behind the pad."""
     columns, info = blocks.shape[-1], np.iinfo(dtype)
     keys = rng.random(blocks.shape) if shuffled else np.broadcast_to(np.arange(columns) / max(columns, 1), blocks.shape)
     order = np.argsort(np.where(blocks, keys, 2.0), axis=-1, kind="stable")
@@ -234,14 +234,14 @@ def listed(
 
 
 def draw_listed(draw: Draw, name: str, blocks: np.ndarray, extra: Sequence[int]) -> np.ndarray:
-    """The block list of a mask in a drawn dtype and order, with so many places more than it needs."""
+    """The block list of a mask in a drawn dtype and order, with a drawn number of unneeded places."""
     how = {"shuffled": draw.flag(f"{name}.shuffled"), "garbage": draw.flag(f"{name}.garbage", 0.3)}
     dtype = draw.pick(f"{name}.dtype", LIST_DTYPES)
     return listed(blocks, dtype, draw.rng(name), extra=draw.pick(f"{name}.extra", extra), **how)
 
 
 def rules(case: Case, kinds: dict[str, str]) -> dict[str, Any]:
-    """The options of the call that say what is computed; `kinds` says as which kind of sequence the lengths are passed."""
+    """The options of the call that decide what is computed. `kinds` names the kind of sequence in which lengths are passed."""
     p = case.problem
     options: dict[str, Any] = {"block_shape": p.block_shape, "layout": case.layout, "causal": p.causal}
     if p.scale is not None:
@@ -291,7 +291,7 @@ class Arguments:
         self.kind = draw.pick("kind", self.kinds)
         self.mixed = draw.flag("kinds_mixed", 0.15)
         self.arrays = {name: self.array(name, x, dtype) for name, x in inputs(case).items()}
-        named = dtype == "bfloat16" or draw.flag("dtype_named", 0.2)  # views that torch cannot have go as bits
+        named = dtype == "bfloat16" or draw.flag("dtype_named", 0.2)  # views that torch cannot have are passed as bits
         self.options = rules(case, {name: draw.pick(f"lengths.{name}", LENGTH_KINDS) for name in ("q", "kv")} | {"q_begin": draw.pick("q_begin.kind", SIGNED_KINDS)})
         self.options["dtype"] = dtype if named else None
         if case.layout in ("BNSD", "BSND", "TND") and draw.flag("heads_named", 0.2):
@@ -306,14 +306,14 @@ class Arguments:
             self.options["alibi_slopes"] = bias_draws.draw_given_slopes(draw, case.problem.slopes)
 
     def array(self, name: str, data: np.ndarray, dtype: str) -> Any:
-        """`data` as an input; where kinds are mixed, of another kind than the first array."""
+        """`data` as an input. If kinds are mixed, it is of another kind than the first array."""
         placed = arrays.place(self.draw, name, data)
         self.placed.append(placed)
         kind = self.kind
         if self.mixed and name != "q":
             kind = self.kinds[int(self.draw.rng(f"{name}.kind").integers(len(self.kinds)))]
         if kind not in arrays.kinds_for(dtype):
-            kind = "numpy"  # the log-sum-exp beside arrays of bfloat16
+            kind = "numpy"  # the log-sum-exp for arrays of bfloat16
         return arrays.dressed(placed.array, dtype, kind)
 
     def _lists(self) -> Any:
@@ -350,7 +350,7 @@ class Arguments:
 
 
 class Outputs:
-    """The outputs of a call: those in `given` are drawn views, filled with poison; the package makes the others."""
+    """The outputs of a call. Those in `given` are drawn views, filled with poison, and the package makes the others."""
 
     def __init__(self, made: Arguments, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str], given: Sequence[str]):
         self.made, self.shapes, self.dtypes = made, shapes, dtypes
@@ -359,7 +359,7 @@ class Outputs:
         self.given = {x: arrays.dressed(y.array, dtypes[x], kind) for x, y in self.placed.items()}
 
     def check(self, results: dict[str, Any]) -> None:
-        """Checks what a call promises whatever its numbers are."""
+        """Checks promises that do not depend on the numbers."""
         like = self.made.arrays["q"]
         bits = "bits" if getattr(like, "dtype", None) == np.uint16 else "ml_dtypes"
         kind = "torch" if type(like).__module__.partition(".")[0] == "torch" else bits
@@ -375,7 +375,7 @@ class Outputs:
         self.made.check_unchanged()
 
 
-# ---- The same problem otherwise -----------------------------------------------------------------------------------
+# ---- Other calls for the same problem -----------------------------------------------------------------------------
 
 
 def _resized(x: np.ndarray, axis: int, size: int) -> np.ndarray:
@@ -385,7 +385,7 @@ def _resized(x: np.ndarray, axis: int, size: int) -> np.ndarray:
 
 
 def alone(case: Case, b: int, layout: str, pad_q: int, pad_kv: int) -> Case:
-    """Batch entry b by itself, in another layout and with other padding. (TND has no padding.)"""
+    """Batch entry b alone, in another layout and with other padding. (TND has no padding.)"""
     p = case.problem
     q_len, kv_len = int(p.q_lens[b]), int(p.kv_lens[b])
     s_q, s_kv = q_len + (layout != "TND") * pad_q, kv_len + (layout != "TND") * pad_kv

@@ -1,8 +1,7 @@
 """Block-sparse attention and its gradients, token by token in float64: the definitions of docs/guide/concepts.rst as boolean masks.
 
-Everything here has one form whatever the layout: queries (B, H, Sq, D), keys and values (B, Hkv, Skv, ...), where entry b holds
-q_lens[b] queries and kv_lens[b] keys and padding behind them. Values are finite; what is NaN or infinite for the package is known
-to `Problem.bad`.
+Arrays have one form for every layout: queries (B, H, Sq, D), keys and values (B, Hkv, Skv, ...). Entry b holds q_lens[b] queries and
+kv_lens[b] keys, and padding behind them. Values are finite; `Case.bad` marks what is NaN or infinite for the package.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import numpy as np
 
 from .checks import EPSILON
 
-HIDES = -2.3e38  # numbers of a mask below it hide their keys, as -inf does, where scores are float32
-SMALL = 1e-30  # numbers below 1e-38 may count as 0 at some levels, before they are multiplied and summed
+HIDES = -2.3e38  # if scores are float32, numbers of a mask below it hide their keys, as -inf does
+SMALL = 1e-30  # allowed error because numbers below 1e-38 may count as 0 at some levels, before they are multiplied and summed
 
 
 @dataclass
 class Attention:
-    """One problem: what is computed, independent of how its arrays are stored."""
+    """One problem: what is computed, independent of how the call's arrays are stored."""
 
     dtype: str
     q: np.ndarray  # (B, H, Sq, D)
@@ -34,12 +33,12 @@ class Attention:
     causal: bool
     window: tuple[int, int] | None
     begin: np.ndarray | None = None  # (B,): token numbers of the first queries; None: the queries are the last tokens
-    total: np.ndarray | None = None  # (B,): queries of the call that these are a slice of; no number depends on it
+    total: np.ndarray | None = None  # (B,): number of queries of the call that these are a slice of; no result depends on it
     softcap: float | None = None
     sinks: np.ndarray | None = None  # (H,)
-    ranges: np.ndarray | None = None  # (B, Sq, 2): first key that each query may see, and the place after the last one
-    mask: np.ndarray | None = None  # (B or 1, H or 1, Sq or 1, Skv or 1): what is added to the scores; -inf hides a key
-    slopes: np.ndarray | None = None  # (H,): what a token of distance takes from the score
+    ranges: np.ndarray | None = None  # (B, Sq, 2): the first key that each query may see, and the position after the last one
+    mask: np.ndarray | None = None  # (B or 1, H or 1, Sq or 1, Skv or 1): added to the scores; -inf hides a key
+    slopes: np.ndarray | None = None  # (H,): subtracted from the score per token of distance
 
     @property
     def real(self) -> str:
@@ -60,12 +59,12 @@ class Attention:
         return x.reshape(x.shape[0], kv_heads, x.shape[1] // max(kv_heads, 1), *x.shape[2:]).sum(axis=2)
 
     def away(self) -> np.ndarray:
-        """(B, Sq, Skv): how many tokens behind the query's place among the keys a key stands."""
+        """(B, Sq, Skv): the position of a key minus the position of a query among the keys."""
         first = self.kv_lens - self.q_lens if self.begin is None else self.begin
         return np.arange(self.k.shape[2]) - (np.arange(self.q.shape[2])[:, None] + first[:, None, None])
 
     def bias(self) -> tuple[np.ndarray, np.ndarray]:
-        """What is added to the scores, and the sum of its parts' absolute values, which broadcast to (B, H, Sq, Skv)."""
+        """The bias of the scores, and the sum of the absolute values of its parts. Both broadcast to (B, H, Sq, Skv)."""
         bias = size = np.zeros((1, 1, 1, 1))
         if self.mask is not None:
             bias = hiding(self.mask, self.dtype)
@@ -76,12 +75,12 @@ class Attention:
         return bias, size
 
     def seen(self) -> np.ndarray:
-        """Boolean (B, H, Sq, Skv): whether a query attends a key."""
+        """Bool (B, H, Sq, Skv): whether a query attends a key."""
         shown = self.shown()
         return shown if self.mask is None else shown & ~np.isneginf(hiding(self.mask, self.dtype))
 
     def shown(self) -> np.ndarray:
-        """Boolean (B, H, Sq, Skv): whether a query sees a key by all rules other than the mask."""
+        """Bool (B, H, Sq, Skv): whether a query sees a key by all rules except the mask."""
         (batch, heads, s_q, _), s_kv = self.q.shape, self.k.shape[2]
         i, j = np.arange(s_q)[:, None], np.arange(s_kv)
         q_lens, kv_lens = self.q_lens[:, None, None], self.kv_lens[:, None, None]
@@ -105,7 +104,7 @@ class Attention:
 
 
 def hiding(mask: np.ndarray, dtype: str) -> np.ndarray:
-    """The mask of a problem of `dtype`, in which what is as good as -inf is -inf."""
+    """The mask of a problem of `dtype`, with -inf in place of numbers that act as -inf."""
     return mask if dtype == "float64" else np.where(mask < HIDES, -np.inf, mask)
 
 
@@ -114,40 +113,40 @@ class Forward(NamedTuple):
     scores: np.ndarray
     out: np.ndarray  # (B, H, Sq, Dv)
     lse: np.ndarray  # (B, H, Sq)
-    score_error: np.ndarray  # (B, H, Sq): how far a score of the row may be off
+    score_error: np.ndarray  # (B, H, Sq): the largest allowed error of a score in the row
     allowed_out: np.ndarray
     allowed_lse: np.ndarray
     some: np.ndarray  # (B, H, Sq): whether the row has a score, of a key or of a sink
-    rate: np.ndarray | None  # (B, H, Sq, Skv): the derivative of each score by what the softcap was applied to; None: there is no softcap
-    bias_error: np.ndarray | None  # (B, H, Sq, Skv): how far each score may be off because of what is added to it; None: nothing is
+    rate: np.ndarray | None  # (B, H, Sq, Skv): the derivative of each score by the score before the softcap; None: there is no softcap
+    bias_error: np.ndarray | None  # (B, H, Sq, Skv): the allowed error of each score that comes from its bias; None: no bias
 
 
 def weight_error(dtype: str) -> float:
     """The relative error of a softmax weight, in addition to that of its score: that of the exponential, and of rounding it to the dtype.
 
-    Weights of bfloat16 problems may be rounded to bfloat16 before they meet the values; those of float16 are known to that dtype's
-    precision.
+    Weights of bfloat16 problems may be rounded to bfloat16 before they are multiplied with values; those of float16 problems have the
+    precision of float16.
     """
     return EPSILON[dtype] if dtype in ("float16", "bfloat16") else 8 * EPSILON[dtype]
 
 
 def growth(weights: np.ndarray, score_error: np.ndarray, bias_error: np.ndarray) -> np.ndarray:
-    """How far weights may be off because of what is added to their scores, beyond what the error of the row's scores explains."""
+    """The allowed error of weights that comes from the biases of their scores, in addition to that from the row's scores."""
     row = np.minimum(2 * score_error[..., None], 600)
     return np.minimum(weights * (np.expm1(np.minimum(row + 2 * bias_error, 600)) - np.expm1(row)), 1e30)
 
 
 def forward(a: Attention) -> Forward:
-    """The definition, and how far from it arithmetic in the promised precision may be.
+    """The definition, and the errors that arithmetic in the promised precision may have.
 
-    A score is a sum of D products in float32, times a number: it is off by at most (D + 8) eps times the sum of the products'
+    A score is a sum of D products in float32, times a number: its error is at most (D + 8) eps times the sum of the products'
     absolute values. So is its exponential, relatively, and hence each weight before and after it is divided by their sum. A result
-    is a sum of n weighted values, off by (2 * that + n eps) of the sum of their absolute values, and is rounded to the dtype. The
-    sum of a row is off by as much, relatively, and the log-sum-exp absolutely.
+    is a sum of n weighted values, with an error of (2 * that + n eps) of the sum of their absolute values, and is rounded to the dtype. The
+    sum of a row has the same error, relatively, and the log-sum-exp absolutely.
 
-    What is added to a score is rounded as a number, as its product with log2(e), which is itself rounded, and twice in sums: the
-    score's error grows by 6 eps times the sum of the parts' absolute values. This is bounded for each key by itself, for a number that
-    all but hides a key may be large.
+    The bias of a score is rounded as a number, as its product with log2(e), which is itself rounded, and twice in sums: the score's
+    error grows by 6 eps times the sum of the parts' absolute values. This error is bounded for each key separately, because a number
+    that nearly hides a key may be large.
     """
     seen, eps = a.seen(), EPSILON[a.real]
     k, v = a.grouped(a.k), a.grouped(a.v)
@@ -202,11 +201,11 @@ class Gradients(NamedTuple):
     dk: np.ndarray
     dv: np.ndarray
     allowed: tuple[np.ndarray, np.ndarray, np.ndarray]
-    dbias: np.ndarray  # (B, H, Sq, Skv): the gradient of what is added to each score, and how far it may be off
+    dbias: np.ndarray  # (B, H, Sq, Skv): the gradient of the bias of each score, and its allowed error
     dbias_error: np.ndarray
 
     def of_mask(self, shape: tuple[int, ...], dtype: str, real: str) -> tuple[np.ndarray, np.ndarray]:
-        """The gradient of a mask of four axes, in its dtype, and how far it may be off. `real`: the dtype of sums over batch and heads."""
+        """The gradient of a mask of four axes, in its dtype, and its allowed error. `real` is the dtype of sums over batch and heads."""
         shared = tuple(axis for axis, n in enumerate(shape) if n == 1)
         total, size, error = (x.sum(axis=shared, keepdims=True) for x in (self.dbias, np.abs(self.dbias), self.dbias_error))
         terms = self.dbias.shape[0] * self.dbias.shape[1] + 4
@@ -215,19 +214,19 @@ class Gradients(NamedTuple):
         return total, error + terms * EPSILON[real] * size + 2 * EPSILON[dtype] * np.abs(total) + smallest
 
     def of_slopes(self, away: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The gradients of the slopes (H,), and how far they may be off. `away`: distances (B, Sq, Skv)."""
+        """The gradients of the slopes (H,), and their allowed errors. `away`: distances (B, Sq, Skv)."""
         distance = np.abs(away)[:, None]
         total, size, error = ((x * distance).sum(axis=(0, 2, 3)) for x in (self.dbias, np.abs(self.dbias), self.dbias_error))
         return -total, error + 8 * EPSILON["float32"] * size + SMALL
 
 
 def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None) -> Gradients:
-    """The formulas of the docstring with the `out` and `lse` that are given, and how far float32 arithmetic may be from them.
+    """The formulas of the operation's docstring with the given `out` and `lse`, and the errors that float32 arithmetic may have.
 
-    A probability is off by its score's error, by rounding the difference to `lse`, and by `weight_error`. dout . v and dout . out
-    are sums of Dv products, so a slope is off by the probability's error of itself and (Dv + 4) eps of the products' absolute
-    values; slopes are rounded as probabilities are. Each gradient is a sum of n products of these, rounded to the dtype. The derivative of
-    the softcap, ``1 - tanh(x)^2``, is off by at most twice the error of x and of the tangent.
+    A probability has the error of its score, of rounding the difference to `lse`, and `weight_error`. dout . v and dout . out are sums
+    of Dv products, so a slope (the gradient of a score) has the relative error of its probability, and (Dv + 4) eps of the products'
+    absolute values; slopes are rounded as probabilities are. Each gradient is a sum of n products of these, rounded to the dtype. The
+    derivative of the softcap, ``1 - tanh(x)^2``, has an error of at most twice that of x and of the tanh.
     """
     eps = EPSILON[a.real]
     k, v = a.grouped(a.k), a.grouped(a.v)

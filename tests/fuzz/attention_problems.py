@@ -27,7 +27,7 @@ def attend(
 
 
 def call(draw: Draw, case: Case, made: Arguments, out_dtype: str) -> tuple[Any, Any]:
-    """Makes the drawn call; returns None for a log-sum-exp that is not requested. Checks what a call promises whatever its numbers are."""
+    """Makes the drawn call, and checks promises that do not depend on the numbers. Returns None for a log-sum-exp that is not requested."""
     p = case.problem
     shapes = {"out": laid_out(np.empty((*p.q.shape[:3], p.v.shape[-1])), case.layout, p.q_lens).shape}
     shapes["lse"] = laid_out(np.empty(p.q.shape[:3]), case.layout, p.q_lens).shape
@@ -49,7 +49,7 @@ def call(draw: Draw, case: Case, made: Arguments, out_dtype: str) -> tuple[Any, 
 
 
 def check_numbers(case: Case, out: Any, lse: Any, out_dtype: str) -> None:
-    """Compares with the oracle. A row that sees a NaN key must be NaN; one that sees an infinite key may be anything."""
+    """Compares with the oracle. A row that sees a NaN key must be NaN, and a row that sees an infinite key may be anything."""
     p = case.problem
     f, hit = forward(p), case.hit
     if np.isnan(case.garbage):
@@ -73,7 +73,7 @@ def check_numbers(case: Case, out: Any, lse: Any, out_dtype: str) -> None:
 
 
 def masked_blocks(p: Attention) -> np.ndarray:
-    """The lists with, added to each row, all blocks that lie wholly behind the last key of every entry that uses the row."""
+    """The lists, with additional blocks in each row: all that are completely behind the last key of every entry that uses the row."""
     starts = np.arange(p.blocks.shape[3]) * p.block_shape[1]
     lens = p.kv_lens if p.blocks.shape[0] == p.kv_lens.size else p.kv_lens.max(initial=0)[None]
     return p.blocks | (starts >= lens[:, None])[:, None, None]
@@ -114,7 +114,7 @@ def block_sparse_attention(draw: Draw) -> None:
 
 
 def check_slice(draw: Draw, case: Case, out: Any, lse: Any, out_dtype: str) -> None:
-    """Compares some rows with a call on these rows alone."""
+    """Compares some rows with a call on only these rows."""
     p, drawn = case.problem, draw_slice(draw, case)
     if drawn is None:
         return
@@ -122,7 +122,7 @@ def check_slice(draw: Draw, case: Case, out: Any, lse: Any, out_dtype: str) -> N
     again = attend(part, draw.rng("again"), draw.pick("other_threads", checks.THREADS), out_dtype)
     for b in range(len(p.q_lens)):
         end = min(int(p.q_lens[b]), rows.stop)
-        clear = ~case.hit[b, :, first : max(first, end)]  # a NaN may be another one
+        clear = ~case.hit[b, :, first : max(first, end)]  # NaN may have other bits
         for whole, theirs, numbers in ((out, again[0], False), (lse, again[1], True)):
             if whole is None:
                 continue
@@ -134,7 +134,7 @@ def check_slice(draw: Draw, case: Case, out: Any, lse: Any, out_dtype: str) -> N
 
 
 def check_rounded(case: Case, out: Any, out_dtype: str, rng: np.random.Generator) -> None:
-    """The result before it is rounded, rounded by NumPy, is the usual result."""
+    """The unrounded result, rounded by NumPy, must be the usual result."""
     p = case.problem
     usual, wide = arrays.values_of(out, out_dtype), attend(case, rng, 1, p.real)[0]
     if out_dtype != p.dtype:
@@ -147,14 +147,14 @@ def check_rounded(case: Case, out: Any, out_dtype: str, rng: np.random.Generator
 
 
 def check_alone(draw: Draw, case: Case, out: Any, lse: Any, out_dtype: str) -> None:
-    """Compares one batch entry with a call on this entry alone, in another layout and with other padding."""
+    """Compares one batch entry with a call on only this entry, in another layout and with other padding."""
     p, layout = case.problem, draw.pick("alone.layout", LAYOUTS)
     drawn = draw_alone(draw, case, layout)
     if drawn is None:
         return
     (b, single), heads = drawn, p.q.shape[1]
     again = attend(single, draw.rng("again"), 1, out_dtype)
-    clear = ~case.hit[b, :, : int(p.q_lens[b])]  # a NaN may be another one
+    clear = ~case.hit[b, :, : int(p.q_lens[b])]  # NaN may have other bits
     results = [(arrays.stored(arrays.values_of(out, out_dtype), out_dtype), again[0], False)]
     if lse is not None:
         results.append((arrays.stored(arrays.values_of(lse, p.real), p.real), again[1], True))
@@ -166,7 +166,7 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any, out_dtype: str) -> N
 
 @problem("refused_lists", weight=0.5)
 def refused_lists(draw: Draw) -> None:
-    """A block that stands in a row twice, or that does not exist, is refused wherever it stands, and nothing is written."""
+    """A block that is in a row twice, or that does not exist, is refused at any position, and nothing is written."""
     batch, heads, rows, columns = (draw.integer(name, 1, most) for name, most in (("batch", 3), ("heads", 4), ("rows", 9), ("columns", 9)))
     block_q, block_kv = draw.integer("block_q", 1, 20), draw.integer("block_kv", 1, 20)
     rng = draw.rng("list")

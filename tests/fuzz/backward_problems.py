@@ -20,7 +20,7 @@ LARGEST = {"float16": 65504.0}
 
 
 class Given(NamedTuple):
-    """The arguments of a backward call that the forward call does not have, as (B, H, Sq, ...) in every layout."""
+    """The arguments of a backward call that the forward call does not have, as (B, H, Sq, ...) for every layout."""
 
     dout: np.ndarray
     out: np.ndarray
@@ -28,7 +28,7 @@ class Given(NamedTuple):
     dlse: np.ndarray | None
 
     def laid_out(self, case: Case) -> dict[str, np.ndarray]:
-        """In the case's layout and dtypes; rows behind the last query hold garbage."""
+        """The arguments in the case's layout and dtypes. Rows behind the last query hold garbage."""
         p = case.problem
         beyond = np.arange(p.q.shape[2]) >= p.q_lens[:, None, None]
         laid = {}
@@ -50,7 +50,7 @@ def gradients(case: Case, given: Given, rng: np.random.Generator, num_threads: i
 
 
 def draw_given(draw: Draw, case: Case, f: Forward) -> Given:
-    """Gradients to start from, and a forward result: the package's own, or the oracle's, rounded."""
+    """Gradients of the results, and a forward result: the package's own, or the oracle's, rounded."""
     p = case.problem
     rng = draw.rng("gradients")
     dout = arrays.rounded(rng.standard_normal(f.out.shape) * draw.pick("dout.spread", (1.0, 0.01)), p.dtype)
@@ -61,14 +61,14 @@ def draw_given(draw: Draw, case: Case, f: Forward) -> Given:
         out, lse = arrays.values_of(out, p.dtype), arrays.values_of(lse, p.real)
     else:
         out, lse = arrays.rounded(f.out, p.dtype), arrays.rounded(f.lse, p.real)
-    if draw.flag("lse.dropped", 0.1):  # queries that attended nothing, says their log-sum-exp
+    if draw.flag("lse.dropped", 0.1):  # a log-sum-exp of -inf means that the query attended nothing
         dropped = rng.random(lse.shape) < 0.3
         out[dropped], lse[dropped] = 0, -np.inf
     return Given(dout, out, lse, dlse)
 
 
 def check_bias(case: Case, expected: Gradients, mask: Any, dmask: Any, dslopes: Any) -> None:
-    """The gradients of a mask as it was given, and of the slopes."""
+    """Checks the gradients of the given mask, and of the slopes."""
     p = case.problem
     if (dmask is None) != (mask is None or case.mask_dtype == "bool") or (dslopes is None) != (p.slopes is None):
         raise Finding("gradients of biases: others than those of what was given")
@@ -108,7 +108,7 @@ def block_sparse_attention_backward(draw: Draw) -> None:
     case = draw_case(draw, spreads=(1, 0.02, 4), all_blocks=check == "dense")
     p = case.problem
     f = forward(p)
-    case.bad &= ~(p.ungrouped(f.seen.any(axis=2)) > 0)  # what some query sees would spoil all gradients
+    case.bad &= ~(p.ungrouped(f.seen.any(axis=2)) > 0)  # bad keys that a query sees would make all gradients bad
     with checks.at_level(draw):
         given = draw_given(draw, case, f)
         made = Arguments(draw, case)
@@ -141,7 +141,7 @@ def block_sparse_attention_backward(draw: Draw) -> None:
         elif check == "sums":
             check_sums(draw, case, given, found)
         elif check == "threads":
-            mine = found if made.options.get("attn_mask") is None else found[:3]  # a mask may be repeated, and its gradient then, too
+            mine = found if made.options.get("attn_mask") is None else found[:3]  # a mask may be repeated, and then its gradient is, too
             again = gradients(case, given, rng, draw.pick("other_threads", checks.THREADS), bias_grads)
             for ours, theirs in zip(mine, again, strict=False):
                 if ours is not None:
@@ -155,7 +155,7 @@ def block_sparse_attention_backward(draw: Draw) -> None:
 
 
 def check_slice(draw: Draw, case: Case, given: Given, dq: Any) -> None:
-    """Compares some rows of dq with a call on these rows alone."""
+    """Compares some rows of dq with a call on only these rows."""
     p, drawn = case.problem, draw_slice(draw, case)
     if drawn is None:
         return
@@ -169,7 +169,7 @@ def check_slice(draw: Draw, case: Case, given: Given, dq: Any) -> None:
 
 
 def check_sums(draw: Draw, case: Case, given: Given, found: tuple[Any, Any, Any]) -> None:
-    """Adding to zeros, and rounding, gives the usual dk and dv. Rows of blocks that no list names keep what they hold."""
+    """Adding to zeros, and rounding, must give the usual dk and dv. Rows of blocks that no list names must stay as they are."""
     p = case.problem
     qkv, options = plain_arguments(case, draw.rng("again"))
     others = given.laid_out(case)
@@ -200,7 +200,7 @@ def check_sums(draw: Draw, case: Case, given: Given, found: tuple[Any, Any, Any]
 
 
 def check_alone(draw: Draw, case: Case, given: Given, got: dict[str, Any]) -> None:
-    """Compares one batch entry with a call on this entry alone, with other padding."""
+    """Compares one batch entry with a call on only this entry, with other padding."""
     p, drawn = case.problem, draw_alone(draw, case, case.layout)
     if drawn is None:
         return

@@ -1,7 +1,7 @@
 """Bad calls: a valid call of a public function in which one argument, sometimes two, is replaced by an unusual value.
 
-Either the call is accepted, or it is refused with a TypeError or a ValueError whose one sentence names an argument concerned. In both
-cases nothing outside the outputs is written, and it takes no time and no memory to speak of.
+Either the call is accepted, or it is refused with a TypeError or a ValueError, whose only sentence names an argument that was replaced. In
+both cases nothing outside the outputs is written, and the call takes little time and memory.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ try:
 except ImportError:  # not on every platform
     resource = None  # type: ignore[assignment]
 
-SECONDS = 10.0  # far more than any answer takes, even on a busy machine: what has no end is looked for, not what is slow
-SECONDS_PER_ELEMENT = 1e-6  # more for results that are large because the call says so
+SECONDS = 10.0  # far more than any call takes, even on a busy machine: this finds calls that do not end, not slow ones
+SECONDS_PER_ELEMENT = 1e-6  # allowed in addition, for results that the call asks to be large
 KIBIBYTES = 1 << 20
 VARIETIES = 32
-WEIGHT = 0.03  # of a function: about a tenth of a campaign's problems are bad calls
+WEIGHT = 0.03  # per function, so that about a tenth of a campaign's problems are bad calls
 HOW = ("argument", "two arguments", "unknown keyword", "too many positional", "missing argument", "positional", "refusal")
 SENTENCE = re.compile(r"([\w\[\]., ]+): expected .+, got .+", re.DOTALL)
 PLAIN = (np.ndarray, np.generic, str, bool, int, float, type(None))
@@ -54,7 +54,7 @@ class Call:
         self.arguments = good.make(self.arena, variety)
         self.replaced: dict[str, str] = {}  # argument: name of the unusual value
         self.positional: tuple[Any, ...] = ()
-        self.by_position: list[str] = []  # names of these
+        self.by_position: list[str] = []  # the names of positional arguments
         self.python_refuses = False
 
     def value(self, argument: str) -> Any:
@@ -66,31 +66,31 @@ class Call:
         return None if default is inspect.Parameter.empty else default
 
     def choices(self, argument: str) -> list[str]:
-        """Names of the unusual values that may replace this argument; those that are made from the valid one come first."""
+        """Names of the unusual values that may replace this argument. Those that are made from the valid value come first."""
         return [*table(self.value(argument)), *ANY]
 
     def replace(self, argument: str, unusual: str) -> None:
         if self.good.lenient and (is_huge(unusual) or "65535" in unusual or unusual in ENDLESS):
             raise Discard("blitz_attn.testing makes arrays of any size that is asked for, and reads sequences as NumPy does")
         if argument in self.good.sizes and re.search(r"2\*\*3[123]\b", unusual):
-            raise Discard("a result as large as this is what was asked for, where it is refused only beyond")
+            raise Discard("this size is below the limit, so that the call would make a result as large as that")
         right = self.value(argument)
         try:
             self.arguments[argument] = ANY[unusual]() if unusual in ANY else table(right)[unusual](right)
-        except Exception as error:  # from one that is unusual already, or for want of memory: nothing of the package's
-            raise Discard(f"{unusual} cannot be made of {type(right).__name__}") from error
+        except Exception as error:  # the value may be unusual already, or memory may be short; the package is not involved
+            raise Discard(f"{unusual} cannot be made from {type(right).__name__}") from error
         self.replaced[argument] = f"{self.replaced[argument]}, {unusual}" if argument in self.replaced else unusual
 
     def refuse(self, row: Refusal) -> None:
-        """Changes arguments as a row of `refusals` says, which this variety need not refuse."""
+        """Changes arguments by a row of `refusals`. This variety need not refuse them."""
         try:
             self.arguments = row.apply(self.arguments)
         except Exception as error:
-            raise Discard(f"of this variety no {row.changes} can be made") from error
+            raise Discard(f"{row.changes} cannot be made in this variety") from error
         self.replaced |= dict.fromkeys(row.changes, "huge, as a refusal has it")
 
     def make_positional(self) -> None:
-        """Passes by position all arguments that can be passed so."""
+        """Passes all arguments by position that can be passed so."""
         names = self.by_position
         for name, parameter in parameters(self.good.call).items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY or name not in self.arguments:
@@ -127,9 +127,9 @@ class Call:
         """The sentence of an acceptable refusal. Any other exception is raised again."""
         if isinstance(error, MemoryError) and any(map(is_huge, self.replaced.values())):
             return "MemoryError"
-        if _is_from_unusual_value(error):  # what an object's own method raises may come through as it is, as everywhere in NumPy
+        if _is_from_unusual_value(error):  # an exception of an object's own method may be passed on as it is, as in NumPy
             return "the object's own exception"
-        if self.good.lenient:  # help for tests promises no sentences, only to write nowhere and to end
+        if self.good.lenient:  # helpers for tests promise no sentences, but must end and write nothing
             return "refused"
         if not isinstance(error, (TypeError, ValueError)):
             raise error
@@ -151,8 +151,8 @@ class Call:
         named = [re.sub(r"\[.*?\]", "", name).partition(".")[0] for name in match[1].split(", ")]
         known = {*parameters(self.good.call), *self.good.names}
         if not all(name in known for name in named):
-            raise Finding(f"{where}\nnames what is no argument")
-        cast = any(unusual.startswith("this as float") for unusual in self.replaced.values())  # right by itself: others do not fit it
+            raise Finding(f"{where}\nnames something that is not an argument")
+        cast = any(unusual.startswith("this as float") for unusual in self.replaced.values())  # a valid dtype, which the other arguments do not fit
         whole = (kind is TypeError and not cast) or (self.replaced and all(unusual in ALIEN for unusual in self.replaced.values()))
         if whole and not any(re.search(rf"\b{argument}\b", text) for argument in (*self.replaced, *self.good.names)):
             raise Finding(f"{where}\ndoes not name the argument")
@@ -161,7 +161,7 @@ class Call:
         returned = result if isinstance(result, tuple) else (result,)
         given = [*self.positional, *self.arguments.values()]
         given += [part for x in given if isinstance(x, tuple) for part in x]
-        if self.good.lenient or all(_is_plausible(x) or any(x is y for y in given) for x in returned):  # an output comes back as it is
+        if self.good.lenient or all(_is_plausible(x) or any(x is y for y in given) for x in returned):  # a given output is returned as it is
             return
         raise Finding(f"{self.name}({self.replaced}): accepted, with a result of {type(result).__name__}")
 
@@ -182,7 +182,7 @@ def _is_from_unusual_value(error: Exception) -> bool:
 
 
 def _peak() -> float:
-    """KiB."""
+    """The largest memory of this process so far, in KiB."""
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -199,7 +199,7 @@ def _is_plausible(result: Any) -> bool:
 
 
 def _mark(memory: np.ndarray, outside: np.ndarray, written: Any) -> None:
-    """Excludes the bytes of an output from those that may not change."""
+    """Excludes the bytes of an output from those that must not change."""
     if isinstance(written, (tuple, list)):
         for part in written:
             _mark(memory, outside, part)

@@ -1,7 +1,7 @@
-"""Draws what is added to scores: masks of every shape, dtype, view and kind of array, and slopes.
+"""Draws biases of scores: masks of every shape, dtype, view and kind of array, and slopes.
 
-A mask is held as (B or 1, H or 1, Sq or 1, Skv or 1) in float64, where -inf hides a key, whatever its dtype is: one of bool holds
-0 and -inf.
+A mask of any dtype is represented as (B or 1, H or 1, Sq or 1, Skv or 1) in float64, where -inf hides a key. A mask of bool becomes 0 and
+-inf.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from . import arrays
 from .draw import Draw
 
-BFLOAT16_KINDS = arrays.kinds_for("bfloat16")[1:]  # a mask of bits is none
+BFLOAT16_KINDS = arrays.kinds_for("bfloat16")[1:]  # calls do not take a mask of bits
 DTYPES = tuple(x for x in arrays.FLOATS if x != "bfloat16" or BFLOAT16_KINDS)
 LEAST = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": float(np.finfo(np.float32).min), "float64": -1e300}
 
 
 def draw_mask(draw: Draw, full: Sequence[int], dtype: str, shown: np.ndarray, *, spoils: bool) -> tuple[np.ndarray, str]:
-    """A mask for arrays of `dtype`, and its own dtype. `full`: its sizes where no axis is 1; `shown`: the pairs that the other rules show.
+    """A mask for arrays of `dtype`, and its own dtype. `full`: its sizes without axes of 1; `shown`: the pairs that the other rules show.
 
-    Some of what these hide is NaN; with `spoils`, in some cases also something that they show.
+    Some elements of pairs that the other rules hide are NaN. With `spoils`, elements of shown pairs may be NaN, too.
     """
     rng = draw.rng("mask")
     single = [draw.flag(f"mask.one_{axis}", share) for axis, share in (("batch", 0.4), ("head", 0.4), ("query", 0.25), ("key", 0.15))]
@@ -32,21 +32,21 @@ def draw_mask(draw: Draw, full: Sequence[int], dtype: str, shown: np.ndarray, *,
     hidden = rng.random(shape) < draw.pick("mask.hidden", (0.5, 0.1, 0.9))
     if draw.flag("mask.empty_rows", 0.3):
         hidden[rng.random(shape[:-1]) < 0.3] = True
-    if draw.flag("mask.stretch", 0.3):  # whole blocks, perhaps
+    if draw.flag("mask.stretch", 0.3):  # may cover whole blocks
         first, last = np.sort(rng.integers(0, shape[3] + 1, 2))
         hidden[..., first:last] = True
-    if draw.flag("mask.run", 0.2):  # neighbouring queries that see none of the first keys, or of the last, as panels may have them
+    if draw.flag("mask.run", 0.2):  # neighbouring queries, as in a panel, see none of the first keys, or of the last
         first, last = np.sort(rng.integers(0, shape[2] + 1, 2))
         key = rng.integers(0, shape[3] + 1)
         hidden[..., first:last, slice(key) if draw.flag("mask.run_first", 0.6) else slice(key, None)] = True
     if kind == "bool":
         return np.where(hidden, -np.inf, 0.0), "bool"
     values = rng.standard_normal(shape) * draw.pick("mask.spread", (3.0, 0.1, 30.0))
-    if draw.flag("mask.lifted", 0.25):  # which changes no weight, but exp of it overflows where no log-sum-exp is subtracted
+    if draw.flag("mask.lifted", 0.25):  # changes no weight, but exp() of the score would overflow without subtracting the log-sum-exp
         values += np.where(rng.random((*shape[:3], 1)) < 0.3, 100, 0)
     if kind == "holes":
         values[hidden] = -np.inf
-    elif kind == "least":  # in float64, differences of numbers like these are lost
+    elif kind == "least":  # in float64, such numbers would absorb all differences of scores
         values[hidden] = -1e4 if dtype == "float64" else LEAST[own]
     if draw.flag("mask.nan", 0.4):
         axes = tuple(axis for axis, one in enumerate(single) if one)
@@ -57,7 +57,7 @@ def draw_mask(draw: Draw, full: Sequence[int], dtype: str, shown: np.ndarray, *,
 
 
 def draw_slopes(draw: Draw, heads: int) -> np.ndarray:
-    """(H,) numbers of float32: the usual powers, or any, some of which are 0 or below."""
+    """(H,) numbers of float32: the usual powers of two, or random numbers, some of which are 0 or negative."""
     if draw.pick("alibi.kind", ("powers", "any")) == "powers":
         return arrays.rounded(2.0 ** (-8 * (1 + np.arange(heads)) / max(heads, 1)), "float32")
     slopes = draw.rng("alibi").standard_normal(heads) * 0.2
@@ -75,8 +75,8 @@ def plain(mask: np.ndarray, dtype: str) -> Any:
 
 
 def place(draw: Draw, mask: np.ndarray, dtype: str, full: Sequence[int], most_missing: int = 4) -> tuple[arrays.Placed, Any]:
-    """The mask as a drawn view and kind of array. Leading axes of 1 may be missing, at most `most_missing` of them, and other axes of 1
-    repeated by a stride of 0."""
+    """The mask as a drawn view and kind of array. Up to `most_missing` leading axes of 1 may be missing, and other axes of 1 may be repeated by a
+    stride of 0."""
     kind = draw.pick("mask.dressed", BFLOAT16_KINDS if dtype == "bfloat16" else arrays.kinds_for(dtype))
     placed = arrays.place(draw, "mask", stored(mask, dtype), last_contiguous=False, views=arrays.views_for(kind))
     if draw.flag("mask.repeated", 0.2):

@@ -23,7 +23,7 @@ LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
 
 
 def quantized(x: np.ndarray, to: str, scale: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers, scales) of float64 (..., D). A number is the format's nearest to x / scale; of two equally near, the one with even bits."""
+    """(numbers, scales) of float64 (..., D). A number is the nearest one of the format to x / scale, with ties to even bits."""
     if scale is None:
         scale = (np.abs(x).max(axis=-1, initial=0) / LARGEST[to]).astype(np.float32).astype(np.float64)
         scale = np.where(scale == 0, 1, scale)
@@ -66,7 +66,7 @@ def quantize_kv(draw: Draw) -> None:
     sizes = rng.choice([0.0, 1.0, draw.pick("size", (1.0, 1e-30, 1e30, 1e-44, 1e4))], shape[:-1])
     with np.errstate(over="ignore"):
         x = arrays.rounded(rng.standard_normal(shape) * sizes[..., None], dtype)
-    if draw.flag("halves", 0.3):  # many quotients that lie between two numbers
+    if draw.flag("halves", 0.3):  # many quotients are ties between two numbers
         x = arrays.rounded(rng.integers(-254, 255, shape) * 0.5, dtype)
         x[..., :1] = LARGEST[to] * 2.0 ** rng.integers(-1, 2, (*shape[:-1], 1))
     unusual = draw.flag("odd", 0.15)
@@ -130,7 +130,7 @@ class Side:
         if self.eight:
             before = rng.integers(0, 127, shape).astype(np.int8 if self.dtype == "int8" else np.uint8)  # no NaN among them
         self.cache = Held(draw, f"{name}_cache", before, self.dtype, cache_kind, hnd)
-        self.fixed = None  # scales that are given: one, or one per head
+        self.fixed = None  # given scales: a single one, or one per head
         self.scale = None
         scales = draw.pick(f"{name}.scales", ("tokens", "heads", "one", "number"), (3, 1, 1, 1)) if self.eight else None
         if scales == "tokens":
@@ -144,14 +144,14 @@ class Side:
         return arrays.dressed(given if isinstance(tokens, slice) else np.ascontiguousarray(given), *self.named)
 
     def held(self) -> tuple[np.ndarray, np.ndarray]:
-        """The cache's numbers, and its scales or ones."""
+        """The cache's numbers, and its scales, or ones without scales."""
         numbers = self.cache.values()
         if self.scale is not None:
             return numbers, self.scale.values()
         return numbers, np.array(np.broadcast_to(np.float64(1 if self.fixed is None else self.fixed), numbers.shape[:3]))
 
     def expected(self, tokens: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What the cache must hold after these tokens are written to these slots."""
+        """The cache's numbers and scales after these tokens are written to these slots."""
         numbers, scales = self.held()
         with np.errstate(over="ignore", invalid="ignore"):
             new, new_scales = quantized(self.new, self.dtype, self.fixed) if self.eight else (arrays.rounded(self.new, self.dtype), np.ones(self.new.shape[:2]))
@@ -174,7 +174,7 @@ class Side:
 
 
 class Append:
-    """A drawn call. The tokens go to the given slots, or to the last places of their requests."""
+    """A drawn call. The tokens are written to the given slots, or to the last positions of their requests."""
 
     def __init__(self, draw: Draw, finite: bool):
         self.numbers_as, self.threads = draw.pick("numbers.as", INTEGERS_AS), checks.threads(draw)
@@ -210,7 +210,7 @@ class Append:
             self._summaries(draw, dims[0])
 
     def _places(self, draw: Draw) -> None:
-        """slots[i] is the slot of token i; -1: the token is not written."""
+        """Draws slots: slots[i] is the slot of token i, or -1 if the token is not written."""
         self.tables: Any = None
         if self.by_slots:
             count = draw.integer("tokens", 0, 60)
@@ -239,7 +239,7 @@ class Append:
             self.summaries[name] = Held(draw, name, values, dtype, kind)
 
     def expected_summaries(self, cache: np.ndarray) -> dict[str, np.ndarray]:
-        """The summaries of the blocks that got new tokens, and 0 behind a request's last block."""
+        """The summaries, with those of blocks with new tokens renewed, and with 0 behind a request's last block."""
         found = {name: x.values() for name, x in self.summaries.items()}
         for b, (n, m) in enumerate(zip(self.lens, self.new, strict=True)):
             t = np.arange(n)
@@ -302,7 +302,7 @@ def append_paged_kv(draw: Draw) -> None:
 
 
 def in_pieces(draw: Draw, case: Append) -> None:
-    """Appends some of the tokens first, then the others."""
+    """Appends some of the tokens first, and then the others."""
     if case.by_slots or not case.ragged or not isinstance(case.tables, arrays.Placed):
         if case.by_slots:
             cut = int(draw.rng("cut").integers(len(case.slots) + 1))
@@ -340,7 +340,7 @@ def attends(draw: Draw, case: Append, expected: list[tuple[np.ndarray, np.ndarra
 
 @problem("refused_append", weight=0.4)
 def refused_append(draw: Draw) -> None:
-    """Bad calls are refused and write nothing: a slot twice or beyond the cache, a missing page, too many tokens, too large a number."""
+    """Bad calls are refused and write nothing: a slot twice or beyond the cache, a missing page, too many tokens, an infinite number."""
     case = Append(draw, finite=True)
     rng, used = draw.rng("mistake"), np.flatnonzero(case.slots >= 0)
     mistake = draw.pick("mistake", ("slot", "twice", "page", "length", "infinite", "tokens"))
@@ -362,7 +362,7 @@ def refused_append(draw: Draw) -> None:
             raise Discard("the new tokens lie on one page")
     elif mistake == "length" and case.ragged and not case.by_slots and not case.by_plan and len(case.lens):
         case.new = case.new + rng.permutation(np.arange(len(case.lens)) == 0)
-    elif mistake == "infinite" and case.v.eight and len(used):  # tokens that go nowhere are not read
+    elif mistake == "infinite" and case.v.eight and len(used):  # tokens without a slot are not read
         heads, dim = case.v.tokens.array.shape[1:]
         case.v.tokens.array[rng.choice(used), rng.integers(heads), rng.integers(dim)] = np.inf if case.v.named[0] != "bfloat16" else 0x7F80
     elif mistake == "tokens" and len(case.slots):

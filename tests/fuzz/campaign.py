@@ -1,6 +1,6 @@
-"""Runs problems in worker processes until the time is over, and shrinks what fails.
+"""Runs problems in worker processes until the time is over, and shrinks those that fail.
 
-A worker tells the parent which problem it is about to run through shared memory, so that a crash or a hang has a name too.
+A worker writes the problem that it is about to run into shared memory, so that the parent can name the problem of a crash or a hang.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run_one(name: str, draw: Draw) -> Outcome:
 
 
 class _Told(dict[str, list[Any]]):
-    """What shrinking may try, which the parent hears of as it is drawn: a problem that crashes has its options, too."""
+    """Values that shrinking may try. They are sent to the parent as they are drawn, so that it knows the options of a problem that crashes."""
 
     def __init__(self, draw: Draw, pipe: Any) -> None:
         self.draw, self.pipe = draw, pipe
@@ -67,7 +67,7 @@ def _run_and_tell(name: str, draw: Draw, pipe: Any) -> None:
 
 
 def run_apart(name: str, seed: int, fixed: dict[str, Any]) -> Outcome:
-    """Runs the problem in a process of its own, so that a crash is an outcome like any other."""
+    """Runs the problem in a process of its own, so that a crash is an outcome, too."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run_and_tell, args=(name, Draw(seed, fixed), there))
@@ -113,9 +113,9 @@ def parse(text: str) -> tuple[str, int, dict[str, Any]]:
 
 
 def shrink(name: str, seed: int, fixed: dict[str, Any], failure: Outcome) -> tuple[dict[str, Any], Outcome]:
-    """Fixes one option after the other to a simpler value for as long as the problem fails in the same way."""
+    """Fixes one option after the other to a simpler value, as long as the problem still fails in the same way."""
     until, best, again = time.monotonic() + SHRINK_SECONDS, dict(fixed), True
-    failure = failure if failure.simpler else run_apart(name, seed, fixed)  # a worker that crashed told nothing of its options
+    failure = failure if failure.simpler else run_apart(name, seed, fixed)  # a worker that crashed has sent no options
     while again:
         again = False
         for option, values in list(failure.simpler.items()):
@@ -153,7 +153,7 @@ def _names_and_weights(only: list[str]) -> tuple[list[str], list[float]]:
 
 
 def _work(seed: int, first: int, step: int, only: list[str], cell: str, pipe: Any) -> None:
-    """Runs problems number first, first + step, ... of the campaign `seed`, and reports through the pipe."""
+    """Runs the problems with numbers first, first + step, ... of the campaign `seed`, and reports through the pipe."""
     import numpy as np
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -174,7 +174,7 @@ def _work(seed: int, first: int, step: int, only: list[str], cell: str, pipe: An
 
 
 class Worker:
-    """A worker process, and the parent's record of it."""
+    """A worker process, as its parent sees it."""
 
     def __init__(self, seed: int, first: int, step: int, only: list[str]):
         self.seed, self.step, self.only = seed, step, only
@@ -204,7 +204,7 @@ class Worker:
 
 
 def campaign(seconds: float, seed: int, jobs: int, only: list[str], stop: bool = False) -> int:
-    """Runs problems for `seconds`, however few until at least one has ended; with `stop` until the first failure, which is not shrunk.
+    """Runs problems for `seconds`, and until at least one has ended. With `stop`, ends at the first failure and does not shrink it.
 
     Returns the number of different failures.
     """
@@ -276,7 +276,7 @@ def _listen(worker: Worker, names: list[str], ended: collections.Counter[tuple[s
 
 
 def _note(failures: dict[Any, Any], name: str, seed: int, outcome: Outcome) -> None:
-    """Records a failure. Failures of one origin (operation, kind and place in the program) count as one."""
+    """Records a failure. Failures of the same operation, kind and place in the program count as one."""
     places = [line.strip() for line in outcome.text.splitlines() if line.lstrip().startswith("File ")]
     key = name, outcome.kind, places[-1] if places else ""
     if key not in failures:

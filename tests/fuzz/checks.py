@@ -20,7 +20,7 @@ THREADS = (1, 2, 3, 4, 7, 16)
 
 @contextlib.contextmanager
 def at_level(draw: Draw) -> Iterator[str]:
-    """Runs the block at a drawn instruction set level of this machine."""
+    """Runs the block at an instruction set level of this machine, which is drawn."""
     level = draw.pick("level", tuple(blitz_attn.isa_levels()))
     with blitz_attn.isa(level):
         yield level
@@ -42,7 +42,7 @@ def threads(draw: Draw) -> int:
 
 
 def same_bits(what: str, one: Any, other: Any) -> None:
-    """Both results must be the same bit for bit. `one` and `other` are arrays, or tuples of arrays."""
+    """Asserts that both results are the same bit for bit. `one` and `other` are arrays, or tuples of arrays."""
     if isinstance(one, tuple):
         for i, (a, b) in enumerate(zip(one, other, strict=True)):
             same_bits(f"{what}, result {i}", a, b)
@@ -52,7 +52,7 @@ def same_bits(what: str, one: Any, other: Any) -> None:
 
 
 def near(what: str, got: np.ndarray, expected: np.ndarray, allowed: Any) -> None:
-    """`got` must be within `allowed` (a number, or an array that broadcasts) of `expected`; non-finite elements must be equal."""
+    """Asserts that `got` is within `allowed` (a number, or an array that broadcasts) of `expected`, and that non-finite elements are equal."""
     if got.shape != expected.shape:
         raise Finding(f"{what}: shape {got.shape} where {expected.shape} was expected")
     if got.size == 0:
@@ -61,7 +61,7 @@ def near(what: str, got: np.ndarray, expected: np.ndarray, allowed: Any) -> None
     wrong = np.where(special, ~((got == expected) | (np.isnan(got) & np.isnan(expected))), False)
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.abs(np.where(special, 0, got) - np.where(special, 0, expected))
-    wrong |= ~(error <= allowed)  # a NaN is no number that is near
+    wrong |= ~(error <= allowed)  # written so that NaN counts as wrong
     if wrong.any():
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
         limit = np.broadcast_to(allowed, got.shape)[at]
@@ -69,7 +69,7 @@ def near(what: str, got: np.ndarray, expected: np.ndarray, allowed: Any) -> None
 
 
 def refused(call: Callable[[], Any], name: str) -> None:
-    """The call must raise ValueError, in one sentence that begins with, or names, the argument `name`."""
+    """Asserts that the call raises ValueError, with one sentence that names the argument `name`."""
     try:
         call()
     except ValueError as error:

@@ -28,7 +28,7 @@ NO_BOUND = 2147483647
 
 
 def draw_lengths(draw: Draw, name: str, batch: int, tokens: int) -> tuple[Any, list[int]]:
-    """The argument, and what it means: a single number holds for all entries, and surplus numbers are ignored."""
+    """The argument, and the lengths that it means: a single number applies to all entries, and surplus numbers are ignored."""
     how = draw.pick(name, ("none", "one", "each", "more"), (4, 2, 3, 1))
     numbers = [draw.integer(f"{name}[{i}]", 0, tokens, likely=(0, 1, tokens)) for i in range(batch + 1)]
     if how == "none" or not batch:
@@ -39,7 +39,7 @@ def draw_lengths(draw: Draw, name: str, batch: int, tokens: int) -> tuple[Any, l
 
 
 def draw_blocks(draw: Draw, heads: int, lens: list[tuple[int, int]], s_q: int, s_kv: int, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """A list of blocks as upstream takes it, and (B, N, rows, columns) whether a block is listed."""
+    """A block list in upstream's form, and a mask (B, N, rows, columns) of the listed blocks."""
     rng = draw.rng("sabi")
     dtype, share = draw.pick("sabi.dtype", ("uint16", "int16", "int32", "int64")), draw.pick("sabi.share", (0.5, 0.0, 0.9, 1.0))
     how, width = draw.pick("sabi", ("none", "list", "three"), (1, 3, 1)), draw.pick("sabi.width", ("columns", "narrow"))
@@ -147,7 +147,7 @@ def blitz_sparse_attention(draw: Draw) -> None:
 
 
 class Upstream:
-    """Drawn arguments of `mslk`'s functions, and the keywords of `blitz_attn.nsa` that mean the same."""
+    """Drawn arguments of `mslk`'s functions, and the corresponding keyword arguments of `blitz_attn.nsa`."""
 
     def __init__(self, draw: Draw, packed: bool | None = None):
         self.draw = draw
@@ -174,7 +174,7 @@ def call_in_style(draw: Draw, function: Any, leading: tuple[Any, ...], options: 
 
 
 def same(what: str, one: Any, other: Any) -> None:
-    """Both results must have the same bits, kind, dtype and shape."""
+    """Asserts that both results have the same bits, kind, dtype and shape."""
     if (one is None) != (other is None):
         raise Finding(f"{what}: None and an array")
     if one is None:
@@ -240,7 +240,7 @@ def mslk_compress(draw: Draw) -> None:
             function = mslk.fused_compress_kv if fused else mslk.compress_kv
             all_same(("K_cmp", "V_cmp"), call_in_style(draw, function, leading, {**weights, **(packed if fused else {})}), ours)
         d_ours = [setting.drawn(name, *x.shape).given for name, x in zip(("dK_cmp", "dV_cmp"), ours, strict=True)]
-        # nothing is read behind a sequence's blocks
+        # the call must read nothing behind a sequence's blocks
         d_given = [stacked(u, x, counts, np.nan) for x in d_ours] if setting.packed else d_ours
         grads = mslk.fused_compress_kv_backward(*d_given, *leading, *weights.values(), **packed)
         expected = nsa.compress_kv_backward(*d_ours, *leading, *weights.values(), **packed)
@@ -248,7 +248,7 @@ def mslk_compress(draw: Draw) -> None:
         for name, one, other in zip(("dW_k", "dW_v"), grads[2:], expected[2:], strict=True):
             if one is None:
                 same(name, one, other)
-            else:  # NumPy's product of matrices, whose bits depend on how its operands lie
+            else:  # the bits of NumPy's matrix product depend on the layout of its operands in memory
                 kind = str(one.dtype).rpartition(".")[2].replace("uint16", "bfloat16")
                 one, other = (arrays.values_of(x, kind) for x in (one, other))
                 checks.near(name, one, other, 2 * checks.EPSILON["bfloat16"] * np.abs(other).max(initial=0))
@@ -308,7 +308,7 @@ def mslk_gates(draw: Draw) -> None:
 
 @problem("mslk.reference", weight=0.3)
 def mslk_reference(draw: Draw) -> None:
-    """Compares the reference's results and gradients, which are float64 for every input dtype, with the oracle."""
+    """Compares the reference's results and gradients, which are float64 for every dtype of inputs, with the oracle."""
     u = Upstream(draw, packed=False)
     setting, rules = u.setting, u.rules
     if draw.options["size"] == "long":

@@ -1,7 +1,7 @@
-"""How the options of a problem are drawn.
+"""Draws the options of a problem.
 
-The value of an option depends on the problem's seed and on the option's name alone, not on what was drawn before it. One
-option can therefore be fixed to another value while all others stay as they are: that is how a failure is replayed and shrunk.
+The value of an option depends only on the problem's seed and on the option's name, and not on what was drawn before. So one option can be
+fixed to another value while all others stay as they are, which is how a failure is replayed and shrunk.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 
-class Discard(Exception):  # noqa: N818 - it is no error
-    """This combination of options is not a valid problem. It is skipped, which is neither a pass nor a failure."""
+class Discard(Exception):  # noqa: N818 - not an error
+    """A combination of options is not a valid problem. It is skipped, and counts neither as a pass nor as a failure."""
 
 
 class Draw:
@@ -37,7 +37,7 @@ class Draw:
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
 
     def _fractions(self, name: str) -> tuple[float, float, float]:
-        """Three numbers in [0, 1): good enough for drawing options, and much faster than a generator."""
+        """Three numbers in [0, 1). They are random enough for options, and much faster to make than a generator."""
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=24).digest()
         first, second, third = struct.unpack("QQQ", digest)
         return (first >> 11) / 2**53, (second >> 11) / 2**53, (third >> 11) / 2**53
@@ -68,7 +68,7 @@ class Draw:
         return self.pick(name, (False, True), (1 - probability, probability))
 
     def integer(self, name: str, low: int, high: int, *, likely: Sequence[int] = ()) -> int:
-        """An integer from `low` to `high` inclusive: half of the time one of `likely` that is in range, else in most cases a small one."""
+        """An integer from `low` to `high` inclusive: half of the time one of `likely` that is in range, otherwise mostly a small one."""
         if high < low:
             raise Discard(f"{name}: nothing from {low} to {high}")
         if name in self.options:

@@ -1,4 +1,4 @@
-"""Calls of attention that the problems of torch and JAX draw alike."""
+"""Draws calls of attention for the problems of torch and of JAX."""
 
 from __future__ import annotations
 

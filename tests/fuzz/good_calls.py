@@ -1,6 +1,6 @@
-"""A valid call of every public function, small and with some variety, in which `bad_calls` replaces one argument.
+"""A small valid call of every public function, in several varieties. `bad_calls` replaces one of its arguments.
 
-All arrays of a call lie in one piece of memory (`Arena`), so that one comparison tells what a call has written.
+All arrays of a call are in one piece of memory (`Arena`), so that one comparison shows what a call has written.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Good(NamedTuple):
     make: Callable[[Arena, int], dict[str, Any]]
     writes: tuple[str, ...] = ()  # arguments that a call may write to
     quiet: bool = True  # prints nothing
-    names: tuple[str, ...] = ()  # what refusals may call things beside the arguments
-    lenient: bool = False  # help for tests: may raise anything
-    sizes: tuple[str, ...] = ()  # arguments that say how large the result is
+    names: tuple[str, ...] = ()  # further names, besides arguments, that refusals may use
+    lenient: bool = False  # a helper for tests, which may raise anything
+    sizes: tuple[str, ...] = ()  # arguments that decide how large the result is
 
 
 # ---- Attention ----------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _choice_and_attention(a: Arena, v: int) -> dict[str, Any]:
 
 
 def _kept(a: Arena, v: int) -> dict[str, Any]:
-    """A call of what measures a list."""
+    """Arguments of the functions that measure a list."""
     call = _attention(a, v & 3)
     call.pop("kv_ranges", None)
     call["sabi"] = a.integers([[[[0, 2], [1, -1]]]])
@@ -273,7 +273,7 @@ def _made_plan() -> Any:
 
 
 _APPENDED = ("k_cache", "v_cache", "k_scale", "v_scale", "maxblocks", "minblocks", "meanblocks")
-_OF_PLAN = ("lse", "seq_lens", "q_lens", "block_tables")  # a plan has tables and lengths, which a call may not fit
+_OF_PLAN = ("lse", "seq_lens", "q_lens", "block_tables")  # names in refusals of calls that do not fit the plan's tables and lengths
 
 
 def _of_plan(make: Callable[[Arena, int], dict[str, Any]]) -> Callable[[Arena, int], dict[str, Any]]:
@@ -481,7 +481,7 @@ MSLK = {
 }  # fmt: skip
 
 
-# ---- Help for tests -----------------------------------------------------------------------------------------------
+# ---- Helpers for tests --------------------------------------------------------------------------------------------
 
 _SPEC = testing.MaskSpec(1, 2, 64, 64, 8, 16, 16, 0.5, testing.FrameWidths(1, 0, 0, 0))
 _GRID = {"s_q": 64, "s_kv": 64, "block_size_q": 16, "block_size_kv": 16, "sparsity": 0.5}
@@ -530,7 +530,7 @@ QUEST = {
 }
 _ROWS = ("dout", "q", "k", "v", "out", "lse")
 
-# Fields of choosers, and budgets, which are refused together.
+# Names in refusals: fields of choosers, and the budgets, which are named together.
 _CHOICE = ("pool", "stride", "rows", "over", "term", "top_p", "density, top_p, threshold, top_k")
 
 GROUPS: dict[str, dict[str, Good]] = {
@@ -644,7 +644,7 @@ if HAS_TORCH:
         ranges = call.pop("kv_ranges", None)
         if "attn_mask" in call:
             named["is_causal"] = False
-        elif ranges is not None:  # as a mask of elements
+        elif ranges is not None:  # torch's function takes ranges only as a mask of elements
             keys = torch.arange(24)
             named["attn_mask"] = (keys >= ranges[:, :1]) & (keys < ranges[:, 1:])
         return named | call | {"enable_gqa": True}

@@ -1,4 +1,4 @@
-"""Valid calls of `nsa.NsaCache` and its methods, for `good_calls`. A method is called on a cache that the call makes."""
+"""Valid calls of `nsa.NsaCache` and its methods, for `good_calls`. Each call of a method makes its cache first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _attended(a: Any, v: int) -> dict[str, Any]:
     return call | ({"out": a.poisoned(1, 2, 2, 8)} if v & 1 else {"gates": a.floats(1, 2, 2, 3)})
 
 
-# By name: a function, the function that makes its arguments, the arguments that it may write to, and more names that refusals may use.
+# By name: a function, the function that makes its arguments, the arguments that it may write to, and further names that refusals may use.
 CACHES: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]], tuple[str, ...], tuple[str, ...]]] = {
     "NsaCache": (nsa.NsaCache, _made, (), tuple(inspect.signature(nsa.nsa).parameters)),
     "NsaCache.append": (method(lambda: nsa.NsaCache(**SMALL), "append"), _appended, (), ()),

@@ -1,7 +1,7 @@
 """Valid calls of `blitz_attn.plot` and of `select.Profile`, for `good_calls`.
 
-Functions stand here in the place of those whose results are no business of the fuzzer's: figures of matplotlib, and the OSError of a file that
-cannot be read, which is documented. `Profile.save` is not called: it would write files with unusual names.
+Some functions are wrapped, because their results do not concern the fuzzer: figures of matplotlib, and the documented OSError for a file that
+cannot be read. `Profile.save` is not called, because it would write files with unusual names.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _rows(arena: Any, variety: int) -> dict[str, Any]:
     return {"rows": plot.parse_table(_TABLE)}
 
 
-# name: the function, what makes its arguments, and what refusals may call things beside these
+# By name: a function, the function that makes its arguments, and further names that refusals may use.
 PLOTS: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]], tuple[str, ...]]] = {
     "parse_table": (plot.parse_table, lambda arena, variety: {"text": _TABLE}, ()),
     "speedups": (plot.speedups, _rows, ()),

@@ -1,6 +1,6 @@
 """`blitz_attn.integrations.jax`: results and gradients inside a computation of JAX are the library's own to the bit.
 
-Each problem is compiled, which takes longer than the call, so that they are few."""
+There are few of these problems, because compiling takes longer than the call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .draw import Draw
 from .framework_draws import CallDraw
 from .problems import problem
 
-DTYPES = ("float32", "float16", "bfloat16")  # float64 is an option of the whole process
+DTYPES = ("float32", "float16", "bfloat16")  # not float64, which needs a setting of the whole process
 LEARNED = ("attn_mask", "alibi_slopes")
 
 

@@ -1,6 +1,6 @@
 """Measures how quickly the fuzzer finds mistakes. Each is planted in a copy of the tree, which is built and fuzzed until a problem fails.
 
-    make fuzz-mistakes            # all of them; ARGS="--only window join" some
+    make fuzz-mistakes            # all mistakes; ARGS="--only window join" for some of them
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Mistake(NamedTuple):
     wrong: str
 
 
-# Its name, its file and what it does; the text whose place is taken, and the one that takes it.
+# Each mistake has a name, a file and a description, and then the text that is replaced (-) and its replacement (+).
 TABLE = r"""
 padding in csrc/ops/problem.h: kernels are chosen by the padded length again
     - const int64_t valid = ba_q_span(p, batch).valid;
@@ -116,14 +116,14 @@ MISTAKES = list(read(TABLE))
 
 
 def bring(source: str, target: str) -> None:
-    """Copies a file unless the copy has the same contents. Unchanged files keep their dates, and are not compiled again."""
+    """Copies a file unless the target has the same contents. Unchanged files keep their dates, so that they are not compiled again."""
     if not Path(target).exists() or Path(source).read_bytes() != Path(target).read_bytes():
         shutil.copyfile(source, target)
 
 
 def build() -> None:
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--build-temp", "build/temp"]
-    environment = {**os.environ, "BLITZ_ATTN_CFLAGS": "-DBA_NO_SMALL_CALLS"}  # as make fuzz has it
+    environment = {**os.environ, "BLITZ_ATTN_CFLAGS": "-DBA_NO_SMALL_CALLS"}  # as in make fuzz
     subprocess.run(command, cwd=COPY, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -136,7 +136,7 @@ def plant(mistake: Mistake) -> None:
 
 
 def find(seconds: float) -> tuple[float | None, str]:
-    """The seconds until a problem failed, and its reproducer; None where no problem failed."""
+    """The seconds until a problem failed, and its reproducer; None if no problem failed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(COPY), str(COPY / "tests")])}
     command = [sys.executable, "-m", "fuzz", "--seconds", str(seconds), "--no-corpus", "--stop"]
     output = subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True, check=False).stdout

@@ -1,6 +1,6 @@
-"""`nsa.NsaCache`: tokens that come and are taken back, and sequences that change places, in any order.
+"""`nsa.NsaCache`: append, crop, reorder and attend in any order.
 
-The oracle is `nsa` over the tokens that each sequence then has, by itself: the bits must be the same, and padding must be 0.
+The oracle is `nsa` over the tokens of each sequence alone: the bits must be the same, and results of padding must be 0.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def cache(draw: Draw) -> None:
             options[name] = setting.weight(name, *shape).given
     options["dtype"] = setting.named
     rng = draw.rng("tokens")
-    poison = draw.pick("rejected", (1.0, 100.0, np.nan, np.inf))  # what tokens are multiplied by that will be taken back
+    poison = draw.pick("rejected", (1.0, 100.0, np.nan, np.inf))  # factor of tokens that will be cropped
     steps = [draw.pick(f"step[{i}]", STEPS, (5, 3, 3, 1, 2, 4)) for i in range(draw.integer("steps", 1, 24, likely=(4, 12)))]
-    most = draw.pick("most", (3, 1, 8, 40), (4, 2, 2, 1))  # tokens of a step
+    most = draw.pick("most", (3, 1, 8, 40), (4, 2, 2, 1))  # tokens per step
 
     def dressed(x: np.ndarray) -> Any:
         return arrays.dressed(np.ascontiguousarray(x), setting.dtype, setting.kind)
@@ -56,7 +56,7 @@ def cache(draw: Draw) -> None:
                 held.append(*map(dressed, new), given(counts) if "lens" in step else None)
                 more = [tuple(x[b, :n] for x in new) for b, n in enumerate(counts)]
                 tokens = [tuple(map(np.concatenate, zip(old, own, strict=True))) for old, own in zip(tokens, more, strict=True)]
-            elif step == "crop" and held.lens.size:  # of draft tokens, and of some that were there before
+            elif step == "crop" and held.lens.size:  # crops draft tokens, and some earlier ones
                 count = int(rng.integers(0, most, endpoint=True))
                 held.append(*(dressed(drawn((len(tokens), count, kv_heads, size), poison)) for size in (dim, v_dim)))
                 kept = [max(0, n - int(rng.integers(0, most, endpoint=True)) * int(rng.integers(2))) for n in lens]

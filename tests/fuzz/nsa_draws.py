@@ -1,4 +1,4 @@
-"""What all problems of native sparse attention draw: sequences in a batch or packed, arrays of one dtype and kind, rules."""
+"""Draws for all problems of native sparse attention: sequences in a batch or packed, arrays of one dtype and kind, rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_lists(draw: Draw, name: str, lists: np.ndarray) -> Any:
     dtype = draw.pick(f"{name}.dtype", ("int32", "int64", "int16"))
     view = draw.pick(f"{name}.view", ("plain", "turned", "steps"))
     lists = lists.astype(dtype)
-    if view == "turned":  # the first axis is the one whose entries touch in memory
+    if view == "turned":  # the first axis is the contiguous one
         return lists.T.copy().T
     return np.repeat(lists, 2, axis=-1)[..., ::2] if view == "steps" else lists
 
@@ -37,9 +37,9 @@ class Tensor(NamedTuple):
 
 
 class Setting:
-    """What one problem draws first: the dtype and the kind of its arrays, and the shapes of q, k and v.
+    """The first draws of a problem: the dtype and the kind of its arrays, and the shapes of q, k and v.
 
-    `arrays` lists all arguments that it has made since then; `check_inputs` finds out at the end whether one was written.
+    `arrays` lists all arguments that were made since then. `check_inputs` checks at the end that none was written.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Setting:
         kinds_here = tuple(x for x in arrays.kinds_for(self.dtype) if kinds is None or x in kinds)
         self.kind = draw.pick("kind", kinds_here)
         self.real = "float64" if self.dtype == "float64" else "float32"
-        # What the call gets as dtype=. Bits need it; for other kinds it may be left out.
+        # The argument dtype= of the call. Bits need it, and other kinds may leave it out.
         self.named = "bfloat16" if self.kind == "bits" else draw.pick("named", (None, self.dtype))
         size = draw.pick("size", ("small", "middle", "long", "wide"), (8, 3, 0.4, 0.4))
         self.packed = draw.flag("packed") if packed is None else packed
@@ -121,10 +121,10 @@ class Setting:
         # A torch tensor can have any dtype; the other kinds cannot.
         if dtype != self.dtype and kind in ("bits", "ml_dtypes", "numpy", "dlpack"):
             kind = "numpy" if dtype != "bfloat16" else ("ml_dtypes" if arrays.HAS_ML_DTYPES else "bits")
-            if kind == "bits":  # these would need dtype="bfloat16", although q is no bfloat16
+            if kind == "bits":  # bits would need dtype="bfloat16", although q is not bfloat16
                 dtype, kind = "float32", "numpy"
         values = self.normal(name, *shape, amplitude=shape[-1] ** -0.5 if amplitude is None else amplitude)
-        if self.named not in (None, dtype):  # dtype= would name another dtype than the weight's, so only bits keep it
+        if self.named not in (None, dtype):  # the weight has another dtype than dtype= says, so only bits keep dtype=
             self.named = "bfloat16" if self.kind == "bits" else None
         return self.tensor(name, values, dtype, kind)
 
@@ -153,7 +153,7 @@ class Setting:
     def near(
         self, what: str, got: Any, parts: list[Near], dtype: str | None = None, shape: tuple[int, ...] | None = None, tainted: Any = None
     ) -> None:
-        """Checks that `got`, with one entry per token or block, is near the sequences' exact values. Tainted rows are not compared."""
+        """Checks that `got`, with one entry per token or block, is near the sequences' exact values. Rows with non-finite values are skipped."""
         dtype = dtype or self.dtype
         check_kind(what, got, dtype, self.kind)
         values = arrays.values_of(got, dtype)
@@ -172,7 +172,7 @@ class Setting:
         checks.near(what, values, expected, np.where(np.isfinite(expected), allowed, 0))
 
     def weight_near(self, what: str, got: Any, exact_values: Near, given: Tensor) -> None:
-        """Checks a gradient of a weight; its kind and dtype must be the weight's."""
+        """Checks a gradient of a weight, whose kind and dtype must be the weight's."""
         check_kind(what, got, given.dtype, given.kind)
         rounded = exact_values.rounded(Arithmetic(given.dtype, ""))
         checks.near(what, arrays.values_of(got, given.dtype), rounded.value, rounded.error)
@@ -183,7 +183,7 @@ class Setting:
 
 
 def draw_rules(setting: Setting, modes: tuple[str, ...] = ("paper", "mslk")) -> tuple[Rules, dict[str, Any]]:
-    """Rules, and the keywords of `nsa` for them. An option that has its default value may be left out."""
+    """Rules, and the keyword arguments of `nsa` for them. Options that equal their defaults may be left out."""
     draw = setting.draw
     mode = draw.pick("mode", modes)
     causal = draw.pick("causal", (True, False), (3, 1))
@@ -231,7 +231,7 @@ def rows_of(setting: Setting, tile: int) -> list[int]:
 
 
 def list_parts(setting: Setting, lists: np.ndarray, tile: int) -> list[np.ndarray]:
-    """Lists of the sequences, (heads, rows, places)."""
+    """The lists of each sequence, (heads, rows, places)."""
     if not setting.packed:
         return list(lists)
     ends = np.concatenate([[0], np.cumsum(rows_of(setting, tile))]).astype(int)

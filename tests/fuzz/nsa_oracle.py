@@ -1,10 +1,10 @@
 """Native sparse attention by brute force: one sequence, one dense mask per branch, float64, and an allowed error for every number.
 
-A `Near` is an array and a bound of how far from it the package's value may be. Sums carry the bound along as running error analysis
-does: a product of K terms in arithmetic of unit roundoff u adds at most ``(K + c) u`` times the sum of the terms' sizes, whatever the
-order of the terms; the errors of the factors are multiplied by the sizes of the other factors. Nothing is tuned: what the package may
-round (compressed keys and branch results to the dtype, softmax weights of bfloat16 to bfloat16 on dot products of pairs) is in the
-bounds, and everything else must agree to within float32 (float64 for float64).
+A `Near` is an array, and a bound for the difference of the package's value from it. Bounds are computed by running error analysis: a dot
+product of K terms in arithmetic of unit roundoff u adds at most ``(K + c) u`` times the sum of the terms' absolute values, in any order of
+the terms, and the errors of the factors are multiplied by the absolute values of the other factors. No bound is tuned: they contain what the
+package may round (compressed keys and branch results to the dtype, softmax weights of bfloat16 to bfloat16 in dot products of pairs), and
+everything else must agree to within float32 (float64 for float64).
 
 Arrays of a sequence have the heads first: q ``(H, n, D)``, k ``(Hkv, n, D)``.
 """
@@ -17,9 +17,9 @@ import numpy as np
 
 from .checks import EPSILON
 
-SLACK = 8  # roundings beside those of a sum's terms: the scale, the division, an exponential's last digits
+SLACK = 8  # roundings in addition to those of a sum's terms: the scale, the division, an exponential's last digits
 GROUP = 128  # compressed keys that num_cmp_selected_blocks counts as one
-TINY = 1e-36  # what may be lost where numbers of the size of the smallest float32 are taken for 0
+TINY = 1e-36  # allowed error because numbers near the smallest float32 may count as 0
 
 
 class Arithmetic(NamedTuple):
@@ -30,26 +30,26 @@ class Arithmetic(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """The unit roundoff of sums. For float64, the oracle's own errors are of that size, too."""
+        """The unit roundoff of sums. For float64 it is doubled, because the oracle has errors of that size, too."""
         return 2 * EPSILON["float64"] if self.dtype == "float64" else EPSILON["float32"]
 
     @property
     def weights(self) -> float:
-        """Roundoff of softmax weights and their gradients as factors of a product."""
+        """The unit roundoff of softmax weights and their gradients when they are factors of a product."""
         if self.dtype == "bfloat16" and self.level in ("avx512_bf16", "amx"):
             return EPSILON["bfloat16"]
         if self.dtype == "float16" and self.level == "amx":
-            return 2.0**-16  # sums of two numbers of bfloat16
+            return 2.0**-16  # each is the sum of two bfloat16 numbers
         return 0.0
 
     @property
     def exponential(self) -> float:
-        """The relative error of an exponential, beside some roundings: bfloat16 has a shorter polynomial on tiles (v_exp2_short in vec.h)."""
+        """The relative error of an exponential, in addition to roundings: on tiles, bfloat16 has a shorter polynomial (v_exp2_short in vec.h)."""
         return 2.7e-6 if self.dtype == "bfloat16" and self.level == "amx" else 0.0
 
     @property
     def least(self) -> float:
-        """The absolute error of any rounding: half of the dtype's smallest positive number, or the size below which kernels take 0."""
+        """The absolute error of any rounding: half of the dtype's smallest positive number, or the size below which numbers may count as 0."""
         return {"float16": 2.0**-25, "float64": 0.0}.get(self.dtype, TINY)
 
 
@@ -95,7 +95,7 @@ def dot(a: Near, b: Near, unit: float) -> Near:
 
 
 def row_dot(a: Near, b: Near, unit: float) -> Near:
-    """The scalar products of the last axes, which stay with length 1."""
+    """The scalar products over the last axis, which is kept with length 1."""
     product = a.times(b)
     size = np.abs(product.value).sum(-1, keepdims=True)
     error = np.broadcast_to(product.error, product.value.shape).sum(-1, keepdims=True)
@@ -130,7 +130,7 @@ def added(terms: list[Near], how: Arithmetic, between: bool = True) -> Near:
 
 
 class Rules(NamedTuple):
-    """Options of a call, defaults filled in."""
+    """Options of a call, with defaults filled in."""
 
     mode: str = "paper"
     causal: bool = True
@@ -176,7 +176,7 @@ def sees_window(tokens: int, window: int, causal: bool) -> np.ndarray:
 
 
 def sees_groups(kept: np.ndarray, tokens: int, blocks: int, tile: int) -> np.ndarray:
-    """(H, tokens, compressed blocks) from the groups of 128 compressed keys that a tile and head keeps: (H, tiles, places)"""
+    """(H, tokens, compressed blocks) from the groups of 128 compressed keys that each tile and head keeps, (H, tiles, places)."""
     of_block = np.arange(blocks) // GROUP
     of_tile = (kept[..., None] == of_block).any(-2)
     return of_tile[:, np.arange(tokens) // tile]
@@ -209,8 +209,8 @@ def attend(q: Near, k: Near, v: Near, seen: np.ndarray, scale: float, how: Arith
     sums = p.sum(-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = np.log(sums) + top
-    # A weight is exp(score - lse): the errors of the score, of the lse (no more than the largest error of a score, and the sum's)
-    # and of the exponential, whose argument is rounded.
+    # A weight is exp(score - lse). Its error comes from the score, from the lse (at most the largest error of a score, and that of the sum)
+    # and from the exponential, whose argument is rounded.
     sum_error = (s.shape[-1] + SLACK) * unit + how.exponential
     lse_error = error.max(-1, keepdims=True, initial=0) + sum_error + 2 * unit * (np.abs(top) + np.abs(np.where(np.isfinite(lse), lse, 0)))
     p /= np.where(sums > 0, sums, 1)
@@ -227,7 +227,7 @@ class Gradients(NamedTuple):
 
 
 def attend_backward(a: Attention, dout: Near, kv_heads: int, how: Arithmetic) -> Gradients:
-    """dS = P (dout v^T - dout . out), with the out that was rounded to the dtype."""
+    """dS = P (dout v^T - dout . out), with the `out` that is rounded to the dtype."""
     unit, group = how.unit, a.q.value.shape[0] // kv_heads
     dp = dot(dout, a.v.turned(), unit)
     delta = row_dot(dout, a.out.rounded(how), unit)
@@ -254,7 +254,7 @@ def compress(x: Near, w: Near | None, rules: Rules, how: Arithmetic) -> Near:
 
 
 def block_means(x: Near, rules: Rules, how: Arithmetic) -> Near:
-    """A mean has the roundings of `block` terms and not of all tokens."""
+    """The means of blocks, whose error has the roundings of `block` terms and not of all tokens."""
     matrix = pooling(x.value.shape[1], rules.block, rules.stride)
     value, size = matrix.value @ x.value, matrix.value @ np.abs(x.value)
     return Near(value, (rules.block + SLACK) * how.unit * size)
@@ -265,7 +265,7 @@ def compress_backward(dcmp: Near, x: Near, w: Near | None, rules: Rules, how: Ar
     if w is None:
         return dot(matrix.turned(), dcmp, how.unit), None
     dw = dot(block_means(x, rules, how).turned(), dcmp, how.unit)
-    dmeans = dot(dcmp, w.turned(), how.unit).rounded(how)  # the gradient of the means lies between two steps, in the dtype
+    dmeans = dot(dcmp, w.turned(), how.unit).rounded(how)  # between the two steps, the gradient of the means is in the dtype
     return dot(matrix.turned(), dmeans, how.unit), dw
 
 
@@ -278,11 +278,11 @@ class Scores(NamedTuple):
     score: Near
     eligible: np.ndarray  # (rows, blocks)
     forced: np.ndarray  # (rows, blocks)
-    clear: np.ndarray  # (heads, rows, blocks): the score stems from finite numbers
+    clear: np.ndarray  # (heads, rows, blocks): the score comes from finite numbers
 
 
 def paper_scores(a: Attention, tokens: int, kv_heads: int, rules: Rules, tainted: np.ndarray, how: Arithmetic) -> Scores:
-    """Eq. 9 and 10 on the attention over the compressed keys. `tainted` (H, tokens): rows that see non-finite values."""
+    """Equations 9 and 10 of the paper, on the attention over the compressed keys. `tainted` (H, tokens): rows that see non-finite values."""
     p = of_groups(a.weights, a.q.value.shape[0] // kv_heads, how.unit)
     blocks, count = -(-tokens // rules.wide), p.value.shape[-1]
     overlap = np.zeros((count, blocks))
@@ -311,7 +311,7 @@ def tile_means(q: Near, tile: int, unit: float) -> Near:
 
 
 def mslk_scores(q: Near, k_cmp: Near, rules: Rules, bad_q: np.ndarray, bad_blocks: np.ndarray, how: Arithmetic) -> Scores:
-    """`bad_q` (H, tokens) and `bad_blocks` (Hkv, blocks): which queries and blocks are non-finite."""
+    """Scores of mslk mode. `bad_q` (H, tokens) and `bad_blocks` (Hkv, blocks) mark non-finite queries and blocks."""
     group, tokens = q.value.shape[0] // k_cmp.value.shape[0], q.value.shape[1]
     score = dot(tile_means(q, rules.tile, how.unit), for_queries(k_cmp, group).turned(), how.unit).scaled(rules.scale)
     score = Near(score.value, score.error + SLACK * how.unit * np.abs(score.value))
@@ -326,10 +326,10 @@ def mslk_scores(q: Near, k_cmp: Near, rules: Rules, bad_q: np.ndarray, bad_block
 
 
 def selection_mistake(lists: np.ndarray, scores: Scores, count: int) -> str | None:
-    """What is wrong with lists (heads, rows, places) as the selection of the `count` highest scores, or None.
+    """The mistake in lists (heads, rows, places) as the selection of the `count` highest scores, or None.
 
-    Of two clear scores the selected one may be lower by no more than both bounds together. Where they are equal and without an error
-    (such as those to which no compressed key adds, or of small integers) the lower block comes first.
+    Of two clear scores, the selected one may be lower by at most the sum of both bounds. If they are equal and without an error (such as
+    scores to which no compressed key adds, or scores from small integers), the lower block must come first.
     """
     heads, rows, blocks = scores.score.value.shape
     if lists.shape != (heads, rows, count):

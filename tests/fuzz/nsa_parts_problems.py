@@ -24,7 +24,7 @@ def given(w: Tensor | None) -> Any:
 
 
 class Part:
-    """A problem of one part: what it draws first, and what the oracle computes with."""
+    """A problem of one part: its first draws, and the arithmetic of the oracle."""
 
     def __init__(self, draw: Draw, level: str):
         self.draw, self.setting = draw, Setting(draw)
@@ -33,7 +33,7 @@ class Part:
     @classmethod
     @contextlib.contextmanager
     def at_level(cls, draw: Draw) -> Iterator[Part]:
-        """For the calls of a problem. At its end, no input may have changed."""
+        """A context for the calls of a problem. At its end, no input may have changed."""
         with checks.at_level(draw) as level:
             part = cls(draw, level)
             yield part
@@ -43,7 +43,7 @@ class Part:
         return {"dtype": self.setting.named, "num_threads": checks.threads(self.draw)}
 
     def called(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """The results of a call, half of the time compared with those of other threads."""
+        """The results of a call. Half of the time, they are compared with those of another number of threads."""
         results = call(*arguments, **options)
         if self.draw.pick("check", ("oracle", "threads")) == "threads":
             other = call(*arguments, **options | {"num_threads": self.draw.pick("other_threads", checks.THREADS)})
@@ -121,7 +121,7 @@ def check_weight(setting: Setting, name: str, got: Any, parts: list[Near], w: Te
 
 @problem("score_and_select_blocks")
 def score_and_select_blocks(draw: Draw) -> None:
-    """Judges ties without a tolerance, where arithmetic is exact: mslk mode, small integers, tiles and scales that are powers of two."""
+    """Ties are judged without a tolerance if arithmetic is exact: in mslk mode, for small integers, with tiles and scales that are powers of two."""
     with Part.at_level(draw) as part:
         setting, how = part.setting, part.how
         rules, options = draw_rules(setting)
@@ -209,7 +209,7 @@ class Branch:
         if compressed:
             shapes |= {x: setting.blocks_shape(self.rules, *shapes[x][-2:]) for x in "kv"}
         values = {x: setting.normal(x, *shape) for x, shape in shapes.items()}
-        # Keys that no query sees may hold anything. Only in that case are gradients defined, too.
+        # Only keys that no query sees may hold any number, so that gradients are defined, too.
         self.number = draw.pick("unseen", (None, np.nan, np.inf))
         if self.number is not None:
             for x in ("k", "v"):
@@ -268,7 +268,7 @@ def check_backward(draw: Draw, name: str) -> None:
         branch, setting = Branch(part, name), part.setting
         out, lse = branch.run(return_lse=True)
         dout = setting.drawn("dout", *setting.shape(setting.heads, setting.v_dim))
-        if draw.flag("dressed_results"):  # as views and kinds of their own
+        if draw.flag("dressed_results"):  # results are passed as views and kinds of their own
             out = setting.tensor("out", arrays.values_of(out, setting.dtype)).given
             lse = setting.tensor(
                 "lse", arrays.values_of(lse, setting.real), setting.real, "torch" if setting.kind == "torch" else "numpy"

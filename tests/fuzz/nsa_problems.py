@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import blitz_attn.nsa  # noqa: F401 - the module, which the package's name nsa may hide
+import blitz_attn.nsa  # noqa: F401 - imports the module, because the name nsa of the package may be the function
 from blitz_attn.nsa import NSAContext, compress_kv, nsa, nsa_backward
 
 from . import arrays, checks
@@ -34,7 +34,7 @@ class Call(NamedTuple):
     w_v: Tensor | None
     gate_weight: Tensor | None
     gates: Tensor | None
-    lists: np.ndarray | None  # given ones
+    lists: np.ndarray | None  # given lists
 
     def run(self, **more: Any) -> Any:
         return nsa(self.q.given, self.k.given, self.v.given, **{**self.options, **more})
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def pieces(draw: Draw) -> Iterator[None]:
-    """The package computes long calls in stretches. This makes the stretches shorter, so that a problem has several."""
+    """Makes the pieces shorter in which the package computes long calls, so that a problem has several."""
     module = sys.modules["blitz_attn.nsa"]
     before = module.PIECE_ELEMENTS
     module.PIECE_ELEMENTS = draw.pick("piece_elements", (before, 64, 1024, 8192))
@@ -53,7 +53,7 @@ def pieces(draw: Draw) -> Iterator[None]:
 
 
 def draw_call(draw: Draw, poisonous: bool) -> tuple[Call, dict[str, list[np.ndarray]]]:
-    """A call, and where its q, k and v are non-finite: one (heads, tokens) per sequence."""
+    """A call, and masks of where its q, k and v are non-finite, (heads, tokens) for each sequence."""
     setting = Setting(draw)
     rules, options = draw_rules(setting)
     contents = draw.pick("contents", ("normal", "integers", "zeros", "large", "near"), (6, 1, 0.5, 1, 1))
@@ -122,7 +122,7 @@ def zeroed(x: np.ndarray) -> Near:
 
 
 def work_off(call: Call, context: NSAContext, bad: dict[str, list[np.ndarray]], how: Arithmetic) -> list[Whole]:
-    """The oracle's results for all sequences, given the context's selection, which is checked."""
+    """The oracle's results for all sequences, with the selection in the context, which is checked."""
     setting, rules = call.setting, call.rules
     indices = np.asarray(context.block_indices)
     if call.lists is not None:
@@ -242,7 +242,7 @@ def whole_forward(draw: Draw) -> None:
 
 
 def one_alone(call: Call, out: Any) -> None:
-    """Each sequence has the result that it has alone."""
+    """Checks that each sequence has the result that it has alone."""
     setting, draw = call.setting, call.setting.draw
     which = draw.rng("alone").integers(len(setting.lens))
     tokens = slice(setting.cu[which], setting.cu[which + 1]) if setting.packed else slice(which, which + 1)
@@ -258,8 +258,8 @@ def one_alone(call: Call, out: Any) -> None:
 
 
 def last_queries(call: Call, out: Any) -> None:
-    """The last queries of each sequence have the rows of the whole, also with compressed keys and values that the caller keeps, and where
-    arrays have room for more tokens."""
+    """Checks that the last queries of each sequence have the rows of the whole call, also with compressed keys and values that the caller keeps,
+    and with room for more tokens in the arrays."""
     setting, draw, tile = call.setting, call.setting.draw, call.rules.tile
     rng, options = draw.rng("last"), dict(call.options)
     length = setting.lens[0] if setting.lens else draw.options["tokens"]

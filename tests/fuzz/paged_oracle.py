@@ -1,4 +1,4 @@
-"""Attention over paged caches: gather each request's tokens, which its queries attend to as those of a call over whole arrays do."""
+"""Attention over paged caches: each request's tokens are gathered, and attended as in a call over whole arrays."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ class Paged:
     """One problem. Caches are (pages, page_size, Hkv, dim): the float64 values that their elements and scales stand for."""
 
     dtype: str
-    q: np.ndarray  # (T, H, D): the requests' queries one after the other
+    q: np.ndarray  # (T, H, D): the queries of all requests, in order
     q_lens: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    pages: list[np.ndarray]  # of each request
+    pages: list[np.ndarray]  # the pages of each request
     seq_lens: np.ndarray
     scale: float
     window: int | None
     sinks: np.ndarray | None
     softcap: float | None
-    selected: list[list[np.ndarray]] | None  # [request or query][one of all, of KV heads or of query heads] logical blocks
+    selected: list[list[np.ndarray]] | None  # [request or query][all heads, KV head or query head] logical blocks
     begin: np.ndarray | None = None  # token numbers of the first queries; None: the queries are the last tokens
-    ranges: np.ndarray | None = None  # (T, 2): the run of tokens that each query sees instead of those up to itself
-    mask: np.ndarray | None = None  # (B or 1, H or 1, queries or 1, tokens or 1): what is added to the scores; -inf hides a token
-    slopes: np.ndarray | None = None  # (H,): what a token of distance takes from the score
-    selected_size: int | None = None  # tokens of a block where each query has its own list; None: a page, and one list per request
+    ranges: np.ndarray | None = None  # (T, 2): the run of tokens that each query sees, in place of those up to itself
+    mask: np.ndarray | None = None  # (B or 1, H or 1, queries or 1, tokens or 1): added to the scores; -inf hides a token
+    slopes: np.ndarray | None = None  # (H,): subtracted from the score per token of distance
+    selected_size: int | None = None  # tokens of a block if each query has a list of its own; None: a page, and one list per request
 
     @property
     def real(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"
 
     def tokens(self, cache: np.ndarray, b: int) -> np.ndarray:
-        """(tokens, Hkv, ...) of a request."""
+        """The tokens of a request from a cache, (tokens, Hkv, ...)."""
         t = np.arange(self.seq_lens[b])
         return cache[self.pages[b][t // cache.shape[1]], t % cache.shape[1]]
 

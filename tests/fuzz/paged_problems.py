@@ -17,7 +17,7 @@ from .problems import Finding, problem
 
 CACHES = ("same", "float32", "float16", "bfloat16", "int8", "float8_e4m3")
 GARBAGE = (0.0, np.nan, np.inf)
-PER_CALL = ("sinks", "k_scale", "v_scale", "kv_ranges", "attn_mask", "alibi_slopes")  # what the calls of a plan take
+PER_CALL = ("sinks", "k_scale", "v_scale", "kv_ranges", "attn_mask", "alibi_slopes")  # options that the calls of a plan take
 
 
 class Cache:
@@ -47,7 +47,7 @@ class Cache:
 
 
 def _ranges(draw: Draw, tokens: np.ndarray) -> np.ndarray:
-    """A run of tokens for each query of requests of so many tokens; some are empty, and some reach beyond."""
+    """A run of tokens for each query. `tokens` has the number of tokens of its request. Some runs are empty, and some reach beyond the tokens."""
     rng = draw.rng("ranges")
     ends = np.sort(rng.integers(-2, np.maximum(tokens, 1)[:, None] + 3, (len(tokens), 2)), axis=-1)
     if draw.flag("ranges.wide", 0.2):
@@ -56,7 +56,7 @@ def _ranges(draw: Draw, tokens: np.ndarray) -> np.ndarray:
 
 
 class Case:
-    """A drawn problem and its arguments. With `newest`, the queries are the last tokens, and tables a matrix."""
+    """A drawn problem and its arguments. With `newest`, the queries are the last tokens, and tables are a matrix."""
 
     def __init__(self, draw: Draw, listed: bool, newest: bool = False):
         regime = draw.pick("regime", ("small", "long", "chunk"), (4, 2, 1))
@@ -100,7 +100,7 @@ class Case:
         self.mask_dtype, self.mask, self.slopes = "", None, None
         self.draw_bias(draw)
         used = np.zeros((pages, size), np.bool_)
-        for b in range(batch):  # tokens that no query of the request sees may hold garbage, as those behind the request may
+        for b in range(batch):  # tokens that no query of the request sees may hold garbage, like those behind the request
             first = int(lens[b] - q_lens[b] if begin is None else begin[b])
             end = first + int(q_lens[b])
             if self.ranges is not None:
@@ -164,7 +164,7 @@ class Case:
         }  # fmt: skip
 
     def new_options(self) -> dict[str, Any]:
-        """The options that cases for `select_and_attend` do not draw: `q_begin`, which it does not have, and what changes no chosen block."""
+        """The options that cases for `select_and_attend` do not draw: `q_begin`, which it does not take, and options that change no chosen block."""
         p = self.problem
         begin = None if p.begin is None else p.begin.tolist()
         return {"q_begin": begin, "kv_split": self.kv_split, "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype}
@@ -184,7 +184,7 @@ class Case:
         return selected, numbers if counts else None
 
     def named(self, rng: np.random.Generator, counts: bool) -> tuple[str, dict[str, Any]]:
-        """How functions over the case, or methods, are called, and the lists that they take."""
+        """The name and the lists of the function or method that the case calls."""
         if self.problem.selected is None:
             return "attention", {}
         selected, numbers = self.lists(rng, counts)
@@ -214,7 +214,7 @@ def run(draw: Draw, listed: bool) -> None:
         out, lse = case.call(draw.rng("order"), with_counts, checks.threads(draw), out=written["out"].array if written else None)
         expected, expected_lse, allowed, allowed_lse = attend(p)
         got = arrays.values_of(out, case.out_dtype)
-        if case.kv_split:  # each merge rounds what it merges
+        if case.kv_split:  # each merge rounds
             merges = 64 * checks.EPSILON[p.real]
             allowed = allowed + merges * (np.abs(expected) + np.abs(p.v[np.isfinite(p.v)]).max(initial=0))
             allowed_lse = allowed_lse + merges * (1 + np.abs(np.where(np.isneginf(expected_lse), 0, expected_lse)))
@@ -249,7 +249,7 @@ def run(draw: Draw, listed: bool) -> None:
 
 
 def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
-    """A request alone has the bits that it has in the batch."""
+    """Checks that a request alone has the bits that it has in the batch."""
     p = case.problem
     b = int(draw.rng("alone").integers(len(p.q_lens)))
     end = int(np.cumsum(p.q_lens)[b])
@@ -274,7 +274,7 @@ def check_alone(draw: Draw, case: Case, out: Any, lse: Any) -> None:
 
 
 def check_rounded(draw: Draw, case: Case, counts: bool) -> None:
-    """The result before it is rounded, rounded by NumPy, is the usual result."""
+    """Checks that the unrounded result, rounded by NumPy, is the usual result."""
     p = case.problem
     usual, wide = (
         arrays.values_of(case.call(draw.rng("order"), counts, 1, out_dtype=given)[0], dtype)
@@ -284,7 +284,7 @@ def check_rounded(draw: Draw, case: Case, counts: bool) -> None:
 
 
 def check_chunks(draw: Draw, case: Case) -> None:
-    """A call with kv_split has the bits of its chunks, each attended as a request of its own, merged node by node."""
+    """Checks that a call with kv_split has the bits of its splits, attended as requests of their own and merged node by node."""
     p, size = case.problem, case.problem.k.shape[1]
     split = case.kv_split or size * 3
     options = {**case.options(), "return_lse": True, "num_threads": 1, "sinks": None, "out_dtype": p.real}
@@ -313,7 +313,7 @@ def check_chunks(draw: Draw, case: Case) -> None:
 
 
 def check_plan(draw: Draw, case: Case, counts: bool, out: Any, lse: Any) -> None:
-    """A plan gives the same bits, in its first and in its second call."""
+    """Checks that a plan gives the same bits, in its first and in its second call."""
     options = {**case.options(), **case.new_options()}
     rest = {name: options.pop(name) for name in PER_CALL}
     tables, lens = case.tables

@@ -1,7 +1,7 @@
 """The registry of problems.
 
-A problem is a function of a `Draw`: it draws all options together, makes the arguments, calls the package and checks what comes
-back. It returns when all is well and raises `Finding` (or anything else that the package should not have raised) when not.
+A problem is a function of a `Draw`. It draws all options together, makes the arguments, calls the package and checks the results. If
+something is wrong, it raises `Finding`, or passes on what the package should not have raised.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from .draw import Draw
 
 
 class Finding(AssertionError):  # noqa: N818 - the name that a report shows
-    """The package did what it promises not to do."""
+    """The package broke a promise."""
 
 
 class Problem(NamedTuple):
     name: str
     run: Callable[[Draw], None]
-    weight: float  # how often it is drawn, beside the others
+    weight: float  # how often it is drawn, relative to the other problems
 
 
 REGISTRY: dict[str, Problem] = {}
 
 
 def problem(name: str, weight: float = 1.0) -> Callable[[Callable[[Draw], None]], Callable[[Draw], None]]:
-    """Registers the function as the problems of the operation `name`."""
+    """Registers a function that makes the problems of the operation `name`."""
 
     def register(run: Callable[[Draw], None]) -> Callable[[Draw], None]:
         if name in REGISTRY:
@@ -40,7 +40,7 @@ def problem(name: str, weight: float = 1.0) -> Callable[[Callable[[Draw], None]]
 
 
 def load() -> dict[str, Problem]:
-    """All problems: those of the files named so, as far as the frameworks are here."""
+    """All problems, from the files named ``*_problems``, as far as their frameworks are installed."""
     from .arrays import HAS_JAX, HAS_TORCH
 
     missing = ["torch_problems"] * (not HAS_TORCH) + ["jax_problems"] * (not HAS_JAX)

@@ -1,4 +1,4 @@
-"""What all problems of summaries and selections draw: requests and their blocks, arrays on pages, how many blocks are chosen."""
+"""Draws for all problems of summaries and selections: requests and their blocks, arrays on pages, numbers of chosen blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .draw import Draw
 
 
 class Batch:
-    """Sizes, lengths and where the blocks of each request lie."""
+    """Sizes, lengths, and the blocks of each request."""
 
     def __init__(self, draw: Draw, most_size: int = 64):
         self.draw = draw
@@ -33,19 +33,19 @@ class Batch:
 
 
 def pages_for(rng: np.random.Generator, blocks: np.ndarray, rows: int, spare: int) -> tuple[list[np.ndarray], int]:
-    """For each request as many pages of `rows` entries, in any order, as its blocks need; and the number of all pages."""
+    """For each request, as many pages of `rows` entries as its blocks need, in random order; and the number of all pages."""
     needed = [-(-int(n) // rows) for n in blocks]
     order = rng.permutation(sum(needed) + spare)
     return [order[end - n : end] for end, n in zip(np.cumsum(needed), needed, strict=True)], len(order)
 
 
 def unusual_numbers(draw: Draw, name: str) -> tuple[float, float]:
-    """The share of the numbers that NaN or infinity replaces."""
+    """The share of numbers that are replaced, and NaN or an infinity, which replaces them."""
     return draw.pick(f"{name}.share", (0.0, 0.01, 0.3), (3, 1, 1)), (np.nan, np.inf, -np.inf)[draw.pick(f"{name}.number", (0, 1, 2))]
 
 
 def contents(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, how: str, unusual: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-    """Numbers of `dtype`: "normal"; "whole", whose sums are exact; or "alike", a few entries (all axes but the first) that repeat."""
+    """Numbers of `dtype`: "normal" ones; "whole" ones, whose sums are exact; or "alike", a few normal entries (along the first axis) that repeat."""
     if how == "whole":
         values = rng.integers(-2, 3, shape).astype(np.float64)
     else:
@@ -68,7 +68,7 @@ def laid_out(per_request: list[np.ndarray], entry: tuple[int, ...], own: tuple[l
 
 
 class Held:
-    """An argument (pages, rows, N, D): its buffer, its layout, its view and its kind of array."""
+    """An argument (pages, rows, N, D), with its buffer, layout, view and kind of array."""
 
     def __init__(self, draw: Draw, name: str, values: np.ndarray, dtype: str, kind: str, hnd: bool = False, spread: bool = False):
         """`values` in float64, or as they are stored. With `spread`, all heads are views of the first one."""
@@ -104,7 +104,7 @@ def one_or_each(draw: Draw, name: str, count: int, low: int, high: int, likely: 
 
 
 class Choice:
-    """The options of `select_blocks` that say how many blocks are selected and which always are, and their meaning for each request."""
+    """The options of `select_blocks` for the number of blocks and for those that are always selected, and their meaning for each request."""
 
     def __init__(self, draw: Draw, lens: np.ndarray, size: int, q_lens: np.ndarray):
         count, most, longest = len(lens), int(-(-lens // size).max(initial=0)), int(lens.max(initial=0))

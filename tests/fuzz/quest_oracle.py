@@ -1,8 +1,8 @@
 """Summaries of blocks, their scores, and the rules of a selection: token by token and block by block in float64.
 
-A score comes with a bound of how far from it the package's may be: a sum of K products in float32 is off by at most ``(K + c) u``
-times the sum of the products' sizes, whatever their order. Two blocks whose scores differ by less than their bounds may stand in either
-order; where the bounds are 0 (small whole numbers), or the blocks hold the same numbers, the lower one comes first.
+A score has a bound for the error of the package's score: a sum of K products in float32 has an error of at most ``(K + c) u`` times the sum of
+the products' absolute values, in any order. Two blocks whose scores differ by less than their bounds may come in either order. If the bounds
+are 0 (for small integers), or if the blocks hold the same numbers, the lower block must come first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from .attention_oracle import SMALL
 from .checks import EPSILON
 
-UNIT = EPSILON["float32"]  # scores are numbers of float32, for float64 too
-SLACK = 8  # roundings beside those of the terms
+UNIT = EPSILON["float32"]  # scores are float32, also for float64 inputs
+SLACK = 8  # roundings in addition to those of the terms
 
 
 # ---- Summaries ----------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def blocks_of(tokens: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def summaries(keys: np.ndarray, size: int) -> Summaries:
-    """The summaries of a request's keys (tokens, N, D). The largest and the smallest ignore NaN, unless there is nothing else."""
+    """The summaries of a request's keys (tokens, N, D). The largest and the smallest ignore NaN, unless all are NaN."""
     blocks = blocks_of(keys, size)
     with np.errstate(invalid="ignore"):
         lists = (
@@ -55,7 +55,7 @@ class Scores(NamedTuple):
 
     value: np.ndarray
     error: np.ndarray
-    open: np.ndarray  # bool: the definition leaves the score open, as where 0 and infinity meet
+    open: np.ndarray  # bool: the definition leaves the score open, as for 0 times infinity
     alike: np.ndarray  # int: the first block that holds the same numbers
 
 
@@ -81,10 +81,10 @@ def sum_of_products(q: np.ndarray, q_error: np.ndarray, *sides: np.ndarray) -> t
         products = [q * side for side in sides]
         value = np.maximum(products[0], products[-1]).sum(-1)
     unsure = np.isinf(sides) & (np.abs(q) <= q_error) & (q_error > 0)
-    if len(sides) > 1:  # which of two products is larger is open where 0 and infinity make one of them
+    if len(sides) > 1:  # which of two products is larger is open if one is 0 times infinity
         unsure |= np.isinf(sides) & (q == 0) | np.isinf(q) & (np.asarray(sides) == 0)
     unsure = unsure.any((0, -1))
-    numbers = [np.where(np.isfinite(x), x, 0) for x in products]  # where the value is a number, infinite products are the smaller ones
+    numbers = [np.where(np.isfinite(x), x, 0) for x in products]  # if the value is finite, infinite products are the smaller ones
     size = np.maximum(np.abs(numbers[0]), np.abs(numbers[-1])).sum(-1)
     q_error = np.where(np.isfinite(q_error), q_error, 0)
     moved = (q_error * np.where(np.isfinite(sides), np.abs(sides), 0).max(0)).sum(-1)
@@ -94,7 +94,7 @@ def sum_of_products(q: np.ndarray, q_error: np.ndarray, *sides: np.ndarray) -> t
 
 
 def score_of_queries(method: str, queries: np.ndarray, per_query_head: bool, sides: tuple[np.ndarray, ...], size: int) -> Scores:
-    """`score` for the queries (n, H, D) of a request, at least one: the largest of their scores, NaN where one is."""
+    """`score` for the queries (n, H, D) of a request, at least one: the largest of their scores, or NaN if one of them is NaN."""
     each = [score(method, q, per_query_head, sides, size) for q in queries]
     with np.errstate(invalid="ignore"):
         value = np.max([x.value for x in each], axis=0)
@@ -117,7 +117,7 @@ def score(method: str, q: np.ndarray, per_query_head: bool, sides: tuple[np.ndar
         head = r * kv_heads // len(rows)
         value, error, unsure = sum_of_products(row, row_error, *(side[:, head] for side in sides))
         result.alike[r] = first_alike([b"".join(side[i][:, head].tobytes() for side in blocks) for i in range(n)])
-        if method == "max":  # the largest of numbers moves by no more than they do; NaN is none, and remains
+        if method == "max":  # the error of a maximum is at most the largest error; NaN remains
             parts = [blocks_of(x, size) for x in (value, error, unsure)]
             value, error, unsure = (np.array([x.max() for x in part]) for part in parts) if n else (value, error, unsure)
         result.value[r], result.error[r], result.open[r] = value, error, unsure
@@ -128,7 +128,7 @@ def score(method: str, q: np.ndarray, per_query_head: bool, sides: tuple[np.ndar
 
 
 class Rule(NamedTuple):
-    """The rules for each row of a request: how many blocks compete for how many places, and which blocks are always selected."""
+    """The rules for each row of a request: the number of blocks and of places, and the blocks that are always selected."""
 
     blocks: int
     places: int
@@ -149,18 +149,18 @@ class Rule(NamedTuple):
 
 
 def stale(seq_len: int, since: int, size: int) -> int:
-    """How many blocks were not complete when the request had `since` tokens fewer; for -1, 0."""
+    """The number of blocks that were not complete when the request had `since` fewer tokens; 0 if `since` is -1."""
     return 0 if since < 0 else sum((i + 1) * size > seq_len - since for i in range(-(-seq_len // size)))
 
 
 def forced(seq_len: int, queries: int, recent: int, size: int) -> int:
-    """How many of the newest blocks the request's queries, each decoded alone, would always select."""
+    """The number of newest blocks that the request's queries would always select if each were decoded alone."""
     own = [(token // size, range(token // size + 1 - recent, token // size + 1)) for token in range(seq_len - queries, seq_len)]
     return -(-seq_len // size) - min((i for _, blocks in own for i in blocks), default=-(-seq_len // size))
 
 
 def surely_before(scores: Scores, row: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Boolean (a, b): whether block a comes before block b in every valid order."""
+    """Bool (a, b): whether block a comes before block b in every valid order."""
     value, error, unsure, alike = (x[row] for x in scores)
     a, b = a[:, None], b[None, :]
     with np.errstate(invalid="ignore"):
@@ -172,7 +172,7 @@ def surely_before(scores: Scores, row: int, a: np.ndarray, b: np.ndarray) -> np.
 
 
 def row_mistake(given: np.ndarray, rule: Rule, scores: Scores, row: int, ascending: bool) -> str | None:
-    """What is wrong with one row of a selection, or None."""
+    """The mistake in one row of a selection, or None."""
     n, used = rule.blocks, rule.used
     if (given[used:] != -1).any():
         return f"{given.tolist()}: places behind the {used} used ones do not hold -1"

@@ -41,13 +41,13 @@ class Metadata:
         how, unusual, spread = draw.pick("keys", ("normal", "whole", "alike")), unusual_numbers(draw, "keys.odd"), draw.flag("spread", 0.1) and not self.pool
         own, count = batch.pages("keys", 1)
         self.summary_pages, self.summaries = batch.pages("summaries", self.rows)
-        if self.pool:  # behind the pages of keys
+        if self.pool:  # summary pages come after the pages of keys
             self.summary_pages = [x + count for x in self.summary_pages]
             self.summaries = count = count + self.summaries
         shape = (batch.kv_heads, batch.dim)
         garbage = GARBAGE[draw.pick("garbage", (0, 1, 2))]
-        self.scale: Held | None = None  # one for each token and head
-        self.fixed: Any = None  # one for each head, or one
+        self.scale: Held | None = None  # one scale per token and head
+        self.fixed: Any = None  # one scale per head, or a single one
         if self.eight is None:
             keys = [contents(draw.rng(f"keys[{b}]"), (int(n), *shape), self.dtype, how, unusual) for b, n in enumerate(batch.lens)]
             self.keys = [np.repeat(x[:, :1], batch.kv_heads, axis=1) for x in keys] if spread else keys
@@ -64,7 +64,7 @@ class Metadata:
         self.wanted = [name for name in self.NAMES if draw.flag(name, 0.75)] or ["meanblocks"]
 
     def _eight_bits(self, draw: Draw, own: tuple[list[np.ndarray], int], unusual: float, garbage: float) -> None:
-        """A quantised cache, some of whose numbers and scales are NaN, and the keys that they stand for."""
+        """Draws a quantised cache, in which some numbers and scales are NaN, and the keys that it stands for."""
         batch, kind = self.batch, draw.pick("eight.kind", arrays.kinds_for(self.eight))
         every, numbers, scales = [], [], []
         for b, n in enumerate(batch.lens):
@@ -91,7 +91,7 @@ class Metadata:
         self.k = Held(draw, "k_cache", raw.view(np.int8) if self.eight == "int8" else raw, self.eight, kind, self.hnd)
 
     def options(self, layout: str) -> dict[str, Any]:
-        """The options that belong to the cache in a layout."""
+        """The options that describe the cache in a layout."""
         scale = self.fixed
         if self.scale is not None:
             scale = self.scale.given() if layout == ("HND" if self.hnd else "NHD") else self.scale.other_layout()
@@ -207,7 +207,7 @@ class Selection:
         self.q_lens = np.minimum(drawn, batch.lens).astype(np.int64) if self.ragged else np.ones(len(batch.lens), np.int64)
         shape = (int(self.q_lens.sum()), batch.kv_heads * self.group, batch.dim)
         self.q = contents(draw.rng("q"), shape, self.dtype, "whole" if self.how == "whole" else "normal", q_unusual)
-        self.sides = [self._sides(draw.rng(f"source[{b}]"), b) for b in range(len(batch.lens))]  # of each request: (entries, N, D), each
+        self.sides = [self._sides(draw.rng(f"source[{b}]"), b) for b in range(len(batch.lens))]  # for each request, arrays (entries, N, D)
         self.placed_q = arrays.place(draw, "query", arrays.stored(self.q, self.dtype), views=arrays.views_for(self.kind))
         self.garbage = GARBAGE[draw.pick("garbage", (0, 1, 2))]
         self.tables, self.held = self.on_pages("source", spare=2)
@@ -249,7 +249,7 @@ class Selection:
         return arrays.dressed(self.placed_q.array[rows if rows == slice(None) else self.queries(rows.start)], self.dtype, self.kind)
 
     def score(self, b: int) -> oracle.Scores | None:
-        """None: a request without queries."""
+        """The oracle's scores for a request; None for a request without queries."""
         queries = self.q[self.queries(b)]
         return oracle.score_of_queries(self.method, queries, self.per_query_head, self.sides[b], self.batch.size) if len(queries) else None
 
@@ -270,7 +270,7 @@ class Selection:
                     raise Finding(f"{what}: request {b}, row {r}: {mistake}")
 
     def check_scores(self, selected: np.ndarray, scores: np.ndarray) -> None:
-        """The score of each selected block is near the oracle's; the same numbers give the same score."""
+        """Checks that the score of each selected block is near the oracle's, and that blocks with the same numbers have the same score."""
         if scores.shape != selected.shape or not np.isneginf(scores[selected < 0]).all():
             raise Finding(f"scores of shape {scores.shape}, or not -inf in unused places")
         for b in range(len(self.batch.lens)):
@@ -302,7 +302,7 @@ def quest_block_select_paged(draw: Draw) -> None:
     k = draw.integer("k", 1, most + 5, likely=(1, 2, 8, 16, most))
     ascending = variant == "plain" and draw.flag("ascending")
     if variant != "plain" and case.group == 1:
-        case.per_query_head = False  # the shape of the result tells
+        case.per_query_head = False  # the shape of the result decides
     since = np.full(len(batch.lens), -1)
     sink, given_since = 0, -1
     if variant == "in_out_w":
@@ -347,7 +347,7 @@ def quest_block_select_paged(draw: Draw) -> None:
 
 
 def check_again(draw: Draw, check: str, case: Selection, selected: np.ndarray, call: Any) -> None:
-    """The same selection with another number of threads, for one request alone, and with the source on other pages in another view."""
+    """Checks the same selection with another number of threads, for one request alone, or with the source on other pages in another view."""
     batch, rows, tables, held, lens = case.batch, slice(None), case.tables.array, case.held, case.lens
     if check == "oracle":
         return
@@ -388,7 +388,7 @@ def select_blocks(draw: Draw) -> None:
         used = np.array([[rule.used] * case.rows_a_request for rule in choice.rules[rows]], np.int32).reshape(-1, case.rows_a_request)
         if not np.array_equal(np.asarray(counts), used):
             raise Finding(f"counts {np.asarray(counts).tolist()}, expected {used.tolist()}")
-        if rows != slice(None):  # as wide as the request itself needs
+        if rows != slice(None):  # only as wide as this request needs
             return np.pad(selected, [(0, 0), (0, 0), (0, choice.width - selected.shape[2])], constant_values=-1)
         if choice.width not in (None, selected.shape[2]):
             raise Finding(f"{selected.shape[2]} places, expected {choice.width}")
@@ -407,7 +407,7 @@ def select_blocks(draw: Draw) -> None:
 
 @problem("select_and_attend", weight=1)
 def select_and_attend(draw: Draw) -> None:
-    """`select_and_attend` equals attention over the blocks of `select_blocks`, with summaries of the float cache or of the 8-bit values."""
+    """`select_and_attend` must equal attention over the blocks of `select_blocks`, with summaries of the float cache or of the 8-bit values."""
     case = Case(draw, listed=False, newest=True)
     q_lens = case.problem.q_lens if case.ragged else None
     p, method, per_query_head = case.problem, draw.pick("method", ("quest", "mean", "max")), draw.flag("per_query_head")
@@ -511,9 +511,9 @@ def refused_summaries(draw: Draw) -> None:
 
 @problem("long_blocks", weight=0.4)
 def long_blocks(draw: Draw) -> None:
-    """However much longer a block is than every request, each request has one block, with the same summary."""
+    """If a block is longer than every request, by any factor, each request has one block, with the same summary."""
     batch, heads, dim = (draw.integer(name, 1, most) for name, most in (("batch", 3), ("kv_heads", 3), ("dim", 40)))
-    rows = draw.integer("rows", 1, 9, likely=(4, 8))  # times a power of two, 0 in 64 bits
+    rows = draw.integer("rows", 1, 9, likely=(4, 8))  # its product with a power of two may be 0 in 64 bits
     rng, lens = draw.rng("values"), np.array([draw.integer(f"seq_lens[{b}]", 0, 64) for b in range(batch)], np.int64)
     query, high, low = (rng.standard_normal(shape, np.float32) for shape in ((batch, heads, dim), *[(batch, rows, heads, dim)] * 2))
     tables, size = np.arange(batch, dtype=np.int32)[:, None], 2 ** draw.integer("log2(block_size)", 7, 62, likely=(60, 61, 62))

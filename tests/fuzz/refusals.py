@@ -1,8 +1,8 @@
 """Wrong calls, and the sentences that refuse them.
 
-A row takes a valid call of `good_calls`, in the variety that it names, and changes arguments: a value replaces one, and a function makes the
-new one from the valid one. In a sentence, "..." stands for anything. The suite holds every row to its sentence (tests/test_refusals.py), and `bad_calls`
-draws rows in other varieties, too.
+A row takes a valid call of `good_calls`, in the variety that the row names, and changes arguments: a value replaces an argument, and a function
+makes the new argument from the valid one. In a sentence, "..." stands for any text. tests/test_refusals.py checks the sentence of every row, and
+`bad_calls` draws rows in other varieties, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Refusal(NamedTuple):
         return self._replace(changes=self.changes | more)
 
     def apply(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What the arguments of the valid call become."""
+        """The arguments of the valid call, changed."""
         changed = {}
         for name, change in self.changes.items():
             changed[name] = change(arguments if isinstance(change, Of) else arguments.get(name)) if callable(change) else change
@@ -68,7 +68,7 @@ class Of:
 
 
 def made(make: Callable[..., Any], *args: Any, **options: Any) -> Callable[[Any], Any]:
-    """An object that one call uses up."""
+    """A change that makes a new object for each call, because a call uses it up."""
     return lambda x: make(*args, **options)
 
 
@@ -88,7 +88,7 @@ def entry(value: Any, *at: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def returning(result: Any) -> Callable[[Any], Any]:
-    """A function in the place of an argument, which takes anything."""
+    """A function as an argument. It takes any arguments, and returns `result`."""
     return lambda x: lambda *args, **options: result
 
 
@@ -103,14 +103,14 @@ def huge(*shape: int) -> np.ndarray:
 
 
 class Unending:
-    """A sequence that gives items for ever."""
+    """A sequence that never ends."""
 
     def __getitem__(self, i: int) -> int:
         return i
 
 
 class Raising:
-    """Raises when it is asked for a number or a truth value. A refusal quotes the first line alone."""
+    """Raises when it is converted to a number or a truth value. A refusal quotes only the first line."""
 
     def _raise(self) -> Any:
         raise RuntimeError("no number\nat all")
@@ -123,7 +123,7 @@ ROW, MEMORY = np.ones((1, 1, 10), np.float32), np.zeros(500, np.float32)
 
 
 def apart(begin: int) -> np.ndarray:
-    """A cache of `MEMORY`: rows of one lie in gaps of another, but not those of another page."""
+    """A cache within `MEMORY`. Rows of one cache are in gaps of another, but pages of different numbers do not overlap."""
     return as_strided(MEMORY[begin:], (2, 2, 1, 10), (600, 400, 40, 4))
 
 
@@ -223,7 +223,7 @@ def valid(name: str) -> Good:
 
 # ---- Rows ---------------------------------------------------------------------------------------------------------
 
-ADDED = [  # to the scores, wherever attention over lists or its gradient takes it; and where queries stand
+ADDED = [  # biases, softcap and positions of queries, for all functions of attention over lists and of its gradients
     value_error("attn_mask: expected shape (1, 2 or 1, 16 or 1, 24 or 1), got (3, 1, 16, 24)", attn_mask=np.zeros((3, 1, 16, 24), np.bool_)),
     value_error("attn_mask: expected shape (1, 2 or 1, 16 or 1, 24 or 1), got (3, 16, 24)", attn_mask=np.zeros((3, 16, 24), np.bool_)),
     value_error("attn_mask: expected shape (1, 2 or 1, 16 or 1, 24 or 1), got (17, 24)", attn_mask=np.zeros((17, 24), np.float32)),
@@ -253,7 +253,7 @@ ADDED = [  # to the scores, wherever attention over lists or its gradient takes 
     value_error("q_total: expected at least the 16 queries of the call and at most 1073741823, got 1099511627776 at [0]", q_total=[2**40]),
     value_error("q_total: expected 1 entries, one per batch entry, got 2", q_total=[16, 16]),
 ]  # fmt: skip
-TABLES = [  # wherever block tables and lengths are taken
+TABLES = [  # for all functions that take block tables and lengths
     value_error("block_tables: expected pages from 0 to 3 within ..., got 4 for page 1 of request 0", block_tables=entry(4, 0, 1)),
     value_error("block_tables: expected pages from 0 to 3 within ..., got -1 for page 0 of request 1", block_tables=entry(-1, 1, 0)),
     value_error("block_tables: expected shape (B, W) with 2 requests, got (3, 2)", block_tables=np.zeros((3, 2), np.int32)),
@@ -265,7 +265,7 @@ TABLES = [  # wherever block tables and lengths are taken
     value_error("seq_lens: expected an integer of 64 bits, got 1208925819614629174706176", seq_lens=[2**80, 4]),
     value_error("seq_lens: expected one length per request with an array of block_tables, got None", seq_lens=None),
 ]  # fmt: skip
-SCALES = [  # wherever caches with scales are taken
+SCALES = [  # for all functions that take caches with scales
     value_error("k_scale: expected scales of shape (4, 4, 2), (2,) or () for int8 k_cache, got none", 4, k_scale=None),
     value_error("v_scale: expected scales of shape (4, 4, 2), (2,) or () for int8 v_cache, got none", 4, v_scale=None),
     value_error("k_scale: expected shape (4, 4, 2) like k_cache, (2,) for one number ..., got (4, 1, 2)", 4, k_scale=lambda x: x[:, :1]),
@@ -284,9 +284,9 @@ SCALES = [  # wherever caches with scales are taken
     type_error("v_cache: expected dtype float32 like k_cache, got float16", v_cache=cast("float16")),
     value_error("v_cache: expected the first three axes of k_cache (4, 4, 2, 8), got (2, 4, 2, 8)", v_cache=lambda x: x[:2]),
 ]  # fmt: skip
-# Changes that name requests by (indptr, indices, last_page_len), in the place of a table with a row for each.
+# Changes that pass tables as (indptr, indices, last_page_len), in place of a table with a row for each request.
 PACKED_TABLES = {"block_tables": lambda x: (np.array([0, 2, 4]), x.reshape(-1), np.array([2, 4])), "seq_lens": None}
-PAGED_RULES = [  # of calls over pages and of plans
+PAGED_RULES = [  # for calls over pages and for plans
     value_error("softcap: expected a positive finite number, or 0 for none, got -1", softcap=-1.0),
     value_error("window: expected a token count of at least 0, or -1 for no bound, got -2", window=-2),
     type_error("window: expected one integer, the number of tokens before itself that a query sees, got tuple", window=(4, 0)),
@@ -297,14 +297,14 @@ PAGED_RULES = [  # of calls over pages and of plans
     value_error("num_threads: expected a positive number of threads or None, got 0", num_threads=0),
     value_error("num_threads: expected 1 to 1024, got 9999", num_threads=9999),
 ]
-BIASES = [  # wherever tokens of pages are attended
+BIASES = [  # for all functions that attend tokens on pages
     value_error("kv_ranges: expected shape (2, 2), got (3, 2)", kv_ranges=np.zeros((3, 2), int)),
     value_error("attn_mask: expected shape (2 or 1, 4 or 1, 1, 6 or 1), or more ..., got (1, 5)", attn_mask=np.zeros((1, 5), bool)),
     value_error("attn_mask: expected 6 tokens in a mask of one axis, or shape (2, 1, 1, 6), a matrix of ... for each request, got (7,)",
                 attn_mask=np.ones(7, bool)),
     value_error("alibi_slopes: expected shape (4,), one number per head, got (2,)", alibi_slopes=np.zeros(2, np.float32)),
 ]  # fmt: skip
-SUMMARIES = [  # wherever they are kept
+SUMMARIES = [  # for all functions that keep summaries up to date
     value_error("metadata_block_tables: expected the tables of maxblocks, minblocks and meanblocks, got None",
                 1, metadata_block_tables=None),
     value_error("maxblocks: expected a summary to write, got none", 1, maxblocks=None, minblocks=None, meanblocks=None),
@@ -1381,12 +1381,12 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("atten_mask: expected a bool array, got Raising", atten_mask=Raising()),
     ],
 }  # fmt: skip
-# Of the parts, the array that tells the dtype, where it is not q.
+# The arrays that the dtype is taken from in parts that do not take it from q.
 _FIRST = {"compress_kv": "k", "compress_kv_backward": "k", "gate_and_combine": "o_cmp", "gating_backward": "o_cmp"}
 for _name in (*_FIRST, "compute_gates", *(f"{x}_attention{y}" for x in ("compressed", "selected", "window") for y in ("", "_backward"))):
     _row = type_error(f"{_FIRST.get(_name, 'q')}: expected float16 as dtype says, got float32", dtype="float16")
     REFUSALS.setdefault(f"nsa.{_name}", []).append(_row)
-if "plot_mask" in GROUPS["plots"]:  # where matplotlib is
+if "plot_mask" in GROUPS["plots"]:  # if matplotlib is installed
     REFUSALS["plots.plot_mask"] = [value_error("dpi: expected a positive number, got -0.123456789", dpi=-0.123456789)]
 
 
@@ -1396,7 +1396,7 @@ ARRAY = [
     type_error("x: expected an array, got list", x=lambda x: x.tolist()),
     type_error("x: expected an array, got Raising", x=Raising()),
 ]
-IN_PLACE = [  # of arrays that are not copied
+IN_PLACE = [  # for arrays that are not copied
     *ARRAY,
     type_error("x: expected float32, float16, ..., got int32", x=cast("int32")),
     type_error("x: expected native byte order, got >f4", x=cast(">f4")),
@@ -1409,7 +1409,7 @@ NUMBER = [
     type_error("x: expected a number, got str", x="1"),
     value_error("x: expected a number, got Raising that raises: no number", x=Raising()),
 ]
-BY_ROLE = {  # of an argument x of that role, in all functions that have one
+BY_ROLE = {  # for an argument x of that role, in all functions that have one
     "floats": IN_PLACE,
     "cache": IN_PLACE,
     "reals": [*ARRAY, type_error("x: expected float32... got int32", x=cast("int32"))],
@@ -1448,22 +1448,22 @@ BY_ROLE = {  # of an argument x of that role, in all functions that have one
     "layout": [value_error("x: expected 'BNSD', 'BSND', 'BSH' or 'TND', got 'BHSD'", x="BHSD")],
     "kv_layout": [value_error("x: expected 'NHD' or 'HND', got 'NDH'", x="NDH")],
 }
-# A number that a mask hides must not be read.
+# Masked arrays are refused, because a number that the mask hides must not be read.
 MASKED = [type_error("x: expected an array without a mask, got MaskedArray", x=np.ma.array)]
 WRITTEN = [value_error("x: expected a writable array, got a read-only one", x=OF_ARRAYS["read-only"])]
 ALIKE = ("block_sparse", "select", "merge", "paged", "quest", "nsa")  # groups of functions whose arguments the core reads
-COPIED = ("x", "values", "gate_proj_weight", "block_indices", "tokens_since_metadata_update")  # NumPy copies these, and takes more dtypes
-SABI = ("list_from_scores", "block_shape")  # read as functions of sabi read it, with their sentence
-UNREAD = ("atten_mask", "w_k_compress")  # some calls do not read these
+COPIED = ("x", "values", "gate_proj_weight", "block_indices", "tokens_since_metadata_update")  # copied by NumPy, which accepts more dtypes
+SABI = ("list_from_scores", "block_shape")  # read as in functions of sabi, with their sentence
+UNREAD = ("atten_mask", "w_k_compress")  # not read by some calls
 assert BY_ROLE.keys() <= {x.role for arguments in OPERATIONS.values() for x in arguments}
-NAMED: dict[str, str] = {}  # the role that an argument of this name has in all operations
+NAMED: dict[str, str] = {}  # the role of arguments of this name, if it is the same in all operations
 for _argument in itertools.chain(*OPERATIONS.values()):
     NAMED[_argument.name] = _argument.role if NAMED.get(_argument.name, _argument.role) == _argument.role else ""
 
 
 def by_role(good: Good, alike: bool) -> Iterator[Refusal]:
-    """The rows of all arguments of a function, in the first variety that has the argument. `alike`: rows by role, too, and not those of
-    masked arrays alone."""
+    """The rows for all arguments of a function, in the first variety that has the argument: those of masked arrays, and with `alike` also those
+    by role."""
     name, calls = good.call.__name__, [good.make(Arena(v), v) for v in range(17)]
     roles = NAMED | ({x.name: x.role for x in arguments_of(good.call).values()} if name in OPERATIONS else {})
     for argument in parameters(good.call):
@@ -1480,6 +1480,6 @@ def by_role(good: Good, alike: bool) -> Iterator[Refusal]:
 
 for _group, _functions in GROUPS.items():
     for _name, _good in _functions.items():
-        if not _good.lenient and _group != "plots":  # plots write files
+        if not _good.lenient and _group != "plots":  # functions of plots write files
             _alike = _group in ALIKE and " " not in _name  # a name with a space is another form of a call
             REFUSALS.setdefault(f"{_group}.{_name}", []).extend(by_role(_good, _alike))

@@ -1,4 +1,4 @@
-"""Block lists by brute force: boolean masks over tokens and over blocks, from the docstrings' definitions."""
+"""Block lists by brute force: boolean masks over tokens and over blocks, by the definitions in the docstrings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def keys(s_kv: int) -> np.ndarray:
 
 
 def blocks_of(tokens: np.ndarray, block_shape: Sequence[int]) -> np.ndarray:
-    """Blocks that hold at least one True of a mask over tokens (..., s_q, s_kv)."""
+    """The blocks with at least one True of a mask over tokens (..., s_q, s_kv)."""
     *lead, s_q, s_kv = tokens.shape
     rows, columns = -(-s_q // block_shape[0]), -(-s_kv // block_shape[1])
     mask = np.zeros((*lead, rows, columns), np.bool_)
@@ -33,7 +33,7 @@ def tokens_of(mask: np.ndarray, s_q: int, s_kv: int, block_shape: Sequence[int])
 
 
 def rising(mask: np.ndarray, dtype: str | None = None, width: int | None = None) -> np.ndarray:
-    """The list of a mask: columns rising, padded up to the width, by default that of the fullest row and at least 1."""
+    """The list of a mask: rising columns, padded up to the width, which by default is that of the fullest row and at least 1."""
     dtype = dtype or "int32"
     width = max(1, int(mask.sum(axis=-1).max(initial=0))) if width is None else width
     lists = np.full((*mask.shape[:-1], width), 65535 if dtype == "uint16" else -1, dtype)
@@ -67,13 +67,13 @@ def document(lengths: Sequence[int], kv_lengths: Sequence[int], causal: bool) ->
 
 
 def vertical_slash(s_q: int, s_kv: int, vertical: np.ndarray, slash: np.ndarray) -> np.ndarray:
-    """(B, H, s_q, s_kv) of positions and distances (B, H, n), whose leading axes broadcast."""
+    """A mask (B, H, s_q, s_kv) from positions and distances (B, H, n), whose leading axes broadcast."""
     before = diagonal(s_q, s_kv) - keys(s_kv)
     return (keys(s_kv)[..., None] == vertical[:, :, None, None]).any(axis=-1) | (before[..., None] == slash[:, :, None, None]).any(axis=-1)
 
 
 def dilated(s_q: int, s_kv: int, block_shape: Sequence[int], stride: int, reach: int | None, causal: bool) -> np.ndarray:
-    """Blocks, chosen by their distance from the block of the last key that the row's last query sees in a causal call."""
+    """Blocks by their distance from the block of the last key that the row's last query sees in a causal call."""
     rows, columns = -(-s_q // block_shape[0]), -(-s_kv // block_shape[1])
     last = np.minimum((np.arange(rows) + 1) * block_shape[0], s_q) - 1 + s_kv - s_q
     away = np.arange(columns) - last[:, None] // block_shape[1]

@@ -1,4 +1,4 @@
-"""`blitz_attn.sabi`: builders, conversions, algebra and statistics of block lists against boolean masks."""
+"""`blitz_attn.sabi`: builders, conversions, set operations and statistics of block lists, against boolean masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .problems import Finding, problem
 
 
 def same(what: str, got: Any, expected: np.ndarray, known: Sequence[Any] = ()) -> None:
-    """Both must have the same dtype, shape and elements. `known`: the block shape that a list must know, if any."""
+    """Asserts the same dtype, shape and elements. `known` is the block shape that a list must know, if any."""
     shapes = [got.block_shape] if isinstance(got, sabi.BlockList) else []
     if shapes != list(known):
         raise Finding(f"{what}: got a list that knows {shapes} where {list(known)} was expected")
@@ -39,7 +39,7 @@ def draw_dtype(draw: Draw) -> str | None:
 
 
 def draw_width(draw: Draw, mask: np.ndarray) -> int | None:
-    """None, or a width that is not too small."""
+    """A width that is large enough, or None."""
     more = draw.pick("width.more", (None, 0, 1, 5))
     return None if more is None else int(mask.sum(axis=-1).max(initial=0)) + more or 1
 
@@ -57,7 +57,7 @@ Drawn = tuple[dict[str, Any], np.ndarray]  # a builder's own options, and the bl
 
 
 def builder(name: str, weight: float = 0.2) -> Callable[[Callable[..., Drawn]], Callable[..., Drawn]]:
-    """Registers a function of a draw, the sizes, the shape of blocks and `causal` as what a builder draws."""
+    """Registers a function that draws the options of a builder. It takes a draw, the sizes, the block shape and `causal`."""
 
     def register(drawn: Callable[..., Drawn]) -> Callable[..., Drawn]:
         @problem(f"sabi.{name}", weight)
@@ -157,7 +157,7 @@ def from_function(draw: Draw) -> None:
     made = sabi.from_function(mask_mod, s_q, s_kv, **options, token_rule="attn_mask")
     same("from_function", made.sabi, oracle.rising(blocks, options["dtype"], options["width"]), [block_shape])
     seen = oracle.tokens_of(blocks, s_q, s_kv, block_shape)
-    hull = mask.any(axis=1, keepdims=True)  # from the first key that a head sees to the last one
+    hull = mask.any(axis=1, keepdims=True)  # the keys that any head of a query sees
     hull = np.logical_or.accumulate(hull, axis=-1) & np.logical_or.accumulate(hull[..., ::-1], axis=-1)[..., ::-1]
     if made.kv_ranges is not None:
         ranges = made.kv_ranges.reshape(lead[0], 1, s_q, 2)
@@ -168,7 +168,7 @@ def from_function(draw: Draw) -> None:
         return
     same("attn_mask", made.attn_mask, np.ascontiguousarray(mask))
     if np.array_equal(seen & hull, mask):
-        raise Finding("from_function: a mask where runs of keys say the same")
+        raise Finding("from_function: a mask where runs of keys mean the same")
     checks.refused(lambda: sabi.from_function(mask_mod, s_q, s_kv, **options), "mask_mod")
 
 
@@ -195,7 +195,7 @@ def random_with_frame(draw: Draw) -> None:
         if "frame" not in str(error) or (not wide and forced <= kept):
             raise
         return
-    if sparsity > 0 and frame is not None and (wide or forced > kept):  # at 0 the frame is not looked at: the full list
+    if sparsity > 0 and frame is not None and (wide or forced > kept):  # with a sparsity of 0, the list is full and the frame not read
         raise Finding(f"a frame of {forced} blocks was accepted where {kept} of {rows} x {columns} are kept")
     plan = None if wide else sabi.frame_plan(rows, columns, sparsity, frame)
     if plan and (plan.forced_blocks, plan.kept_blocks) != (forced, kept):
@@ -216,7 +216,7 @@ def random_with_frame(draw: Draw) -> None:
         same("rising", got, oracle.rising(mask, dtype, got.shape[-1]), [block_shape])
 
 
-# ---- Lists that were drawn ----------------------------------------------------------------------------------------
+# ---- Conversions, set operations and statistics of random lists ---------------------------------------------------
 
 
 def draw_list(draw: Draw, name: str, lead: tuple[int, ...], rows: int, columns: int) -> tuple[Any, np.ndarray]:
@@ -294,7 +294,7 @@ def algebra(draw: Draw) -> None:
     dtype = draw_dtype(draw)
     given = columns if draw.flag("columns.given") else None
     if not (mask_a.any() or mask_b.any()):
-        given = columns  # lists of nothing have no least number of columns
+        given = columns  # empty lists have no least number of columns
     factors = draw.integer("factor_q", 1, 5), draw.integer("factor_kv", 1, 5)
     shape = tuple(draw.integer(f"block.{i}", 1, 9) * factor for i, factor in enumerate(factors))
     a, b = (sabi.BlockList(x, shape) if draw.flag(f"{name}.knows_shape") else x for name, x in (("a", a), ("b", b)))

@@ -1,4 +1,4 @@
-"""Choosers of blocks token by token in float64: the docstrings' definitions over boolean masks of what each query may see."""
+"""Choosers of blocks, token by token in float64: the definitions in the docstrings, over boolean masks of what each query sees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Choice:
     term: str
     over: str
     budget: str
-    numbers: list[float]  # one, or one a list
+    numbers: list[float]  # one number, or one per list
     sink: int = 0
     recent: int = 0
     last_columns: int = 0
@@ -36,8 +36,8 @@ def _parts(tokens: int, size: int) -> list[np.ndarray]:
 
 
 def _pair_scores(c: Choice, dtype: str, q: np.ndarray, k: np.ndarray, rows: list[np.ndarray], groups: list[np.ndarray]) -> np.ndarray:
-    """Unscaled scores of each row of queries and group of keys. Of bfloat16 inputs, means, and what they and ranges are joined to, are
-    bfloat16."""
+    """Unscaled scores of each row of queries and group of keys. For bfloat16 inputs, means, and the vectors that are made from means and ranges,
+    are bfloat16."""
     scores = np.zeros((len(rows), len(groups)))
     if c.kind == "pooled":
         mean, largest, smallest = (np.array([x(k[g], axis=0) for g in groups]).reshape(len(groups), k.shape[1]) for x in (np.mean, np.max, np.min))
@@ -54,7 +54,7 @@ def _pair_scores(c: Choice, dtype: str, q: np.ndarray, k: np.ndarray, rows: list
             scores[i] = {"mean": middle, "bound": bound, "both": (middle + bound) / 2}[c.term]
             continue
         for j, g in enumerate(groups):
-            if c.kind == "antidiagonal":  # place a of the row goes with place stride - 1 - a of the group
+            if c.kind == "antidiagonal":  # position a of the row is multiplied with position stride - 1 - a of the group
                 pairs = [(a, c.rows - 1 - a) for a in range(len(r)) if c.rows - 1 - a < len(g)]
                 scores[i, j] = sum(q[r[a]] @ k[g[b]] for a, b in pairs) / c.rows
             else:
@@ -63,7 +63,7 @@ def _pair_scores(c: Choice, dtype: str, q: np.ndarray, k: np.ndarray, rows: list
 
 
 def _hull(mask: np.ndarray) -> tuple[int, int]:
-    """From the first key that some of these queries see to the place after the last one."""
+    """The first key that any of these queries sees, and the position after the last one."""
     keys = np.flatnonzero(mask.any(axis=0))
     return (int(keys[0]), int(keys[-1]) + 1) if keys.size else (0, 0)
 
@@ -78,7 +78,7 @@ def _shares(scores: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def _head_scores(p: Attention, c: Choice, b: int, h: int, mask: np.ndarray) -> np.ndarray:
-    """Scores (rows, columns) of one head's blocks, not yet divided by their sums. `mask`: what each valid query sees."""
+    """Scores (rows, columns) of one head's blocks, before they are divided by their sums. `mask`: what each valid query sees."""
     (s_q, s_kv), (block_q, block_kv) = mask.shape, p.block_shape
     q, k = p.q[b, h, :s_q], p.grouped(p.k)[b, h, :s_kv]
     blocks_q, blocks_kv = _parts(s_q, block_q), _parts(s_kv, block_kv)
@@ -108,7 +108,7 @@ def _head_scores(p: Attention, c: Choice, b: int, h: int, mask: np.ndarray) -> n
 
 
 def visible(p: Attention, b: int) -> tuple[np.ndarray, np.ndarray]:
-    """What each valid query of an entry sees, and whether a block of queries sees any of a block of keys (rows, columns)."""
+    """The keys that each valid query of an entry sees, and a mask (rows, columns) of whether a block of queries sees any key of a block."""
     mask = p.seen()[b, 0, : int(p.q_lens[b]), : int(p.kv_lens[b])]
     blocks = np.zeros((-(-p.q.shape[2] // p.block_shape[0]), -(-p.k.shape[2] // p.block_shape[1])), bool)
     for i, j in zip(*np.nonzero(mask), strict=True):
@@ -137,7 +137,7 @@ def scores_of(p: Attention, c: Choice) -> np.ndarray:
 
 
 def _forced_for_query(p: Attention, c: Choice, b: int, t: int, mask: np.ndarray) -> list[int]:
-    """The sinks and the recent blocks of a query that sees the keys of `mask`, of the blocks that it sees."""
+    """The sink blocks and the recent blocks of a query that sees the keys in `mask`."""
     keys, block = np.flatnonzero(mask), p.block_shape[1]
     begin = max(0, int(p.ranges[b, t, 0])) if p.ranges is not None else 0
     first = int(p.kv_lens[b]) - int(p.q_lens[b]) if p.begin is None else int(p.begin[b])
@@ -165,7 +165,7 @@ def forced(p: Attention, c: Choice, b: int) -> np.ndarray:
 
 
 def check_lists(p: Attention, c: Choice, scores: np.ndarray, kept: np.ndarray) -> None:
-    """`kept` (B, lists, rows, columns) is what the budget makes of these scores; raises `Finding` where it is not."""
+    """Raises `Finding` unless `kept` (B, lists, rows, columns) is what the budget keeps with these scores."""
     lists = scores.shape[1]
     for b in range(scores.shape[0]):
         _, blocks = visible(p, b)
@@ -177,7 +177,7 @@ def check_lists(p: Attention, c: Choice, scores: np.ndarray, kept: np.ndarray) -
         if (kept[b] & ~blocks).any():
             raise Finding("a block is kept that the row may not see")
         if (always & ~kept[b]).any():
-            raise Finding("a block is not kept that always is")
+            raise Finding("a block that must always be kept is not kept")
         if c.budget == "density":
             _check_density(c, scores[b], kept[b], always, free)
             continue
@@ -187,7 +187,7 @@ def check_lists(p: Attention, c: Choice, scores: np.ndarray, kept: np.ndarray) -
 
 
 def _tails(scores: np.ndarray, free: np.ndarray) -> dict[int, float]:
-    """By falling score and rising column: what each free block and those behind it score together."""
+    """The sum of scores of each free block and those after it, in the order of falling score and rising column."""
     order = sorted(np.flatnonzero(free).tolist(), key=lambda j: (-scores[j], j))
     return {j: float(np.sum(scores[order[at:]], dtype=np.float64)) for at, j in enumerate(order)}
 
@@ -224,7 +224,7 @@ def _check_density(c: Choice, scores: np.ndarray, kept: np.ndarray, always: np.n
 
 
 def mask_of(sabi: Any, columns: int, c: Choice, kv_heads: int) -> np.ndarray:
-    """The kept blocks (B, lists, rows, columns) of a list, which is checked: rising columns, then pads."""
+    """The kept blocks (B, lists, rows, columns) of a list, after a check that its rows are rising columns and then pads."""
     sabi = np.asarray(sabi)
     pad = 65535 if sabi.dtype == np.uint16 else -1
     if c.per_kv_head and sabi.shape[1]:

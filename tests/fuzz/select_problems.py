@@ -18,11 +18,11 @@ from .draw import Discard, Draw
 from .problems import Finding, problem
 from .select_oracle import Choice, check_lists, mask_of, scores_of
 
-NEAR = 1e-5  # of scores, which add up to 1: float32's rounding of sums of products, in the exponent
+NEAR = 1e-5  # error of scores, which add up to 1: float32 rounds sums of products, which become exponents
 
 
 def draw_choice(draw: Draw, p: Attention) -> tuple[Choice, Any]:
-    """How to choose, and the same as the package takes it. Gives the problem its blocks."""
+    """The choice for the oracle, and the chooser for the package. Sets the blocks of the problem."""
     kind = draw.pick("chooser", ("pooled", "antidiagonal", "sampled_rows", "vertical_slash"), (3, 1, 1, 1))
     over = draw.pick("over", ("largest", "mean"))
     rows, keys, term = draw.integer("rows", 1, 16, likely=(1, 4, 8)), 1, "mean"
@@ -67,7 +67,7 @@ def select_blocks_prefill(draw: Draw) -> None:
     check = draw.pick("check", ("oracle", "threads", "alone", "attend", "apart"))
     p, layout, has_q_lens, has_kv_lens = draw_problem(
         draw, spreads=(1.0, 0.02, 4.0), regimes={"middle": 1}
-    )  # small: the oracle goes over pairs of tokens
+    )  # small, because the oracle goes through pairs of tokens
     p.blocks = p.total = p.softcap = None
     p.scale = draw.pick("chooser.scale", (None, 1.0, 0.0, -0.3), (4, 1, 1, 1))
     c, chooser = draw_choice(draw, p)
@@ -115,7 +115,7 @@ def select_blocks_prefill(draw: Draw) -> None:
 
 
 def _draw_added(draw: Draw, p: Attention) -> tuple[Attention, dict[str, Any]]:
-    """What attention adds to scores or makes of them, which has no say in the choice of blocks."""
+    """Biases, softcap and sinks, which change attention but not the choice of blocks."""
     options: dict[str, Any] = {}
     heads = p.q.shape[1]
     if draw.flag("capped.attend", 0.25):
@@ -150,7 +150,7 @@ def _check_attend(draw: Draw, made: Arguments, p: Attention, c: Choice, call: di
 
 @problem("refused_choices", weight=0.3)
 def refused_choices(draw: Draw) -> None:
-    """Sizes that do not divide a block, budgets out of range, two budgets or none: refused."""
+    """Sizes that do not divide a block, budgets out of range, two budgets, and no budget are refused."""
     rng = draw.rng("values")
     q, k = (rng.standard_normal((1, 2, 64, 8), np.float32) for _ in range(2))
     size, block = draw.integer("size", 0, 40), draw.integer("block", 1, 64)

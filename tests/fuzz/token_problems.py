@@ -1,4 +1,4 @@
-"""`select.select_tokens` against a brute-force oracle, with all options at once."""
+"""`select.select_tokens` against a brute-force oracle, with all options drawn together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .problems import Finding, problem
 
 
 def _exact(q: np.ndarray, k: np.ndarray, weights: np.ndarray, scale: float, seen: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores of one query for the keys that it sees, and the sums of the magnitudes that they are made of."""
+    """Scores of one query for the keys that it sees, and the sums of the absolute values of their terms."""
     scores, sizes = np.zeros(seen), np.zeros(seen)
     for h in range(len(q)):
         for j in range(seen):
@@ -45,7 +45,7 @@ def select_tokens(draw: Draw) -> None:
         options["scale"] = scale
     packed, ragged = draw.flag("packed", 0.3), draw.flag("ragged")
     q_lens = [draw.integer(f"q_lens[{b}]", 0, s_q, likely=(s_q,)) if packed or ragged else s_q for b in range(batch)]
-    rows = [draw.integer(f"rows[{b}]", 0, s_kv, likely=(s_kv,)) if packed else s_kv for b in range(batch)]  # of k
+    rows = [draw.integer(f"rows[{b}]", 0, s_kv, likely=(s_kv,)) if packed else s_kv for b in range(batch)]  # rows of k
     tokens = [n * pool for n in rows]
     if ragged and (pool > 1 or not packed):
         tokens = [draw.integer(f"kv_lens[{b}]", 0, n + pool - 1, likely=(n,)) for b, n in enumerate(tokens)]
@@ -103,7 +103,7 @@ def _check_row(keys: np.ndarray, scores: np.ndarray, wanted: np.ndarray, slack: 
     left = np.setdiff1d(np.arange(len(wanted)), chosen)
     if n and left.size and (wanted[left] - slack[left]).max() > (wanted[chosen] + slack[chosen]).min():
         raise Finding("a key with a higher score was left out")
-    if is_exact:  # all sums are exact, so that ties are
+    if is_exact:  # all sums are exact, so ties are, too
         best = np.argsort(-wanted, kind="stable")[:n]
         if not np.array_equal(np.sort(chosen) if ascending else chosen, np.sort(best) if ascending else best):
             raise Finding(f"keys {chosen} where {best} were expected")

@@ -1,6 +1,6 @@
-"""`blitz_attn.integrations.torch`: results and gradients are the library's own to the bit, whatever the tensors' strides.
+"""`blitz_attn.integrations.torch`: results and gradients are the library's own to the bit, for any strides of tensors.
 
-What the library's own functions give is judged by the other problems. The function with torch's signature, which reads masks as rules of the
+Other problems judge the results of the library's own functions. The function with torch's signature, which reads masks as rules of the
 library, is judged by the oracle."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VIEWS = ("plain", "offset", "gaps", "steps", "turned")  # torch has no negative 
 
 
 class Leaf:
-    """A tensor and the same numbers as a contiguous NumPy array (bfloat16: bits)."""
+    """A tensor, and a contiguous NumPy array of the same numbers (of bits for bfloat16)."""
 
     def __init__(self, draw: Draw, name: str, values: np.ndarray, dtype: str, history: bool = True):
         stored = arrays.stored(values, dtype)
@@ -37,12 +37,12 @@ class Leaf:
         self.placed = arrays.place(draw, name, stored, last_contiguous=False, views=VIEWS)
         self.wanted = draw.flag(f"{name}.requires_grad", 0.7) if history else False
         self.tensor = arrays.dressed(self.placed.array, dtype, "torch").requires_grad_(self.wanted)
-        # The function's argument may have a history of its own; the gradient of a plain alias is the same.
+        # The function's argument may be the result of an operation of torch. The gradient of an alias is that of the tensor.
         self.given = self.tensor.view_as(self.tensor) if history and draw.flag(f"{name}.alias") else self.tensor
 
 
 def upstream_gradient(draw: Draw, name: str, out: torch.Tensor, dtype: str) -> tuple[torch.Tensor, np.ndarray]:
-    """A gradient of a result, in several memory layouts: torch hands over expanded ones, too."""
+    """A gradient of a result, in several memory layouts. torch may pass expanded gradients, too."""
     how = draw.pick(f"{name}.as", ("plain", "expanded", "turned", "none"))
     if how == "expanded":
         values = np.ones(tuple(out.shape))
@@ -54,10 +54,10 @@ def upstream_gradient(draw: Draw, name: str, out: torch.Tensor, dtype: str) -> t
 
 
 def compare(name: str, leaf: Leaf | None, got: torch.Tensor | None, expected: Any) -> None:
-    """A gradient for whoever asked for one."""
+    """Checks that a leaf has a gradient if it needs one, and that the gradient is right."""
     if leaf is None or not leaf.wanted:
         if got is not None:
-            raise Finding(f"{name}: a gradient that nobody asked for")
+            raise Finding(f"{name}: a gradient that was not asked for")
         return
     if got is None or got.dtype != leaf.tensor.dtype or got.shape != leaf.tensor.shape:
         raise Finding(
@@ -67,7 +67,7 @@ def compare(name: str, leaf: Leaf | None, got: torch.Tensor | None, expected: An
 
 
 def backward(draw: Draw, outputs: list[torch.Tensor], gradients: list[torch.Tensor], leaves: dict[str, Leaf | None]) -> dict[str, Any]:
-    """By `backward` or by `torch.autograd.grad`."""
+    """The gradients of the leaves, by `backward` or by `torch.autograd.grad`."""
     named = {name: x for name, x in leaves.items() if x is not None and x.wanted}
     if draw.pick("autograd", ("backward", "grad")) == "grad" and named:
         grads = torch.autograd.grad(outputs, [x.tensor for x in named.values()], gradients, allow_unused=True)
@@ -99,7 +99,7 @@ def torch_nsa(draw: Draw) -> None:
             lists = random_lists(setting, "block_indices", setting.kv_heads, rules.tile, rules.wide, 4)
             options["block_indices"] = as_lists(draw, "block_indices", lists)
         out = integration.nsa(**{name: None if x is None else x.given for name, x in leaves.items()}, **options)
-        # bfloat16 in NumPy goes as bits; weights of bfloat16 then, too.
+        # In NumPy, bfloat16 is passed as bits, and so are weights of bfloat16.
         own, context = nsa.nsa(
             **{name: None if x is None else x.host for name, x in leaves.items()}, **options,
             dtype="bfloat16" if "bfloat16" in (dtype, weight_dtype) else None, return_context=True,
@@ -170,11 +170,11 @@ def torch_attention(draw: Draw) -> None:
 
 @problem("torch.paged_attention", weight=0.7)
 def torch_paged(draw: Draw) -> None:
-    """The operator, called as torch's dispatcher calls it or past it, gives the bits of the library's own functions."""
+    """The operator gives the bits of the library's own functions, whether or not torch's dispatcher calls it."""
     case = PagedCase(draw, listed=draw.flag("listed"))
     p = case.problem
     if p.begin is not None:
-        raise Discard("q_begin is none of its arguments")
+        raise Discard("the operator does not take q_begin")
     tables, lens = case.tables
     options = {name: x for name, x in {**case.options(), **case.new_options()}.items() if name not in ("dtype", "kv_dtype")}
     for name in ("q_begin", "kv_split", "out_dtype"):
@@ -188,7 +188,7 @@ def torch_paged(draw: Draw) -> None:
     ours, own = (getattr(module, f"paged_{name}") for module in (integration, blitz_attn))
     options |= {"block_tables": tables, "seq_lens": lens, **lists}
     with checks.at_level(draw):
-        given[0].requires_grad_(draw.flag("dispatched"))  # a call without a gradient goes past the dispatcher
+        given[0].requires_grad_(draw.flag("dispatched"))  # a call without a gradient bypasses the dispatcher
         out = ours(*given, **options)
         expected = own(*(x.detach() for x in given), **options)
     checks.same_bits("torch", tuple(x.detach() for x in out), expected)
@@ -196,7 +196,7 @@ def torch_paged(draw: Draw) -> None:
 
 
 def shown_pairs(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
-    """A mask of bool that may be read as runs of keys, or as blocks."""
+    """A mask of bool, in some cases one that is read as runs of keys or as blocks."""
     rng, keys = draw.rng("shown"), np.arange(shape[-1])
     form = draw.pick("shown", ("runs", "runs of entries", "blocks", "gaps", "all"))
     rows = (*shape[:-1], 1) if form == "runs" else (shape[0], 1, *shape[2:-1], 1)
@@ -249,7 +249,7 @@ def torch_own_signature(draw: Draw) -> None:
     if expanded:
         mask = mask.expand(full)
     mask = mask[(0,) * (draw.integer("mask.missing", 0, 4) % (1 + next((n for n, size in enumerate(mask.shape) if size != 1), 4)))]
-    if causal:  # torch's rule, which takes no mask beside it: query i sees key j when j <= i
+    if causal:  # torch's rule, which cannot be combined with a mask: query i sees key j if j <= i
         mask, a.mask, a.causal, a.begin = None, None, True, np.zeros(batch, np.int64)
     options: dict[str, Any] = {"scale": a.scale, "window": window, "block_shape": shape, "num_threads": checks.threads(draw), "enable_gqa": True}
     options["is_causal"] = causal
@@ -272,7 +272,7 @@ def torch_own_signature(draw: Draw) -> None:
             right = oracle_backward(a, f, arrays.values_of(dout, dtype), *numbers, None)
             if learns:
                 dmask = arrays.values_of(torch.autograd.grad([out], [learned], [gradient], retain_graph=True)[0], own)
-                expected, allowed = right.of_mask(dmask.shape, own, own if expanded else a.real)  # torch adds up what it expanded
+                expected, allowed = right.of_mask(dmask.shape, own, own if expanded else a.real)  # torch adds up over the axes that it expanded
                 off = np.abs(expected) + allowed > (65504.0 if own == "float16" else np.inf)
                 checks.near("dattn_mask", np.where(off, 0, dmask), np.where(off, 0, expected), allowed)
             got = backward(draw, [out], [gradient], leaves)

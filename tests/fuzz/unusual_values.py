@@ -1,6 +1,6 @@
 """Unusual values for any argument: wrong kinds, extreme numbers, objects whose methods raise or lie, and changed copies of a valid value.
 
-Each value is made anew by a function, for some are used up or changed by a call.
+A function makes each value anew, because a call may use up or change some of them.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ def _gives(value: Any) -> Callable[..., Any]:
 
 
 def _object(bases: tuple[type, ...] = (), /, **methods: Any) -> Callable[[], Any]:
-    """A maker of objects with these methods, whose names are written without underscores."""
+    """A function that makes objects with these special methods, whose names are given without underscores."""
     return type("Odd", bases, {f"__{name}__": method for name, method in methods.items()})
 
 
 def _number(text: str) -> Any:
-    """What an expression of numbers and of words in quotes stands for. A name that holds one says what the value is."""
+    """The value of an expression of numbers and quoted words, which names of unusual values contain."""
     return eval(text, {"nan": float("nan"), "inf": float("inf")})
 
 
 class Plain:
-    """An object that is of no use as any argument."""
+    """An object that is valid as no argument."""
 
 
 class Whole(int):
-    """An int in all but its class."""
+    """A subclass of int."""
 
 
 class Real(float):
-    """A float in all but its class."""
+    """A subclass of float."""
 
 
 class Word(str):
-    """A string in all but its class."""
+    """A subclass of str."""
 
 
 class Matrix(np.ndarray):
-    """An array in all but its class."""
+    """A subclass of ndarray."""
 
 
 def _strange_shape(shape: Any) -> Callable[[], Any]:
@@ -327,7 +327,7 @@ if HAS_TORCH:
         return tensor
 
     def _quantised(torch: Any) -> Any:
-        with warnings.catch_warnings():  # of being out of fashion
+        with warnings.catch_warnings():  # torch deprecates them
             warnings.simplefilter("ignore")
             return torch.quantize_per_tensor(torch.zeros(2, 2), 0.1, 0, torch.qint8)
 
@@ -469,7 +469,7 @@ OF_INTEGERS: dict[str, Callable[[Any], Any]] = {
 
 
 def table(value: Any) -> dict[str, Callable[[Any], Any]]:
-    """What may replace this valid value: functions of it, by name."""
+    """The functions that make unusual values from this valid value, by name."""
     if isinstance(value, np.ndarray):
         return {f"this {name}": make for name, make in OF_ARRAYS.items()}
     if isinstance(value, (list, tuple)) and len(value):
@@ -484,8 +484,8 @@ def is_huge(name: str) -> bool:
     return "2**" in name or "huge" in name or "10**" in name or "1e300" in name or "all 99" in name
 
 
-# Values that are valid only as text, as a dtype, or as an option of which only the truth counts: a refusal must name the argument.
-# Objects that behave as arrays, numbers or sequences, and only lack the class, do not belong here.
+# Values that are valid only as text, as a dtype, or as an option that is read as true or false: a refusal of them must name the argument.
+# Objects that behave as arrays, numbers or sequences, but have another class, are not among them.
 ALIEN = (frozenset(OBJECTS) - {"array gives an array", "index gives 2", "lt raises", "float gives 0.5", "a range", "a deque"}) | {"dict", "empty dict", "set", "complex", "bytes"}
 
 # Endless sequences, which NumPy reads until memory runs out.

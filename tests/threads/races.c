@@ -1,5 +1,5 @@
-/* Several threads call several operations at the same time, each with its own num_threads, and compare every result with that of one thread. It is
- * built with ThreadSanitizer (make tsan), which reports data races in the pool, in the lists of work and where partial results are joined.
+/* Several threads call several operations at the same time, each with its own num_threads, and compare every result with that of one thread. The
+ * program is built with ThreadSanitizer (make tsan), which reports data races in the pool, in the lists of work and in joining partial results.
  *
  *     races [rounds [callers]] */
 #include <pthread.h>

@@ -30,7 +30,7 @@ def block_sparse(q: Floats, k: Floats, v: Floats, lists: npt.NDArray[np.int32], 
 def kinds_of_arrays(
     exact: np.ndarray[tuple[int, int, int, int], np.dtype[np.float16]], mapped: np.memmap[Any, np.dtype[np.float32]], memory: memoryview
 ) -> None:
-    """The result is a plain array, whose shape and dtype are not those of q where log-sum-exps or lists are returned."""
+    """Results are plain arrays. Log-sum-exps and lists do not have the shape and dtype of q."""
     assert_type(blitz_attn.block_sparse_attention(exact, exact, exact), ndarray)
     assert_type(blitz_attn.block_sparse_attention(mapped, mapped, mapped, return_lse=True), Pair)
     assert_type(blitz_attn.block_sparse_attention(memory, exact, exact), ndarray)

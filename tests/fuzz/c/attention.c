@@ -62,7 +62,7 @@ static void fill_row(const ba_tensor *t, int64_t *at, int64_t columns) {
     at[last] = 0;
 }
 
-/* Fills a tensor of 2 to 4 axes with rows of lists over so many columns; some have an entry that the call must refuse. */
+/* Fills a tensor of 2 to 4 axes with list rows over `columns` columns. Some have an entry that the call must refuse. */
 void fz_fill_lists(const ba_tensor *t, int64_t columns) {
     if (!fz_backed(t) || t->ndim < 1 || t->dtype < BA_UINT16 || t->dtype > BA_INT64 || fz_elements(t) == 0 || fz_elements(t) > 1e5) return;
     int64_t at[BA_MAX_DIMS] = {0};
@@ -84,7 +84,7 @@ static void draw_blocks(ba_block_sparse_args *a, const fz_sizes *s) {
     const int64_t columns = rows_of(s->kv_len, a->block_kv), width = fz_once_in(4) ? fz_range(0, columns + 3) : columns;
     const int64_t heads = fz_once_in(3) ? 1 : a->routed && fz_once_in(3) ? s->kv_heads : s->heads;
     int64_t rows = rows_of(s->q_len, a->block_q), most_columns = columns, longest = 0;
-    if (s->layout == BA_TND && a->cu_q && a->cu_kv && a->batch >= 0 && a->batch < 100) { /* the longest sequence decides */
+    if (s->layout == BA_TND && a->cu_q && a->cu_kv && a->batch >= 0 && a->batch < 100) { /* the longest sequence needs the most rows */
         int64_t *cu_rows = fz_numbers(a->batch + 1);
         rows = most_columns = 0;
         for (int64_t b = 0; b < a->batch; b++) {
@@ -118,7 +118,7 @@ static void draw_slice(ba_block_sparse_args *a, const fz_sizes *s) {
     if (fz_once_in(6)) a->q_total = fz_numbers_from(batch, rows, rows + 20);
 }
 
-/* Fills a tensor of 2 or 3 axes with runs of so many keys, most of which are not empty. */
+/* Fills a tensor of 2 or 3 axes with runs of `keys` keys, most of which are not empty. */
 void fz_fill_ranges(const ba_tensor *t, int64_t keys) {
     if (!fz_backed(t) || t->ndim < 2 || t->ndim > 3 || t->dtype < BA_UINT16 || t->dtype > BA_INT64 || fz_elements(t) == 0 || fz_elements(t) > 1e5)
         return;
@@ -152,7 +152,7 @@ ba_tensor fz_mask(const int64_t *sizes) {
     fz_seed();
     int64_t at[4] = {0};
     do {
-        const uint32_t hidden = fz_random() % 4; /* of a row: all, none, or about half */
+        const uint32_t hidden = fz_random() % 4; /* whether a row hides all keys, none, or about half */
         for (at[3] = 0; at[3] < t.dims[3]; at[3]++) fz_put(&t, at, hidden == 0 ? 0 : hidden == 1 ? 1 : fz_random() % 2 * 255);
     } while (fz_next(at, t.dims, 3));
     return t;

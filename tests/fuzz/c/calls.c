@@ -118,8 +118,7 @@ static void mark_elements(int index, char *own) {
     } while (fz_next(at, b->tensor.dims, b->tensor.ndim));
 }
 
-/* Compares the result of the second run with that of the first: elements must be the same, and all other bytes must be what they were before each
- * run. */
+/* Compares the result of the second run with that of the first: elements must be the same, and all other bytes as they were before each run. */
 static void compare_output(int index) {
     const fz_block *b = &fz_blocks[index];
     const ba_tensor *t = &b->tensor;

@@ -43,7 +43,7 @@ static uint64_t word_of(const ba_tensor *kept, const int64_t *at) {
     return ((const uint64_t *)kept->data)[at[0] * kept->strides[0] + at[1] * kept->strides[1] + at[2] * kept->strides[2] + at[3] * kept->strides[3]];
 }
 
-/* Compares lists with the bits of `kept`: each row rises, holds what is kept and nothing else, and ends with pads. */
+/* Compares lists with the bits of `kept`: each row must rise, list exactly the kept columns, and end with pads. */
 static void compare_lists(const ba_tensor *kept, const ba_tensor *lists) {
     const int64_t group = kept->dims[1] ? lists->dims[1] / kept->dims[1] : 1;
     int64_t at[BA_MAX_DIMS];
@@ -74,7 +74,7 @@ static ba_status list(const void *args) {
     return ba_list_kept(&a->kept, &a->lists);
 }
 
-/* Writes what was chosen as lists, which attention must accept where it accepts the same call without lists. */
+/* Writes the chosen blocks as lists, which attention must accept if it accepts the same call without lists. */
 static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
     static const int64_t dtypes[] = {BA_INT32, BA_UINT16, BA_INT16, BA_INT64};
     list_args l = {.kept = a->kept};
@@ -116,7 +116,7 @@ static void use(const ba_select_prefill_args *a, const fz_sizes *s) {
 
 static ba_status choose(const void *args) { return ba_select_prefill(args); }
 
-/* Scores of the caller with these axes, some of which are no numbers. */
+/* Scores of the caller with these axes. Some are not finite. */
 static ba_tensor draw_given(const int64_t *dims) {
     ba_tensor t = fz_tensor(FZ_INPUT, BA_FLOAT32, 4, dims, FZ_FREE_LAST);
     fz_seed();

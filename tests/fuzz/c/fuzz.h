@@ -1,8 +1,8 @@
 /* The fuzzer of the C API (make fuzz-c). It turns input bytes into the arguments of one call, or of a few calls that belong together, and runs each
  * under ASan and UBSan, on memory that ends where its tensor ends. It checks what the header promises of every call: a refusal is one sentence and
- * writes nothing; inputs do not change; every element of an output is written, and nothing beside it; the bits are the same for any number of
- * threads. A tensor that lacks the memory it describes, or whose elements share memory where it is an output, must be refused. A small problem must
- * not run out of memory. Small, tame results are compared with brute force in double (oracle.c). */
+ * writes nothing; inputs do not change; every element of an output is written, and nothing next to it; the bits are the same for any number of
+ * threads. A tensor that lacks the memory it describes must be refused, and so must an output whose elements share memory. A small problem must not
+ * run out of memory. Small, tame results are compared with brute force in double (oracle.c). */
 #ifndef BA_FUZZ_H
 #define BA_FUZZ_H
 
@@ -19,7 +19,7 @@ void fz_open(const uint8_t *data, size_t size);
 int64_t fz_range(int64_t lo, int64_t hi);
 int64_t fz_pick(const int64_t *values, int64_t count);
 bool fz_once_in(int n);
-/* Whether this argument shall be an unusual one, which the call may have to refuse. Half of all inputs have no unusual arguments. */
+/* Whether the next argument is to be unusual, so that the call may have to refuse it. Half of all inputs have no unusual arguments. */
 bool fz_unusual(void);
 int64_t fz_unusual_number(void);
 double fz_unusual_real(void);
@@ -42,28 +42,27 @@ enum {
 };
 
 void fz_release_all(void);
-/* Chooses how contents are drawn from here on. Values are small and finite where fz_is_tame(). */
+/* Chooses how contents are drawn from here on. Values are small and finite if fz_is_tame(). */
 void fz_draw_contents(void);
 bool fz_is_tame(void);
 
-/* A tensor with these axes and with strides that the input chooses; where the input says so, also with an unusual dtype, rank, axis, stride or
- * pointer. Its memory has exactly the bytes that its axes address. Where these are more than the fuzzer allocates, or than can exist, the call must
- * refuse it. */
+/* A tensor with these axes and with strides that the input chooses. The input may also choose an unusual dtype, rank, axis, stride or pointer. Its
+ * memory has exactly the bytes that its axes address. If these are more than the fuzzer allocates, or than can exist, the call must refuse it. */
 ba_tensor fz_tensor(fz_role role, ba_dtype dtype, int ndim, const int64_t *dims, int flags);
-/* An array of `count` elements in memory of its own; NULL where `count` is negative or too large. */
+/* An array of `count` elements in memory of its own; NULL if `count` is negative or too large. */
 void *fz_array(int64_t count, size_t size);
 int64_t *fz_numbers(int64_t count);
-/* NULL, or `count` numbers from lo to hi; an unusual one where the input says so. */
+/* NULL, or `count` numbers from lo to hi. The input may choose an unusual one. */
 int64_t *fz_numbers_from(int64_t count, int64_t lo, int64_t hi);
-/* NULL, or batch + 1 cumulative numbers from 0 to total; unusual ones where the input says so. */
+/* NULL, or batch + 1 cumulative numbers from 0 to total. The input may choose unusual ones. */
 int64_t *fz_cumulative(int64_t batch, int64_t total);
-/* NULL, or `count` lengths from 0 to most; unusual ones where the input says so. */
+/* NULL, or `count` lengths from 0 to most. The input may choose unusual ones. */
 int64_t *fz_lengths(int64_t count, int64_t most);
 
 void fz_set_role(const ba_tensor *t, fz_role role);
 void fz_unseen(const ba_tensor *t); /* declares that the call does not read this tensor, so that it need not refuse it */
 bool fz_backed(const ba_tensor *t); /* whether the tensor has the memory that its axes address */
-/* The number of elements; a huge number where axes are negative or elements are too many to work on. */
+/* The number of elements; a huge number if axes are negative or elements are too many to work on. */
 double fz_elements(const ba_tensor *t);
 void fz_put(const ba_tensor *t, const int64_t *at, int64_t value); /* sets an element of a tensor of integers, or of BA_BOOL */
 double fz_get(const ba_tensor *t, const int64_t *at);              /* an element */
@@ -71,7 +70,7 @@ bool fz_next(int64_t *at, const int64_t *dims, int ndim);          /* moves to t
 
 /* ---- Calls (calls.c) --------------------------------------------------------------------------------------------------- */
 
-/* The calls that are counted, and what they are called in reports. */
+/* The calls that are counted, and their names in reports. */
 #define FZ_EACH_OP(OP)                                                                                                                               \
     OP(FORWARD_CHECK, "block_sparse_check")                                                                                                          \
     OP(FORWARD, "block_sparse_attention")                                                                                                            \
@@ -103,11 +102,11 @@ typedef enum fz_op {
 
 typedef ba_status (*fz_fn)(const void *args);
 
-/* Runs the call and checks its promises. num_threads is NULL or points to the number of threads in args. Returns true where the call was accepted;
- * its outputs then hold its results. */
+/* Runs the call and checks its promises. num_threads is NULL or points to the number of threads in args. Returns whether the call was accepted; if
+ * so, its outputs hold its results. */
 bool fz_run(fz_op op, fz_fn fn, const void *args, int *num_threads);
-void fz_expect_any_order(void); /* for the next call: its results are not compared with those of another run, as where two outputs share
-                                 * a place, or where outputs are added to */
+void fz_expect_any_order(void); /* for the next call: its results are not compared with those of another run, because two outputs share
+                                 * memory, or because it adds to outputs */
 void fz_count_skipped(fz_op op);
 void fz_count_compared(fz_op op);
 void fz_print_counts(void);
@@ -128,23 +127,23 @@ typedef struct fz_sizes {
     int64_t batch, heads, kv_heads, q_len, kv_len, dim, v_dim; /* for BA_TND, the lengths of all sequences together */
 } fz_sizes;
 
-/* Draws all arguments of a call of block-sparse attention but out and lse, and the sizes that they have where nothing is unusual. */
+/* Draws all arguments of a call of block-sparse attention except out and lse, and the sizes that they have if nothing is unusual. */
 void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s);
 bool fz_is_heavy(const ba_block_sparse_args *a); /* whether the call might take long */
 ba_status fz_forward(const void *args);          /* of ba_block_sparse_args */
 ba_status fz_check_forward(const void *args);
 
-/* Fills a tensor of integers, of 1 to 4 axes, with rows of lists over so many columns; some have an entry that the call must refuse. */
+/* Fills a tensor of integers, of 1 to 4 axes, with list rows over `columns` columns. Some have an entry that the call must refuse. */
 void fz_fill_lists(const ba_tensor *t, int64_t columns);
 void fz_fill_ranges(const ba_tensor *t, int64_t keys);
 
-/* No mask, or one for calls of these sizes, (batch, heads, queries, keys), whose axes may have length 1; and no slopes, or some. */
+/* A mask for calls of these sizes, (batch, heads, queries, keys), whose axes may have length 1, or no mask; and slopes, or none. */
 ba_tensor fz_mask(const int64_t *sizes);
 const float *fz_slopes(void);
 
-/* Scales of an 8-bit cache with these axes: one per token and head, in that role, or, as an input, one per head, or one. */
+/* Scales of an 8-bit cache with these axes: one per token and head, in any role; or, as an input, one per head, or a single one. */
 ba_tensor fz_scales(const int64_t *cache, int64_t kv_heads, fz_role role);
-/* Fills a table with numbers of existing pages; with `distinct`, no page twice, as long as there are pages enough. */
+/* Fills a table with numbers of existing pages. With `distinct`, no page occurs twice, if there are enough pages. */
 void fz_fill_table(const ba_tensor *t, int64_t pages, bool distinct);
 
 void fz_attention(void);

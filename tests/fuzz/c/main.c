@@ -8,8 +8,8 @@ int LLVMFuzzerInitialize(int *argc, char ***argv);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 const char *__asan_default_options(void);
 
-/* Sanitizer options: an allocation that is too large shall return NULL, as it does without a sanitizer; and leaks are not looked for, because the
- * arena keeps its memory. */
+/* Sanitizer options: an allocation that is too large returns NULL, as without a sanitizer, and leaks are not searched for, because the arena keeps
+ * its memory. */
 const char *__asan_default_options(void) { return "allocator_may_return_null=1:max_allocation_size_mb=1024:detect_leaks=0"; }
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {

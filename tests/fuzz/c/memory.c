@@ -44,7 +44,7 @@ void fz_release_all(void) {
     fz_block_count = 0;
 }
 
-/* Tensors without memory may be equal in every bit; what is said of one of them then holds for all. */
+/* Tensors without memory may be equal in every bit. What the fuzzer records for one of them then applies to all. */
 static bool is_block_of(const fz_block *b, const ba_tensor *t) { return b->is_tensor && memcmp(&b->tensor, t, sizeof *t) == 0; }
 
 void fz_set_role(const ba_tensor *t, fz_role role) {
@@ -165,7 +165,7 @@ double fz_get(const ba_tensor *t, const int64_t *at) {
 
 /* How many elements a tensor's axes and strides reach before and after its first element. */
 typedef struct extent {
-    bool empty, wrong; /* wrong: a call must refuse the tensor, whatever memory it has */
+    bool empty, wrong; /* wrong: a call must refuse the tensor, even if it has enough memory */
     __int128 before, after;
 } extent;
 
@@ -253,8 +253,8 @@ ba_tensor fz_tensor(fz_role role, ba_dtype dtype, int ndim, const int64_t *dims,
     const size_t bytes = e.empty || e.wrong || too_many || none ? 0 : (size_t)elements * (size_t)ba_dtype_size(t.dtype);
     fz_block *b = new_block(role, bytes);
     if (role == FZ_INPUT) fill(b->memory, t.dtype, bytes);
-    /* A tensor that does not get the memory that it needs has no pointer. One that a call must refuse whatever its memory, because its axes are
-     * wrong, has a pointer that may not be read. */
+    /* A tensor that does not get the memory that it needs has no pointer. A tensor that a call must refuse because its axes are wrong has a pointer
+     * that must not be read. */
     const bool no_place = none || (too_many && !e.wrong) || (e.empty && fz_random() % 2);
     t.data = no_place ? NULL : b->memory + (bytes ? (size_t)e.before * (size_t)ba_dtype_size(t.dtype) : 0);
     b->is_tensor = true;

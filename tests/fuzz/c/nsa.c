@@ -4,7 +4,7 @@
 typedef struct sizes {
     bool packed;
     ba_dtype dtype, real;
-    int64_t batch, tokens, heads, kv_heads, dim, v_dim; /* `tokens` of packed arrays are those of all sequences */
+    int64_t batch, tokens, heads, kv_heads, dim, v_dim; /* for packed arrays, `tokens` counts those of all sequences */
 } sizes;
 
 static sizes draw_sizes(void) {
@@ -41,7 +41,7 @@ static int64_t complete_blocks(int64_t tokens, int64_t block, int64_t stride) {
 
 static int64_t ceil_div(int64_t a, int64_t b) { return b < 1 ? 0 : a / b + (a % b != 0); }
 
-/* Cumulative numbers of something that each sequence has a number of; *total is the number of all sequences together. */
+/* The cumulative number of blocks of sequences. *total is the number for all sequences together. */
 static const int64_t *count_all(const int64_t *cu, int64_t batch, int64_t block, int64_t stride, int64_t *total) {
     int64_t *counts = cu && batch < INT64_MAX ? fz_numbers(batch + 1) : NULL;
     *total = 0;
@@ -90,7 +90,7 @@ void fz_block_means_backward(void) {
     const int64_t more = fz_once_in(3) ? fz_range(0, BA_MOST_SUMMANDS) : 0;
     for (int64_t i = 0; i < more; i++) {
         a.more[i] = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
-        fz_unseen(&a.more[i]); /* the list ends at the first that is not given */
+        fz_unseen(&a.more[i]); /* the call reads no further summand after the first that is not given */
     }
     a.num_threads = fz_threads();
     if (too_many(&a.dx) || too_many(&a.dout)) fz_count_skipped(FZ_BLOCK_MEANS_BACKWARD);
@@ -115,7 +115,7 @@ void fz_gate(void) {
     const bool no_weight = !a.weight.data && a.weight.ndim == 0, no_out = !a.out.data && a.out.ndim == 0;
     if (no_weight && !no_out) fz_unseen(&a.q);
     for (int g = 0; no_out && g < 3; g++) fz_unseen(&a.branch[g]);
-    if (no_weight) fz_set_role(&a.gates, FZ_INPUT); /* the weight was unusual and came out as "not given" */
+    if (no_weight) fz_set_role(&a.gates, FZ_INPUT); /* an unusual weight may count as not given */
     else fz_set_role(&a.gates, FZ_OUTPUT);
     a.num_threads = fz_threads();
     if (too_many(&a.q) || too_many(&a.branch[0])) fz_count_skipped(FZ_GATE);

@@ -6,7 +6,7 @@
 
 #include "fuzz.h"
 
-/* What the mask and the slopes add to a score; -infinity: the key is hidden. The slope is read where there is one. */
+/* What the mask and the slopes, if any, add to a score; -infinity if the key is hidden. */
 static double bias_of(const ba_tensor *mask, const float *slopes, int64_t batch, int64_t head, int64_t query, int64_t key, int64_t token) {
     const int64_t whole[] = {batch, head, query, key};
     int64_t at[4];
@@ -76,9 +76,9 @@ static bool is_listed(const ba_block_sparse_args *a, int64_t heads, int64_t kv_h
     return false;
 }
 
-/* Whether the range of a query has a key, where ranges are given; `row` counts over the packed queries. */
 static double scale_of(double scale, int64_t dim) { return isnan(scale) ? 1 / sqrt((double)dim) : scale; }
 
+/* Whether a key is in the range of a query, if ranges are given. `row` counts packed queries. */
 static bool is_in_range(const ba_tensor *ranges, int64_t batch, int64_t row, int64_t key) {
     double ends[2];
     for (int64_t end = 0; end < 2; end++) {
@@ -98,7 +98,7 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
     const double scale = scale_of(a->scale, dim);
     if (!fz_is_tame() || fz_elements(&a->q) * fz_elements(&a->k) / (double)dim > 2e5 || fabs(scale) > 2) return;
     if (a->alibi_slopes && !(fabsf(a->alibi_slopes[0]) < 2)) return;
-    if (fabs(scale) * 4 * (double)dim > 300) return; /* the scores' own rounding is then as large as the differences that count */
+    if (fabs(scale) * 4 * (double)dim > 300) return; /* rounding errors of scores would be as large as the errors to find */
     const double within = tolerance(a->q.dtype) * (1 + fabs(scale) * (double)dim / 8);
     static sums s;
     for (int64_t b = 0; b < batches; b++) {
@@ -147,11 +147,11 @@ void fz_compare_forward(const ba_block_sparse_args *a) {
 static double cached(const ba_paged_args *a, const ba_tensor *t, const ba_tensor *scale, int64_t page, int64_t row, int64_t head, int64_t d) {
     const bool hnd = a->kv_layout == BA_HND;
     const int64_t at[] = {page, hnd ? head : row, hnd ? row : head, d};
-    const int64_t *const scale_at = scale->ndim == 1 ? &head : at; /* one scale per head; without axes, the place is not read */
+    const int64_t *const scale_at = scale->ndim == 1 ? &head : at; /* one scale per head; without axes, `scale_at` is not read */
     return fz_get(t, at) * (scale->data ? fz_get(scale, scale_at) : 1);
 }
 
-/* Whether a list names a token. Requests have lists of pages or, with selected_size, queries have lists of blocks. */
+/* Whether a list names a token. Lists are of pages, for each request, or with selected_size of blocks, for each query. */
 static bool is_selected(const ba_paged_args *a, int64_t kv_heads, int64_t request, int64_t query, int64_t head, int64_t token, int64_t page_size) {
     const ba_tensor *t = &a->selected;
     if (!t->data && t->ndim == 0) return true;

@@ -78,7 +78,7 @@ void fz_quest_metadata(void) {
     else fz_run(FZ_QUEST_METADATA, metadata, &a, &a.num_threads);
 }
 
-/* Draws how many queries each request has, `*queries` in all. */
+/* Draws the number of queries of each request, `*queries` in all. */
 static int64_t *draw_queries(const ba_select_args *a, int64_t *queries) {
     int64_t *cu = a->batch < INT64_MAX ? fz_numbers(a->batch + 1) : NULL;
     *queries = 0;

@@ -5,7 +5,7 @@
 static struct {
     const uint8_t *data;
     size_t size, at;
-    int odds; /* one in so many arguments is unusual; 0: none is */
+    int odds; /* one in `odds` arguments is unusual; 0: none is */
     uint32_t random;
 } input;
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Runs the fuzzer of the C API (``make fuzz-c``): past findings, then new inputs for a time, then what was run.
+"""Runs the fuzzer of the C API (``make fuzz-c``): past findings, and then new inputs for a time. Prints a summary at the end.
 
-Each job is a process with a seed of its own; all take from and add to one corpus. A job that finds something ends all: its input
-is kept, and the command that runs it again is printed. The exit status is then 1.
+Each job is a process with a seed of its own, and all jobs share one corpus. If a job finds something, all jobs end: its input is kept,
+the command that runs it again is printed, and the exit status is 1.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # An input is a few hundred choices at most. Outputs of a problem, and a sanitizer's shadow of them, stay far below the limit.
 LIMITS = ["-max_len=400", "-len_control=0", "-timeout=25", "-rss_limit_mb=3000"]
-STARTS = 200  # random inputs that a run begins with, beside its corpus
+STARTS = 200  # random inputs that a run begins with, in addition to its corpus
 
 
 def replay(fuzzer, files):
-    """The first of the files whose call breaks a promise, and what was printed of it; None where all hold."""
+    """The first of the files whose call breaks a promise, and what was printed about it; None if all promises hold."""
     for file in files:
         run = subprocess.run([fuzzer, *LIMITS, file], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
         if run.returncode:
@@ -49,7 +49,7 @@ def text_of(log):
 
 
 def sum_up(logs, seconds):
-    """Prints executions, and calls by operation, of all jobs together."""
+    """Prints the number of executions, and of calls by operation, of all jobs together."""
     counts, executions = {}, 0
     for text in logs:
         done = re.search(r"number_of_executed_units: (\d+)", text)
