@@ -132,8 +132,8 @@ class Problem:
             raise ValueError(f"sabi: expected shape (B or 1, H, Hkv or 1, rows, width), got {lists.shape}")
         for axis, (name, sizes) in enumerate((("batch", [self.batch]), ("heads", sorted({self.heads, self.kv_heads}, reverse=True)))):
             if lists.shape[axis] not in (1, *sizes):
-                allowed = ", ".join(map(str, sizes))
-                raise ValueError(f"sabi: expected {name} {allowed} or 1 on axis {axis}, got shape {lists.shape}")
+                allowed = "".join(f"{size} or " for size in sizes if size != 1)
+                raise ValueError(f"sabi: expected {name} {allowed}1 on axis {axis}, got shape {lists.shape}")
         if not self.longest[0] and not lists.shape[2]:  # no queries
             return lists
         for at in np.ndindex(lists.shape[:2]):  # one by one: the check makes 64-bit copies
