@@ -108,10 +108,20 @@ def test_a_picture_of_real_heads_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     capture = Path(__file__).resolve().parent / "data" / "smollm2_qkv.npz"
     output = tmp_path / "kept.png"
-    assert kept_blocks.main([str(capture), "--block", "32", "--density", "0.4", "--heads", "0", "2", "-o", str(output)]) == 0
+    assert kept_blocks.main([str(capture), "--block", "32", "--density", "0.4", "--heads", "0", "2", "--tokens", "9", "-o", str(output)]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
     assert kept_blocks.main([str(capture), "--heads", "7"]) == 1
     assert "kept_blocks.py: --heads: expected heads from 0 to 2, got 7" in capsys.readouterr().err
+
+
+def test_the_best_tokens_are_those_of_the_highest_scores():
+    q, k = (np.random.default_rng(n).standard_normal((1, heads, 50, 8), dtype=np.float32) for n, heads in enumerate((4, 2)))
+    found = kept_blocks.tokens_of(q, k, 0.5, 7)
+    scores = np.where(np.tri(50, dtype=bool), q @ k.repeat(2, axis=1).swapaxes(2, 3), -np.inf)
+    expected = np.sort(np.argsort(-scores, axis=-1, kind="stable")[..., :7], axis=-1)
+    assert np.array_equal(found[:, :, 6:], expected[:, :, 6:])
+    cells = kept_blocks.drawn_tokens(found[0, 0], 50, 16)
+    assert cells.sum() * 16**2 == (found[0, 0] >= 0).sum()
 
 
 @pytest.mark.model
