@@ -102,8 +102,8 @@ void ba_find_gradient_rows(const ba_backward_call *c, const ba_item *item, ba_gr
 ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, const ba_gradient_rows *rows,
                                 const ba_gradient_rows *next);
 
-/* Runs the kernel `gradient` for a panel of a vector family. Returns the keys of the chunk, by their places in it, whose weights and slopes it has
- * written: the others are not seen by any lane. */
+/* Runs the kernel `gradient` for a panel of a vector family. Returns the keys, by their indices in the chunk, whose weights and slopes it has
+ * written: no lane sees the others. */
 ba_range ba_run_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
                                const ba_chunk *whole, char *weights, char *slopes);
 
