@@ -29,7 +29,7 @@ static inline int64_t ba_sequence_length(const int64_t *cu, int64_t each, int64_
 /* The number of complete blocks of `block` tokens, which begin `stride` tokens apart, among so many tokens. */
 static inline int64_t ba_complete_blocks(int64_t tokens, int64_t block, int64_t stride) { return tokens < block ? 0 : (tokens - block) / stride + 1; }
 
-/* The sequence that holds place `at` where sequence n begins at begin[n] and the last one ends at begin[sequences]. Some may be empty. */
+/* The sequence that holds row, item or panel `at`: sequence n begins at begin[n], the last one ends at begin[sequences], and some may be empty. */
 static inline int64_t ba_sequence_at(const int64_t *begin, int64_t sequences, int64_t at) {
     int64_t low = 0, end = sequences; /* begin[low] <= at < begin[end] */
     while (end - low > 1) {
