@@ -228,7 +228,7 @@ BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int6
  * be listed twice, which is not checked. */
 typedef struct ba_quest_metadata_args {
     ba_tensor k_cache; /* (pages, page_size, H_kv, D), for BA_HND (pages, H_kv, page_size, D); any dtype of ba_paged_args */
-    ba_tensor k_scale; /* as in ba_paged_args. int8 and float8_e4m3 keys are multiplied with it, in float32, before they are summarised */
+    ba_tensor k_scale; /* as in ba_paged_args. int8 and float8_e4m3 keys are multiplied by it, in float32, before they are summarised */
     ba_kv_layout kv_layout;
     ba_tensor block_tables;     /* (B, W) int32 or int64 */
     const int64_t *begin, *end; /* [batch]: a page with tokens in [begin, end) is summarised, over its tokens before `end`; begin NULL: 0 */

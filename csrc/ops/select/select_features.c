@@ -142,7 +142,7 @@ void ba_features_of_query(const ba_prefill *c, const ba_features *s, int64_t bat
     const int64_t n = ba_min(c->q_tokens, ba_q_span(&c->p, batch).valid - begin);
     for (int64_t i = 0; i < n; i++) s->pointers[i] = ba_query_row(&c->p, &c->p.q, c->p.element_size, batch, head, begin + i);
     switch (c->args->chooser) {
-    case BA_CHOOSER_ANTIDIAGONAL: /* in reverse order, so that the last query is multiplied with the first key */
+    case BA_CHOOSER_ANTIDIAGONAL: /* in reverse order, so that the last query is multiplied by the first key */
         memset(to, 0, (size_t)(c->q_tokens * dim * c->number_size));
         for (int64_t i = 0; i < n; i++) copy_row(c, s, (char *)to + (c->q_tokens - 1 - i) * dim * c->number_size, s->pointers[i]);
         return;

@@ -1,6 +1,6 @@
 /* Choosing tokens: the best keys of each query by the scores of an indexer, which several small heads share with one key per token.
  *
- * The keys are the lanes of a panel, and the rows that it is multiplied with are the heads of some queries, so that the sum over heads is vertical:
+ * The keys are the lanes of a panel, and the rows that it is multiplied by are the heads of some queries, so that the sum over heads is vertical:
  * S[head][lane] by attention's kernels, then scores[query][lane] by the kernel weigh_heads. What may be among a query's best goes into a buffer that
  * has room for a little more than twice as many candidates as the result has places. A full buffer is cut to as many of its best as there are places,
  * and only scores above the least of these come in from then on. So no array has a score of each pair. Keys come in rising order: of equal scores,
