@@ -43,7 +43,7 @@ static char environment_note[160];
 static char refusal_note[160]; /* why the CPU's highest level is not used; empty where it is used */
 
 #if defined(__x86_64__) && !defined(BA_EMULATED) && !(defined(BA_NO_avx512_bf16) && defined(BA_NO_amx))
-/* The kernels of avx512_bf16 and of amx use VBMI, too. Of the CPUs with AVX512_BF16, Cooper Lake alone lacks it; there avx512 is faster anyway. */
+/* The kernels of avx512_bf16 and of amx use VBMI, too. Of the CPUs with AVX512_BF16, only Cooper Lake lacks it; there avx512 is faster anyway. */
 static bool has_bf16_and_vbmi(void) {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & 1u << 5 && __builtin_cpu_supports("avx512vbmi");

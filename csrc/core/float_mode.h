@@ -1,4 +1,4 @@
-/* The float mode of a thread: how it rounds, and whether subnormal numbers are taken for 0. Programs change it: threads of JAX that call back flush
+/* The float mode of a thread: how it rounds, and whether subnormal numbers count as 0. Programs change it: threads of JAX that call back flush
  * subnormal numbers to 0, and so do programs that call torch.set_flush_denormal() or load code linked with -ffast-math. New threads inherit the mode.
  * The library computes in the usual mode, whatever its caller's mode is. Otherwise bits would depend on the caller, and kernels would lose numbers of
  * float16 and float8, which they convert by way of subnormal ones. So each function of the C API that computes with floating-point numbers, or checks

@@ -137,7 +137,7 @@ typedef struct ba_chunk {
     const int32_t *key_index;                      /* [keys], rising; read only where the panel has lo and hi */
     const float *k_scale;                          /* few: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
     const float *v_scale;                          /* the same for V */
-    double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
+    double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores by it */
     double softcap; /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
     ba_bias bias;   /* panel, few */
     void *scratch;  /* keys * scratch_per_key bytes, of any content */
@@ -172,7 +172,7 @@ typedef BA_FILL_BIAS((*ba_fill_bias_fn));
 typedef BA_PACK_QUERIES((*ba_pack_queries_fn));
 
 /* Packs rows of K or V into the format that attend reads. Writes to `packed`, of round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes,
- * and sets packed_rows[0 .. keys-1] to the pointers that attend is to be given. Row j is multiplied by scales[j] (NULL: with 1); only packing into
+ * and sets packed_rows[0 .. keys-1] to the pointers that attend is to be given. Row j is multiplied by scales[j] (NULL: by 1); only packing into
  * reals takes scales. */
 #define BA_PACK_ROWS(name) void name(void *packed, const void **packed_rows, const void *const *rows, const float *scales, int64_t keys, int64_t dim)
 typedef BA_PACK_ROWS((*ba_pack_rows_fn));
@@ -392,7 +392,7 @@ enum { BA_MOST_TILE_PANELS = 32 };
 typedef struct ba_gradient_tile {
     const ba_tile_panel *panel; /* [panels] */
     int64_t panels;
-    double scale;                          /* as given to pack_queries for dout: a family whose packed rows do not carry it multiplies with it */
+    double scale;                          /* as given to pack_queries for dout: a family whose packed rows do not carry it multiplies by it */
     const void *const *k_columns;          /* [keys]: K packed by pack->values; the chunk's k_rows and v_rows are packed by pack->keys */
     void *weights, *slopes;                /* of panels * lanes[0] * round_up(keys, key_pad) * pack_bytes bytes each */
     bool finite_q, finite_dout;            /* add_tile only: whether pack_tile has returned true for all panels */

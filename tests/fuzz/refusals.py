@@ -412,7 +412,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("kv_lens: expected a sequence of integers, got str", kv_lens="1"),
         type_error("kv_lens: expected integers, got buffer format 'B'", kv_lens=made(Dlpack, np.array([1]), bits=24)),
         type_error("kv_lens: expected integers, got buffer format 'B'", kv_lens=made(Dlpack, np.array([1]), bits=0)),
-        value_error("kv_lens: expected dimensions of fewer ..., got -2 on axis 0", kv_lens=made(Dlpack, np.array([1]), shape=(-2,))),
+        value_error("kv_lens: expected axes of at least 0 and fewer ..., got -2 on axis 0", kv_lens=made(Dlpack, np.array([1]), shape=(-2,))),
         value_error("kv_lens: expected integers, got Raising that raises: no number", kv_lens=[Raising()]),
         value_error("cu_seqlens_q: expected none with layout BNSD, whose lengths are q_lens and kv_lens, got some", cu_seqlens_q=[0, 16]),
         value_error("kv_ranges: expected shape (1, 16, 2) or (16, 2), got (16, 3)", kv_ranges=np.zeros((16, 3), int)),

@@ -59,8 +59,7 @@ static inline int64_t ba_gradient_tile_room(const ba_backward_call *c) {
     return ba_round_up(c->plan.tiling.tile_queries, c->family->lanes[BA_PANEL_WIDE]);
 }
 
-/* The lanes whose weights over a chunk are in memory at a time: those of one tile, or of all `tiles` tiles of an item where the family joins tiles.
- */
+/* The lanes whose weights over a chunk are in memory at a time: those of one tile, or of all `tiles` tiles of an item where the family joins them. */
 static inline int64_t ba_gradient_room_at_once(const ba_backward_call *c, int64_t tiles) {
     return ba_gradient_tile_room(c) * (c->family->joins_tiles ? tiles : 1);
 }
