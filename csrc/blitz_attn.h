@@ -1,5 +1,5 @@
-/* blitz_attn: sparse attention on CPUs. The whole C API. The Python extension also uses functions of csrc/ops that check a call, or page tables,
- * first and run the call later.
+/* blitz_attn: sparse attention on CPUs. The whole C API. (The Python extension also uses functions of csrc/ops, which check a call or its page tables
+ * first and run the call later.)
  *
  * A program begins with ba_block_sparse_args_init(), sets what its call needs, calls ba_block_sparse_attention(), and reads `out` and `lse`:
  *
@@ -9,20 +9,20 @@
  *
  * examples/c/attention.c is a whole program, with the commands that compile it. `make lib` builds the libraries that it is linked with.
  *
- * A struct of zeros is not a default where a struct has a function ba_..._args_init(): a window of {0, 0} shows each query one key at most, and a
- * scale of 0 makes all scores equal. Structs without such a function begin with zeros.
+ * Zeros are not the defaults of a struct that has a function ba_..._args_init(): a window of {0, 0} shows each query one key at most, and a scale of
+ * 0 makes all scores equal. Structs without such a function begin as zeros.
  *
- * Before a function does any work or writes any output, it checks that no pointer to a struct is NULL, but where NULL has a meaning; every dtype,
- * shape, stride and number; every entry of lists, tables and lengths that the call needs; and that no two elements of one output share memory. What
- * no query reads, such as the list row of a request without queries, need not be valid; some of it is checked all the same.
+ * Before a function does any work or writes any output, it checks every dtype, shape, stride and number; every entry of lists, tables and lengths
+ * that the call needs; that no pointer to a struct is NULL where NULL has no meaning; and that no two elements of one output share memory. What no
+ * query reads, such as the list row of a request without queries, need not be valid, though some of it is checked all the same.
  *
- * It cannot check what the caller promises: a pointer is valid for all that the dims, strides and counts beside it say; an array of numbers is as
- * long as its comment says; nothing changes or frees the arrays before the function returns; and an output shares no memory with any other array of
- * its call, of which ba_append_kv() checks a part. Where one does, the results are undefined.
+ * It cannot check what the caller promises: a pointer is valid for all that its dims, strides and counts say; an array of numbers is as long as its
+ * comment says; nothing changes or frees the arrays before the function returns; and no output shares memory with another array of the call
+ * (ba_append_kv() checks a part of this). Where a promise is broken, the results are undefined.
  *
  * Every function may be called from several threads at once. A thread that calls one needs 128 KiB of stack, and more where its poll function (see
- * ba_set_poll) does. The library keeps a small block of memory of its own for each thread that calls it, and frees it when the thread ends. Inputs
- * are never written. The caller owns all arrays and lists; the library keeps no pointer to them.
+ * ba_set_poll) needs more. The library keeps a small block of memory of its own for each thread that calls it, and frees it when the thread ends.
+ * Inputs are never written. The caller owns all arrays and lists; the library keeps no pointer to them.
  */
 #ifndef BLITZ_ATTN_H
 #define BLITZ_ATTN_H
@@ -38,14 +38,14 @@ extern "C" {
 /* ---- Status ------------------------------------------------------------------------------------------------ */
 
 /* One sentence about the last failure in this thread: `name: expected ..., got ...`. Never NULL. The text belongs to the library and is
- * valid until the next failure in this thread. Arguments have the names that they have in Python, where those of structs are others: sabi is
+ * valid until the next failure in this thread. It calls arguments by their names in Python, some of which differ from those of the members: sabi is
  * `blocks`, block_shape is block_q and block_kv, cu_seqlens_q is cu_q, for instance, and num_selected_blocks is the last dim of `selected`. */
 BA_API const char *ba_last_error(void);
 
 /* ---- Tensors ----------------------------------------------------------------------------------------------- */
 
-/* The functions that return a name return "unknown" for a number that is none of their enum. */
-BA_API int64_t ba_dtype_size(ba_dtype dtype); /* bytes per element; 0 for a number that is no dtype */
+/* The functions that return a name return "unknown" for a number that is not in their enum. */
+BA_API int64_t ba_dtype_size(ba_dtype dtype); /* bytes per element; 0 for a number that is not a dtype */
 BA_API const char *ba_dtype_name(ba_dtype dtype);
 
 /* The tensor of an array that lies in memory row by row, of up to BA_MAX_DIMS axes: ba_contiguous(q, BA_FLOAT32, 4, (int64_t[]){B, H, S, D}). With
@@ -66,7 +66,7 @@ BA_API const char *ba_layout_name(ba_layout layout);
 /* out = softmax(scale * q k^T restricted to the listed blocks and the token rules) v, and its log-sum-exp.
  *
  * Query head h reads key/value head h / (H / H_kv). Query i of a sequence sees key j of the same sequence when all of these hold:
- * j lies in a block that is listed for the query; j < kv_len; with `causal`, j <= d, where d = i + kv_len - q_len is the place of the
+ * j lies in a block that is listed for the query; j < kv_len; with `causal`, j <= d, where d = i + kv_len - q_len is the position of the
  * diagonal in row i (or d = i + q_begin[b], where that is given); d - window[0] <= j <= d + window[1], where -1 in `window` sets no bound;
  * kv_ranges[b][i][0] <= j < kv_ranges[b][i][1], where these are given. A query that sees no key gets output 0 and lse -inf. */
 typedef struct ba_block_sparse_args {
@@ -82,28 +82,28 @@ typedef struct ba_block_sparse_args {
                                    * holds the rows of the sequences one after the other */
     int64_t block_q, block_kv;    /* tokens per block of queries, and per block of keys */
     int routed;                   /* the lists route single queries, or small tiles of queries, as in native sparse attention. Rows of few queries are
-                                   * then attended by kernels that sum in another order, so that a list of all blocks then equals no list only up to
-                                   * rounding */
+                                   * then attended by kernels that sum in another order, so a list of all blocks gives the results of a call without
+                                   * lists only up to rounding */
     double scale;                 /* multiplies q k^T; finite, or NAN for 1 / sqrt(D) */
     double softcap;               /* 0: none. Else scores become softcap * tanh(score / softcap) */
     const float *sinks;           /* NULL, or [H]: one score per head that takes part in the softmax without a value, and counts in lse. So gradients,
-                                   * which are computed from lse, need no sinks. Unless q is float64, one beyond about +-2.3e38 counts as infinite.
-                                   * None where the lists are routed */
+                                   * which are computed from lse, need no sinks. Unless q is float64, a sink beyond about +-2.3e38 counts as infinite.
+                                   * NULL where the lists are routed */
     int causal;                   /* 0 or 1 */
     int64_t window[2];            /* tokens that a query sees before and after the diagonal; -1: no bound */
     const int64_t *q_begin;       /* NULL: the queries are the last tokens of their sequences. Else the token number of each sequence's query 0,
                                    * which may be negative: the queries are then a slice of a longer sequence */
-    const int64_t *q_total;       /* NULL, or the number of valid queries of the call that each sequence's queries are a slice of, at least their
-                                   * own: kernels are chosen as for so many queries, so that a slice of whole block rows has the bits of the whole */
+    const int64_t *q_total;       /* NULL, or how many valid queries each sequence has in the call that this one takes a slice of, at least as many as
+                                   * here: kernels are chosen as for that call, so that a slice of whole block rows has the bits that it has there */
     int64_t key_stride, key_last; /* 0, 0: a key is a token. Else key j summarises tokens from j * key_stride on, and with `causal` a query sees
                                    * it from token j * key_stride + key_last on. q_begin must then be given, and no window */
     ba_tensor kv_ranges; /* not given, or int32 or int64, (B or 1, Sq, 2) or (Sq, 2), for BA_TND (T, 2): the first key that each query may see, and
-                          * the place after the last one, counted in its own sequence. Any numbers: those beyond the keys mean the nearest key */
+                          * the one after the last, counted in its own sequence. Any number is valid: one beyond the keys is clipped to them */
     ba_tensor attn_mask; /* not given, or (B or 1, H or 1, Sq or 1, Skv or 1) or the last of these axes, for BA_TND with the lengths of the longest
                           * sequences: float32, float16, bfloat16 or float64 numbers that are added to the scores after the softcap, or BA_BOOL.
                           * 0 (false) and -inf hide the key from the query, and so does, unless q is float64, any number below about -2.3e38. Any
-                          * strides. None where the lists are routed, or key_stride is given */
-    const float *alibi_slopes;       /* NULL, or [H]: -slope * |d - j| is added to the scores, likewise */
+                          * strides. Not given where the lists are routed, or key_stride is given */
+    const float *alibi_slopes;       /* NULL, or [H]: -slope * |d - j| is added to the scores. NULL in the same cases as attn_mask */
     int unrounded;                   /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
     const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */
     const int64_t *cu_q, *cu_kv;     /* BA_TND only: batch + 1 cumulative lengths, from 0 to T */
@@ -116,8 +116,8 @@ BA_API ba_block_sparse_args ba_block_sparse_args_init(void);
 
 BA_API double ba_default_scale(int64_t head_dim); /* 1 / sqrt(head_dim) */
 
-/* Checks all inputs but the entries of lists of blocks, and neither out nor lse. Writes the dtypes and shapes that the outputs must have (data NULL,
- * strides unspecified). */
+/* Checks all inputs except the entries of lists of blocks, and does not check out and lse. Writes the dtypes and shapes that the outputs must have
+ * (data NULL, strides unspecified). */
 BA_API ba_status ba_block_sparse_check(const ba_block_sparse_args *args, ba_tensor *out_shape, ba_tensor *lse_shape);
 
 BA_API ba_status ba_block_sparse_attention(const ba_block_sparse_args *args);
@@ -128,7 +128,7 @@ BA_API ba_status ba_block_sparse_attention(const ba_block_sparse_args *args);
  *
  *     dS = P (dout v^T - dout . out + dlse)    dq = scale dS k    dk = scale dS^T q    dv = P^T dout
  *
- * With a softcap, dS of dq and dk is multiplied with its derivative. dattn_mask and dalibi_slopes are sums of dS, and of dS times -|d - j|.
+ * With a softcap, dS of dq and dk is multiplied by the softcap's derivative. dattn_mask and dalibi_slopes are sums of dS, and of dS times -|d - j|.
  * dk and dv are sums over the query heads of a KV head. A query that sees no key, or whose lse is -inf, contributes 0. A query and a key
  * that it does not see add exactly nothing to each other's gradients, whatever values they hold. The bits of all gradients are the same for
  * any number of threads. */
@@ -140,15 +140,15 @@ typedef struct ba_block_sparse_backward_args {
     ba_tensor dq, dk, dv;         /* written: the shapes and dtypes of q, k and v */
     int accumulate;               /* 1: the gradients of k and v are added to what dk and dv hold, which are float32 (float64 for float64). Only rows
                                    * of listed blocks are read and written */
-    ba_tensor dattn_mask;         /* not given: not wanted. Else written: the shape and dtype of forward.attn_mask, which may not be of bool, with a
+    ba_tensor dattn_mask;         /* not given: not wanted. Else written: the shape and dtype of forward.attn_mask, which may not be BA_BOOL, with a
                                    * contiguous last axis. An element that stands for several heads, say, gets the sum of their gradients */
     float *dalibi_slopes;         /* NULL: not wanted. Else written, [H] */
 } ba_block_sparse_backward_args;
 
 BA_API ba_block_sparse_backward_args ba_block_sparse_backward_args_init(void); /* `forward` as above; the rest is 0 */
 
-/* Checks all inputs but the entries of lists of blocks, and none of the gradients. Writes the dtypes and shapes that dq, dk and dv must have (data
- * NULL, strides unspecified). */
+/* Checks all inputs except the entries of lists of blocks, and does not check the gradients. Writes the dtypes and shapes that dq, dk and dv must
+ * have (data NULL, strides unspecified). */
 BA_API ba_status ba_block_sparse_backward_check(const ba_block_sparse_backward_args *args, ba_tensor *dq_shape, ba_tensor *dk_shape,
                                                 ba_tensor *dv_shape);
 
@@ -177,13 +177,14 @@ typedef struct ba_paged_args {
     const int64_t *q_begin;    /* NULL, or the token number of each request's query 0, which may be negative, where the cache holds a stretch of
                                 * a longer request: query i then sees token j when j <= i + q_begin, and may outnumber the tokens */
     ba_tensor kv_ranges;       /* not given, or int32 or int64, the shape of q without its last two axes and with 2: query i then sees the tokens
-                                * kv_ranges[i][0] <= j < kv_ranges[i][1] of its request instead of those up to itself. Any numbers, as above */
+                                * kv_ranges[i][0] <= j < kv_ranges[i][1] of its request instead of those up to itself. Any number is valid, as in
+                                * ba_block_sparse_args */
     ba_tensor attn_mask;       /* not given, or as in ba_block_sparse_args, (B or 1, H or 1, Q or 1, T or 1), with Q at least the most queries of a
                                 * request, and T at least the most tokens */
     const float *alibi_slopes; /* NULL, or [H], as in ba_block_sparse_args */
     int64_t batch;             /* number of requests */
-    int64_t kv_split;          /* 0: requests are cut as suits the machine. Else each is attended in chunks of so many tokens, a multiple of the page
-                                * size, whose states are merged by a fixed tree: the same bits whoever attends to which chunk */
+    int64_t kv_split;          /* 0: requests are cut as suits the machine. Else each is attended in KV splits of so many tokens, a multiple of the
+                                * page size, whose states are merged by a fixed tree: the bits are the same whoever attends which KV split */
     ba_tensor selected;        /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the logical pages to attend */
     const int64_t *selected_counts; /* NULL: a row of `selected` ends at its first -1. Else [B][H_kv or H]: how many entries of each row are in use */
     int64_t selected_size;          /* 0: as above. Else `selected` is (B, ...), with cu_q (T, H_kv, H or 1, K): one row per query, each of whose
@@ -200,8 +201,8 @@ typedef struct ba_paged_args {
 
 BA_API ba_paged_args ba_paged_args_init(void); /* a window of -1 and a scale of NAN; the rest is 0 */
 
-/* Checks all inputs but the entries of lists of blocks, and neither out nor lse. Writes the dtypes and shapes that the outputs must have (data NULL,
- * strides unspecified). */
+/* Checks all inputs except the page numbers in `selected`, and does not check out and lse. Writes the dtypes and shapes that the outputs must have
+ * (data NULL, strides unspecified). */
 BA_API ba_status ba_paged_check(const ba_paged_args *args, ba_tensor *out_shape, ba_tensor *lse_shape);
 
 BA_API ba_status ba_paged_attention(const ba_paged_args *args);
@@ -213,12 +214,13 @@ BA_API ba_status ba_paged_attention(const ba_paged_args *args);
 BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads);
 
 /* Writes new tokens, k (T, H_kv, D) and v (T, H_kv, D_v) in float32, float16, bfloat16 or float64, into the caches of `args`, in their dtype. Token t
- * goes to slot slots[t], which is page * page_size + place; -1 leaves it out. With slots NULL, the new tokens are the last of their requests: cu_q
- * gives their numbers (NULL: one per request), block_tables, indptr, seq_lens and batch their places, as for ba_paged_attention(). In 8-bit caches, a
- * scale per token and head is written as ba_quantize_kv() computes it. Scales of fewer axes are read: what lies beyond the largest number of the
- * dtype becomes that number. v NULL, and v_cache and v_scale not given: K alone. Fails, and writes nothing, where two tokens have one slot, two
- * arrays that are written share memory, or a number for an 8-bit cache is not finite, or too large for a scale that is written. Of the other members
- * of `args`, kv_layout and num_threads are read. k_cache and v_cache may be views of one array. */
+ * goes to slot slots[t], which is page * page_size + row of the page; -1 leaves the token out. With slots NULL, the new tokens are the last of their
+ * requests: cu_q says how many each request gets (NULL: one), and block_tables, indptr, seq_lens and batch say where they go, as for
+ * ba_paged_attention(). In 8-bit caches, a scale per token and head is written as ba_quantize_kv() computes it. Scales of fewer axes are read, and
+ * what then lies beyond the largest number of the dtype becomes that number. v NULL, and v_cache and v_scale not given: K alone is written. Fails,
+ * and writes nothing, where two tokens have one slot, two arrays that are written share memory, or a number for an 8-bit cache is not finite, or too
+ * large for a scale that is written. Of the other members of `args`, kv_layout and num_threads are read. k_cache and v_cache may be views of one
+ * array. */
 BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args);
 
 /* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */
@@ -228,7 +230,7 @@ BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int6
  * be listed twice, which is not checked. */
 typedef struct ba_quest_metadata_args {
     ba_tensor k_cache; /* (pages, page_size, H_kv, D), for BA_HND (pages, H_kv, page_size, D); any dtype of ba_paged_args */
-    ba_tensor k_scale; /* as in ba_paged_args. int8 and float8_e4m3 keys are multiplied with it, in float32, before they are summarised */
+    ba_tensor k_scale; /* as in ba_paged_args. int8 and float8_e4m3 keys are multiplied by it, in float32, before they are summarised */
     ba_kv_layout kv_layout;
     ba_tensor block_tables;     /* (B, W) int32 or int64 */
     const int64_t *begin, *end; /* [batch]: a page with tokens in [begin, end) is summarised, over its tokens before `end`; begin NULL: 0 */
@@ -250,7 +252,7 @@ typedef enum ba_select_method {
 
 /* Selects the K pages with the highest scores for each request and each KV head (or query head). The first `sink` pages and the newest
  * pages are always selected. Only pages of the request itself compete; of equal scores, the lower page wins. The queries of a request share
- * its rows: a page's score is the largest of its scores by each query, NaN where one of these is NaN. */
+ * its rows: a page's score is the largest of its scores for these queries, NaN where one of these scores is NaN. */
 typedef struct ba_select_args {
     ba_select_method method;
     ba_tensor q;             /* (B, H, D), one query per request; with cu_q (T, H, D) */
@@ -263,9 +265,9 @@ typedef struct ba_select_args {
                               * queries selects no page */
     int64_t batch, page_size;
     int per_query_head;    /* 0: one row per KV head, for which the mean of its group's queries is scored. 1: one row per query head */
-    int64_t sink;          /* how many of the first pages are always selected */
-    const int64_t *recent; /* NULL: none. Else [batch]: how many of the newest pages of the request, with cu_q, too, are always selected. They come
-                            * before sinks where K is too small for both */
+    int64_t sink;          /* how many of the first pages (sinks) are always selected */
+    const int64_t *recent; /* NULL: none. Else [batch]: how many of each request's newest pages are always selected (with cu_q, too, a number per
+                            * request). Where K is too small for both, they go before the sinks */
     const int64_t *budget; /* NULL: K. Else [batch]: how many pages are selected at most */
     int ascending;         /* 1: a row rises. 0: sinks first, then pages by falling score, then the newest pages, of which the newest is last */
     ba_tensor selected;    /* written: (B, H_kv or H, K) int32; -1 in unused places */
@@ -282,7 +284,7 @@ BA_API ba_status ba_select_blocks(const ba_select_args *args);
 /* How blocks of keys are scored for a block of queries. A row (one query, or a few pooled ones) has a product with each group of keys (one key, or a
  * few pooled ones). Softmax over the groups that the row may see turns the products into weights; the sum of the weights of a block's groups is the
  * row's share of the block. The score of a block of keys is the largest, or the mean, of the shares that the rows of a block of queries have of it.
- * The scores for each block of queries are finally divided by their sum. Of bfloat16 inputs, means and what the bound is made of are bfloat16. */
+ * The scores for each block of queries are finally divided by their sum. With bfloat16 inputs, means and the elements of bounds are bfloat16. */
 typedef enum ba_chooser {
     BA_CHOOSER_POOLED,         /* a row is pool_q queries and a group pool_k keys; ba_chooser_term says what their product is */
     BA_CHOOSER_ANTIDIAGONAL,   /* rows and groups of pool_q = pool_k tokens: the mean of the products along the antidiagonal of each row and group */
@@ -312,8 +314,8 @@ typedef struct ba_select_prefill_args {
                                 * key_last are not read; softcap, sinks and routed are checked, but change no choice.
                                 * BA_CHOOSER_VERTICAL_SLASH takes no kv_ranges */
     ba_chooser chooser;
-    int64_t pool_q, pool_k; /* tokens or rows, as the chooser says, 1 where it names neither. They must divide block_q and block_kv, but not for
-                             * BA_CHOOSER_VERTICAL_SLASH */
+    int64_t pool_q, pool_k; /* tokens or rows, as ba_chooser says; 1 where a chooser does not name it. They must divide block_q and block_kv, except
+                             * for BA_CHOOSER_VERTICAL_SLASH */
     ba_chooser_term term;   /* BA_CHOOSER_POOLED only */
     int largest;            /* 1: the largest share of a block's rows is its score. 0: their mean */
     ba_budget budget;
@@ -326,19 +328,20 @@ typedef struct ba_select_prefill_args {
                        * c / 64 is set */
     ba_tensor counts; /* written: int32 (B, lists, rows), how many blocks each row keeps */
     ba_tensor scores; /* not given, or written: float32 (B, lists, rows, columns); 0 where a row sees no key of the column */
-    ba_tensor given_scores; /* BA_CHOOSER_GIVEN only, which reads no pool_q, pool_k, term and largest: float32 (B, H, rows, columns), or a list
-                             * each (B, lists, rows, columns). At least 0; NaN and minus infinity count as 0. Each row is divided by the sum of what
-                             * it sees, unless this differs from 1 by at most 1e-4: scores of this library stay as they are, bit for bit */
+    ba_tensor given_scores; /* BA_CHOOSER_GIVEN only, which does not read pool_q, pool_k, term and largest: float32 (B, H, rows, columns), or one per
+                             * list (B, lists, rows, columns). At least 0; NaN and minus infinity count as 0. Each row is divided by the sum of the
+                             * scores of blocks that it sees, unless the sum differs from 1 by at most 1e-4: scores of this library stay as they are,
+                             * bit for bit */
 } ba_select_prefill_args;
 
 /* `call` as ba_block_sparse_args_init() returns it, pool_q, pool_k and `largest` 1; the rest is 0. */
 BA_API ba_select_prefill_args ba_select_prefill_args_init(void);
-/* With kv_ranges, sinks are counted from where the range of a query begins. With these or q_begin, recent columns are counted from the last
- * key that a query sees up to the diagonal. */
+/* With kv_ranges, the first columns are counted from where the range of a query begins. With kv_ranges or q_begin, recent columns are counted from
+ * the last key that a query sees up to the diagonal. */
 BA_API ba_status ba_select_prefill(const ba_select_prefill_args *args);
 
 /* Writes the blocks that are `kept` as index lists, for `blocks` of ba_block_sparse_args: `lists` is (B, H, rows, W), of uint16, int16, int32 or
- * int64, which must hold the columns. H is a multiple of the number of lists in `kept`; W is at least the largest of the `counts` beside it. */
+ * int64, which must hold the columns. H is a multiple of the number of lists in `kept`; W is at least the largest number of blocks that a row has. */
 BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists);
 
 /* Chooses, for each query, the keys with the highest scores of an indexer: small heads that share one key per token (the "lightning indexer" of
@@ -346,15 +349,16 @@ BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists);
  * made. Of equal scores the lower key wins, and NaN counts as minus infinity.
  *
  * With a pool_size, a key stands for a pool of so many tokens, and results are pool numbers. Lengths, q_begin and causal still count tokens. A query
- * may choose a pool of which it sees all tokens. One that it sees in part is its tail. */
+ * may choose only pools of which it sees all tokens. The pool that it sees in part, if there is one, is its tail. */
 typedef struct ba_select_tokens_args {
     ba_tensor q;                     /* (B, Sq, H, D), or packed (T, H, D): float32, float16, bfloat16 or float64; at most 512 heads, D up to 576 */
     ba_tensor k;                     /* (B, Skv, D), or packed (T, D), of the dtype of q. Pools that are not complete need no row */
     ba_tensor weights;               /* (B, Sq, H), or packed (T, H): real, that is float32, and float64 where q is float64 */
-    const int64_t *cu_q, *cu_kv;     /* NULL, or of packed arrays batch + 1 cumulative numbers of the sequences' queries and keys */
+    const int64_t *cu_q, *cu_kv;     /* NULL, or with packed arrays batch + 1 cumulative numbers of the sequences' queries and keys */
     int64_t batch;                   /* number of sequences, with cu_q */
-    const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. Not of packed arrays, but
-                                      * that kv_lens may say how many tokens their pools have. NULL: all pools are complete */
+    const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. With packed arrays NULL,
+                                      * except that kv_lens may say how many tokens each sequence has where keys are pools. kv_lens NULL: all pools
+                                      * are complete */
     const int64_t *q_begin;          /* NULL, or the token number of each sequence's query 0. NULL: the last query stands at the last key */
     double scale;                    /* NAN: 1 / sqrt(D) */
     int causal;                      /* 1: a query sees the keys up to its own token */
@@ -490,7 +494,7 @@ BA_API ba_status ba_set_poll(ba_poll_fn poll, void *context);
 
 BA_API const char *ba_isa_name(ba_isa level);
 BA_API int ba_isa_parse(const char *name);     /* the level of that name; -1: there is none */
-BA_API ba_isa ba_isa_detected(void);           /* the highest level that this CPU, this system and this build have, and that is fast there */
+BA_API ba_isa ba_isa_detected(void);           /* the highest level that this CPU, this system and this build have and that is fast on this CPU */
 BA_API ba_isa ba_isa_active(void);             /* the highest level in use: the detected level, or the cap where that is lower */
 BA_API ba_status ba_isa_set_cap(ba_isa level); /* BLITZ_ATTN_ISA is the first cap; one above the detected level has no effect */
 BA_API const char *ba_isa_note(void);          /* one sentence that says why the active level is what it is; valid until this thread's next call */

@@ -467,7 +467,7 @@ WRONG = [  # call, changes, sentence; from Python, earlier checks would refuse t
     ("a shapes", "a.window[0] = -2", "window: expected token counts of at least 0, or -1 for no bound, got (-2, -1)"),
     ("g shapes", "g.dout.dtype = BA_BFLOAT16", "dout: expected dtype float32, got bfloat16"),
     ("a", "a.layout = BA_TND; a.q = a.k = a.v = array(x, BA_FLOAT32, 1, 2, 4)",
-     "cu_seqlens_q: expected cumulative lengths (B + 1,) from 0 to 1 for layout TND, got none"),
+     "cu_seqlens_q: expected cumulative lengths (B + 1,) from 0 to 1 with packed arrays, got none"),
     ("a", "a.layout = BA_BSH; a.q = array(x, BA_FLOAT32, 1, 2, 4)",
      "num_heads: expected the number of heads in the last axis for layout BSH, got 0"),
     ("g", "g.forward.unrounded = 1", "unrounded: expected 0 where out is an input, got 1"),

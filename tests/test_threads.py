@@ -45,6 +45,7 @@ TELL = "import blitz_attn._core as c; print(c.get_num_threads(), c.num_threads_s
         ({"BLITZ_ATTN_NUM_THREADS": "3", "OMP_NUM_THREADS": "5"}, "3 BLITZ_ATTN_NUM_THREADS"),
         ({"OMP_NUM_THREADS": "5"}, "5 OMP_NUM_THREADS"),
         ({"OMP_NUM_THREADS": "5,2"}, "5 OMP_NUM_THREADS"),
+        ({"BLITZ_ATTN_NUM_THREADS": "many", "OMP_NUM_THREADS": "5"}, "5 ignored"),
     ],
 )
 def test_environment(variables, expected):
@@ -57,7 +58,7 @@ def test_wrong_environment_is_ignored(value):
     usual = python("-c", TELL).split()[0]
     count, _, source = python("-c", TELL, BLITZ_ATTN_NUM_THREADS=value).partition(" ")
     assert count == usual
-    assert ("BLITZ_ATTN_NUM_THREADS is no number from 1 to 1024 and is ignored" in source) == bool(value)
+    assert ("BLITZ_ATTN_NUM_THREADS is not a number from 1 to 1024 and is ignored" in source) == bool(value)
 
 
 def test_affinity():

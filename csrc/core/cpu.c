@@ -43,7 +43,7 @@ static char environment_note[160];
 static char refusal_note[160]; /* why the CPU's highest level is not used; empty where it is used */
 
 #if defined(__x86_64__) && !defined(BA_EMULATED) && !(defined(BA_NO_avx512_bf16) && defined(BA_NO_amx))
-/* The kernels of avx512_bf16 and of amx use VBMI, too. Of the CPUs with AVX512_BF16, Cooper Lake alone lacks it; there avx512 is faster anyway. */
+/* The kernels of avx512_bf16 and of amx use VBMI, too. Of the CPUs with AVX512_BF16, only Cooper Lake lacks it; there avx512 is faster anyway. */
 static bool has_bf16_and_vbmi(void) {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & 1u << 5 && __builtin_cpu_supports("avx512vbmi");
@@ -140,7 +140,7 @@ static ba_isa detect(void) {
 #endif
 #ifndef BA_NO_avx512_bf16
     if (multiplies_pairs_fast()) return BA_ISA_AVX512_BF16;
-    if (!refusal_note[0]) snprintf(refusal_note, sizeof refusal_note, "the CPU has avx512_bf16, but is faster without");
+    if (!refusal_note[0]) snprintf(refusal_note, sizeof refusal_note, "the CPU has avx512_bf16, but is faster without it");
 #endif
 #elif defined(__aarch64__) && !defined(BA_NO_neon)
     level = BA_ISA_NEON; /* every aarch64 CPU has it */
@@ -192,7 +192,7 @@ ba_isa ba_isa_detected(void) {
 }
 
 /* Where levels are emulated, amx has the kernels that prefetch into L2, and the levels below it have those that prefetch into L1, so that both are
- * checked. The levels of aarch64 have kernels that prefetch into L2 alone. */
+ * checked. The levels of aarch64 have only kernels that prefetch into L2. */
 bool ba_prefetches_reach_l2(ba_isa level) {
     pthread_once(&detection, detect_once);
 #ifdef __aarch64__
@@ -226,7 +226,7 @@ const char *ba_isa_note(void) {
     char *const note = thread->note;
     const size_t size = sizeof thread->note;
     const int cap = atomic_load(&cap_level);
-    if (environment_note[0] && cap == BA_ISA_COUNT - 1) return environment_note; /* unless ba_isa_set_cap() has replaced what it speaks of */
+    if (environment_note[0] && cap == BA_ISA_COUNT - 1) return environment_note; /* no later call of ba_isa_set_cap() has set a cap */
     if (cap < (int)detected)
         snprintf(note, size, "%s: capped below the CPU's %s by isa() or BLITZ_ATTN_ISA", level_names[cap], level_names[detected]);
     else if (cap < BA_ISA_COUNT - 1 && cap > (int)detected)

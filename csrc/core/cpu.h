@@ -1,4 +1,4 @@
-/* What kernels are chosen by beside the level. The functions on levels are in blitz_attn.h. */
+/* What decides, besides the level, which kernels are used. The functions for levels are in blitz_attn.h. */
 #ifndef BA_CORE_CPU_H
 #define BA_CORE_CPU_H
 

@@ -1,7 +1,7 @@
-/* How a thread computes with floating-point numbers: how it rounds, and whether subnormal numbers are taken for 0. Programs change that: threads of
- * JAX that call back flush subnormal numbers to 0, and so do programs that call torch.set_flush_denormal() or load code linked with -ffast-math. New
- * threads inherit the mode. The library computes in the usual mode whoever calls. Otherwise bits would depend on the caller, and kernels would lose
- * numbers of float16 and float8 that they convert by way of subnormal ones. So a function of the C API that computes with such numbers, or checks
+/* The float mode of a thread: how it rounds, and whether subnormal numbers count as 0. Programs change it: threads of JAX that call back flush
+ * subnormal numbers to 0, and so do programs that call torch.set_flush_denormal() or load code linked with -ffast-math. New threads inherit the mode.
+ * The library computes in the usual mode, whatever its caller's mode is. Otherwise bits would depend on the caller, and kernels would lose numbers of
+ * float16 and float8, which they convert by way of subnormal ones. So each function of the C API that computes with floating-point numbers, or checks
  * them, begins with BA_IN_USUAL_MODE, and so do the functions that bindings call in its place. */
 #ifndef BA_CORE_FLOAT_MODE_H
 #define BA_CORE_FLOAT_MODE_H
@@ -13,7 +13,7 @@
 
 typedef uint32_t ba_float_mode;
 #define BA_USUAL_FLOAT_MODE 0x1f80u /* MXCSR: rounds to nearest, keeps subnormal numbers, and no exception traps */
-#define BA_FLOAT_FLAGS 0x3fu        /* bits that say which exceptions there have been, which change no result */
+#define BA_FLOAT_FLAGS 0x3fu        /* bits that record past exceptions and change no result */
 
 static inline ba_float_mode ba_get_float_mode(void) { return __builtin_ia32_stmxcsr(); }
 static inline void ba_set_float_mode(ba_float_mode mode) { __builtin_ia32_ldmxcsr(mode); }
@@ -22,7 +22,7 @@ static inline void ba_set_float_mode(ba_float_mode mode) { __builtin_ia32_ldmxcs
 
 typedef uint64_t ba_float_mode;
 #define BA_USUAL_FLOAT_MODE 0u /* FPCR: the same */
-#define BA_FLOAT_FLAGS 0u      /* they are in another register */
+#define BA_FLOAT_FLAGS 0u      /* the flags are in another register */
 
 static inline ba_float_mode ba_get_float_mode(void) {
     uint64_t mode;
@@ -43,13 +43,13 @@ static inline void ba_set_float_mode(ba_float_mode mode) { (void)mode; }
 #endif
 
 typedef struct ba_mode_change {
-    ba_float_mode before, program; /* the register, and what the library knew of the program's mode (thread.h), as they were */
-    bool known;                    /* whether the library keeps anything of this thread */
+    ba_float_mode before, program; /* the register and ba_thread.program_mode, as they were before the change */
+    bool known;                    /* whether the thread has a ba_thread, and `program` therefore a value */
 } ba_mode_change;
 
 static inline bool ba_is_usual_mode(ba_float_mode mode) { return (mode & ~BA_FLOAT_FLAGS) == BA_USUAL_FLOAT_MODE; }
 
-/* The same where the mode is not the usual one. */
+/* What the two functions below do where the mode is not the usual one. */
 ba_mode_change ba_change_float_mode(ba_float_mode before);
 void ba_restore_float_mode(const ba_mode_change *change);
 
@@ -63,8 +63,8 @@ static inline void ba_leave_usual_mode(const ba_mode_change *change) {
     else if (ba_get_float_mode() != change->before) ba_set_float_mode(change->before);
 }
 
-/* The usual mode until the end of the block that this stands in, then the mode as it was, flags included. Where the mode is the usual one already,
- * this only reads it. */
+/* Sets the usual mode until the end of the enclosing block, and then restores the mode as it was, flags included. Where the mode is the usual one
+ * already, only flags that were raised meanwhile are restored. */
 #define BA_IN_USUAL_MODE const ba_mode_change ba_mode_change_here __attribute__((cleanup(ba_leave_usual_mode), unused)) = ba_enter_usual_mode()
 
 #endif

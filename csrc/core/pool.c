@@ -46,13 +46,13 @@ static _Atomic int64_t next_item;
 /* ---- Stopping a job ------------------------------------------------------------------------------------------- */
 
 #define POLL_NANOSECONDS 50000000
-/* Checks between which more time than this passes each read the clock; of others one in 16 does, because reading the clock costs more than reading
- * the flag. */
+/* Where more time than this lay between the last two readings of the clock, the next check reads it again. Else the 16th check from then does,
+ * because reading the clock costs more than reading the flag. */
 #define RARE_NANOSECONDS 1000000
 enum {
     CHECKS_PER_READ = 16,
-    CHECKS_IN_JOB = 2
-}; /* the second: the checks of a job until it reads the clock, of which the first is before any item */
+    CHECKS_IN_JOB = 2 /* a job reads the clock by its second check at the latest; the first one comes before any item */
+};
 
 /* The state of one job that can be stopped. It lies in the stack frame of the job's caller. All threads of the job read the flag; only the
  * caller polls. */
@@ -61,9 +61,9 @@ typedef struct ba_stopper {
     bool forked;         /* the poll function forked the process, and this is the child, where the job's workers do not exist */
 } ba_stopper;
 
-static int forks; /* times that this process and its ancestors were forked since the library was loaded */
+static int forks; /* how many forks lie between this process and the one that loaded the library */
 
-/* The clock that says when to poll: right to some milliseconds, in a quarter of the time that it takes to read the exact one. */
+/* The clock that says when to poll: accurate to a few milliseconds, and read in a quarter of the time that the exact clock takes. */
 #if defined(CLOCK_MONOTONIC_COARSE)
 #define POLL_CLOCK CLOCK_MONOTONIC_COARSE
 #else
@@ -85,8 +85,8 @@ ba_status ba_set_poll(ba_poll_fn fn, void *context) {
     return BA_OK;
 }
 
-/* Calls the poll function of the job's caller, which is this thread, if it is due, in the program's mode of floating-point numbers. That function may
- * run a handler of the program, which may call this library again or fork, so the thread's poll state and its arena are put aside meanwhile. */
+/* Calls the poll function of this thread, which is the job's caller, if a poll is due. The function runs in the program's float mode. It may run a
+ * handler of the program, which may call this library again or fork, so the thread's poll state and its arena are put aside meanwhile. */
 static void poll_if_due(ba_thread *thread, ba_stopper *job) {
     const int64_t time = now(POLL_CLOCK);
     thread->poll.checks = time - thread->poll.read > RARE_NANOSECONDS ? 1 : CHECKS_PER_READ;
@@ -210,7 +210,8 @@ static void reset_in_child(void) {
 }
 
 static pthread_once_t fork_handler = PTHREAD_ONCE_INIT;
-static bool children_are_reset; /* false where the system had no memory for the handler: then there are no workers, or a child would wait for them */
+/* False where the system had no memory for the handler: no workers are then started, since a child would wait for them. */
+static bool children_are_reset;
 static void register_fork_handler(void) { children_are_reset = pthread_atfork(NULL, NULL, reset_in_child) == 0; }
 
 /* Starts threads until there are `workers` workers, or until the system refuses one. Called with the lock held. */
@@ -246,7 +247,7 @@ static void wait_for_workers(ba_thread *thread) {
         }
         struct timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += POLL_NANOSECONDS / 4; /* of which one ends soon after the time of the next poll */
+        until.tv_nsec += POLL_NANOSECONDS / 4; /* waits so short that one of them ends soon after the next poll is due */
         until.tv_sec += until.tv_nsec / 1000000000;
         until.tv_nsec %= 1000000000;
         if (pthread_cond_timedwait(&pool.done, &pool.lock, &until) == 0) continue;
@@ -319,7 +320,7 @@ void ba_pause(int spins) {
 static pthread_once_t threads_default_found = PTHREAD_ONCE_INIT;
 static _Atomic int threads_set; /* 0: not set */
 static int threads_default = 1;
-static char threads_source[96] = ""; /* where threads_default comes from */
+static char threads_source[128] = ""; /* where threads_default comes from */
 
 /* The cgroup's CPU quota in CPUs, rounded and at least 1; 0 for no quota. Reads cgroup v2, then v1. */
 static int cgroup_cpus(void) {
@@ -356,9 +357,7 @@ static bool threads_from_environment(const char *name, const char **ignored) {
     return true;
 }
 
-static void find_threads_default(void) {
-    const char *ignored = NULL;
-    if (threads_from_environment("BLITZ_ATTN_NUM_THREADS", &ignored) || threads_from_environment("OMP_NUM_THREADS", &ignored)) return;
+static void threads_from_system(void) {
     int cpus = (int)sysconf(_SC_NPROCESSORS_ONLN);
     const char *source = "CPUs online";
 #if defined(__linux__)
@@ -374,8 +373,16 @@ static void find_threads_default(void) {
         source = "cgroup quota";
     }
     threads_default = (int)ba_max(1, ba_min(cpus, BA_MAX_THREADS));
-    if (!ignored) snprintf(threads_source, sizeof threads_source, "%s", source);
-    else snprintf(threads_source, sizeof threads_source, "%s; %s is no number from 1 to %d and is ignored", source, ignored, BA_MAX_THREADS);
+    snprintf(threads_source, sizeof threads_source, "%s", source);
+}
+
+static void find_threads_default(void) {
+    const char *ignored = NULL;
+    if (!threads_from_environment("BLITZ_ATTN_NUM_THREADS", &ignored) && !threads_from_environment("OMP_NUM_THREADS", &ignored))
+        threads_from_system();
+    const size_t used = strlen(threads_source);
+    if (ignored)
+        snprintf(threads_source + used, sizeof threads_source - used, "; %s is not a number from 1 to %d and is ignored", ignored, BA_MAX_THREADS);
 }
 
 int ba_get_num_threads(void) {
@@ -390,7 +397,8 @@ const char *ba_num_threads_source(void) {
 }
 
 ba_status ba_set_num_threads(int num_threads) {
-    if (num_threads < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("num_threads") ": expected at least 0, which is the default, got %d", num_threads);
+    if (num_threads < 0)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("num_threads") ": expected at least 0, where 0 means the default, got %d", num_threads);
     if (num_threads > BA_MAX_THREADS)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("num_threads") ": expected at most %d, got %d", BA_MAX_THREADS, num_threads);
     atomic_store(&threads_set, num_threads);

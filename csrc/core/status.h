@@ -4,8 +4,8 @@
 
 #include "blitz_attn.h"
 
-/* Marks the name of an argument where a sentence is written: callers whose arguments have other names put these in its place. `name` is a string
- * literal, which may be "%s". Two control characters stand around it, which sentences do not have otherwise. */
+/* Marks the name of an argument in a sentence, so that a caller whose argument has another name can put that in its place. `name` is a string
+ * literal, which may be "%s". The marks are two control characters, which sentences do not contain otherwise. */
 #define BA_ARG(name) "\001" name "\002"
 enum { BA_ARG_BEGIN = 1, BA_ARG_END = 2 };
 

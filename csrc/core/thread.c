@@ -42,7 +42,7 @@ ba_thread *ba_thread_make(void) {
     if (made) made->program_mode = BA_USUAL_FLOAT_MODE;
     if (made && ba_thread_adopt(made) && ba_thread_is_freed()) return made;
     free(made);
-    return ba_thread_find(); /* there is one where there is no key */
+    return ba_thread_find(); /* without_key where there is no key, else NULL */
 }
 
 bool ba_thread_is_freed(void) { return atomic_load_explicit(&found, memory_order_relaxed) == HAS_KEY; }

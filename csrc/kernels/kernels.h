@@ -36,8 +36,8 @@
  *     set          the queries that a few or a routed kernel computes together: as many as the registers hold sums for
  *     state        m, l and o of a query: the reference, the sum of weights, and the sum of weighted values
  *     reference    m: what is subtracted from a query's scores, so that its weights neither overflow nor all vanish
- *     weight       exp2(score - m): what a value is multiplied with
- *     slope        scale * dS: what a row of Q or K is multiplied with in gradients. (The slopes of a bias are those of alibi_slopes.)
+ *     weight       exp2(score - m): what a value is multiplied by
+ *     slope        scale * dS: what a row of Q or K is multiplied by in gradients. (The slopes of a bias are those of alibi_slopes.)
  *     bounds       lo and hi of a query: it sees the keys from lo to hi - 1
  *     bias         what attn_mask and alibi_slopes add to scores, one number for each query and key; -inf hides the key
  *
@@ -86,7 +86,7 @@ enum {
     BA_CUT_KEYS = 256,        /* a chunk of a family with has_cuts may be cut at a multiple of this many keys; has_cuts says which bits change */
     BA_PACK_PAD = 16,         /* packed rows have room up to a multiple of this many elements */
     BA_ALIGN = 64,            /* bytes: panels, accumulators and scratch start at a multiple of this */
-    BA_PAGE = 4096,           /* bytes: places that lie a multiple of this apart compete for the same lines of the first-level cache */
+    BA_PAGE = 4096,           /* bytes: addresses that lie a multiple of this apart compete for the same lines of the first-level cache */
     BA_FLOAT_DTYPES = 4,      /* BA_FLOAT32 .. BA_FLOAT64 */
 };
 
@@ -100,7 +100,7 @@ typedef struct ba_panel {
     bool fresh;        /* o is undefined instead of 0, since the panel has attended nothing: see takes_fresh. The caller clears this after the call */
     void *m;           /* real [lanes], in log2 units: the reference of the weights; initially minus the largest finite number */
     void *l;           /* real [lanes], initially 0 */
-    const int32_t *lo; /* NULL: every lane sees every key of the chunk, but for its bias. Otherwise a lane sees key j where lo <= key_index[j] < hi */
+    const int32_t *lo; /* NULL: bounds hide no key of the chunk from any lane. Otherwise a lane sees key j only where lo <= key_index[j] < hi */
     const int32_t *hi;
 } ba_panel;
 
@@ -137,7 +137,7 @@ typedef struct ba_chunk {
     const int32_t *key_index;                      /* [keys], rising; read only where the panel has lo and hi */
     const float *k_scale;                          /* few: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
     const float *v_scale;                          /* the same for V */
-    double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores with it */
+    double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores by it */
     double softcap; /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
     ba_bias bias;   /* panel, few */
     void *scratch;  /* keys * scratch_per_key bytes, of any content */
@@ -172,7 +172,7 @@ typedef BA_FILL_BIAS((*ba_fill_bias_fn));
 typedef BA_PACK_QUERIES((*ba_pack_queries_fn));
 
 /* Packs rows of K or V into the format that attend reads. Writes to `packed`, of round_up(keys, key_pad) * round_up(dim, dim_pad) * pack_bytes bytes,
- * and sets packed_rows[0 .. keys-1] to the pointers that attend is to be given. Row j is multiplied with scales[j] (NULL: with 1); only packing into
+ * and sets packed_rows[0 .. keys-1] to the pointers that attend is to be given. Row j is multiplied by scales[j] (NULL: by 1); only packing into
  * reals takes scales. */
 #define BA_PACK_ROWS(name) void name(void *packed, const void **packed_rows, const void *const *rows, const float *scales, int64_t keys, int64_t dim)
 typedef BA_PACK_ROWS((*ba_pack_rows_fn));
@@ -202,13 +202,13 @@ typedef struct ba_pack_kernels {
 
 /* The fused kernel: adds the scores, softmax and values of one chunk to the state of one panel.
  * A lane's result depends only on its own query, the keys that it sees, and where the chunk begins. Keys that a lane does not see add exactly
- * nothing, even where their rows or scales hold NaN or infinity. The sign of a zero in o is not defined, and finish writes each zero as +0; nor is
- * that of a NaN, where a family flushes small numbers to zero. */
+ * nothing, even where their rows or scales hold NaN or infinity. The sign of a zero in o is not defined, and finish writes each zero as +0. Where a
+ * family flushes small numbers to zero, the sign of a NaN is not defined either. */
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
 /* The same for n different panels of one width, panel i with chunk i, with the same bits. A family has this kernel where it can overlap the work of
- * consecutive panels. The chunks agree in everything but keys, rows, scales (which all have, or none) and the rows that will be used next. */
+ * consecutive panels. The chunks differ only in keys, rows, scales (which all chunks have, or none) and the rows that will be used next. */
 #define BA_ATTEND_MANY(name) void name(const ba_panel *panels, const ba_chunk *chunks, int64_t n)
 typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 
@@ -228,9 +228,9 @@ typedef BA_VALUES((*ba_values_fn));
 #define BA_ADD_PROBABILITIES(name) void name(const ba_panel *panel, const ba_chunk *chunk, float *sums)
 typedef BA_ADD_PROBABILITIES((*ba_add_probabilities_fn));
 
-/* What softmax does, with the weights added up by blocks of keys instead of kept. The chunk begins `begun` keys after the beginning of a block;
- * where begun is not 0, sums[0] holds the block's sum so far, which is multiplied with alpha and continued. The panel is wide. With block 1, sums
- * may be the chunk's scratch. */
+/* The same as softmax, except that weights are not kept, but added up by blocks of keys. The chunk begins `begun` keys after the beginning of a
+ * block; where begun is not 0, sums[0] holds the block's sum so far, which is multiplied by alpha and continued. The panel is wide. With block 1,
+ * sums may be the chunk's scratch. */
 typedef struct ba_block_sums {
     void *sums; /* real [block][lanes] */
     int64_t block, begun;
@@ -247,7 +247,7 @@ typedef struct ba_panel_kernels {
     ba_attend_fn attend[BA_PANEL_WIDTHS];
     ba_attend_many_fn attend_many[BA_PANEL_WIDTHS]; /* NULL: the family gains nothing by it */
     ba_scores_fn scores[BA_PANEL_WIDTHS];           /* NULL, like all that follow, where a family has the fused kernel only */
-    ba_sum_blocks_fn sum_blocks;                    /* where there is scores */
+    ba_sum_blocks_fn sum_blocks;                    /* NULL where scores is */
     ba_weigh_heads_fn weigh_heads;                  /* likewise */
     ba_softmax_fn softmax[BA_PANEL_WIDTHS];         /* NULL, like values, where weights are kept in another format */
     ba_values_fn values[BA_PANEL_WIDTHS];
@@ -312,7 +312,7 @@ typedef struct ba_choice {
     int32_t init[BA_CHOOSE_LIST_ROWS], local_lo[BA_CHOOSE_LIST_ROWS], local_hi[BA_CHOOSE_LIST_ROWS];
     int32_t hi[BA_CHOOSE_LIST_ROWS];      /* no block from this one on; 0 for list rows that do not exist */
     void *keys;                           /* scratch: real [blocks][BA_CHOOSE_LIST_ROWS] */
-    int32_t *lists;                       /* [BA_CHOOSE_LIST_ROWS][width + 1]: set to the chosen blocks in rising order, with one place to spare */
+    int32_t *lists;                       /* [BA_CHOOSE_LIST_ROWS][width + 1]: set to the chosen blocks in rising order, with one entry to spare */
     int32_t lengths[BA_CHOOSE_LIST_ROWS]; /* set to the number of chosen blocks */
 } ba_choice;
 
@@ -330,7 +330,7 @@ typedef struct ba_routed_kernels {
  *
  *     dS^T = P^T (V dO^T - delta)    dQ^T += K^T dS^T    dV += P^T dO    dK += dS^T Q
  *
- * where the elements of dS are multiplied with the derivatives of their scores' softcap, if there is one. What is added to a score after the softcap
+ * where the elements of dS are multiplied by the derivatives of their scores' softcap, if there is one. What is added to a score after the softcap
  * has the gradient dS without that factor.
  * The first two belong to a panel, as in attend; the other two to a query tile, whose panels stand one after the other. */
 typedef struct ba_gradient_panel {
@@ -344,7 +344,7 @@ typedef struct ba_gradient_panel {
 } ba_gradient_panel;
 
 /* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T. Promises what
- * attend promises. There are no scales. Where dq is NULL, slopes are those of the bias: not multiplied with the derivative of the softcap. */
+ * attend promises. There are no scales. Where dq is NULL, slopes are those of the bias: not multiplied by the derivative of the softcap. */
 #define BA_GRADIENT(name) void name(const ba_gradient_panel *panel, const ba_chunk *chunk, void *weights, void *slopes)
 typedef BA_GRADIENT((*ba_gradient_fn));
 
@@ -359,7 +359,7 @@ typedef struct ba_weights {
     const void *data;   /* real [keys][width] */
     int64_t width;      /* lanes of the panel */
     int64_t lanes;      /* lanes in use */
-    int64_t begin, end; /* keys outside have no weight. Inside [0, keys) their weights are 0, but where begin == end they are never read */
+    int64_t begin, end; /* keys outside [begin, end) have no weight: their weights are 0 or, where begin == end, never read */
 } ba_weights;
 
 typedef struct ba_add_rows {
@@ -392,7 +392,7 @@ enum { BA_MOST_TILE_PANELS = 32 };
 typedef struct ba_gradient_tile {
     const ba_tile_panel *panel; /* [panels] */
     int64_t panels;
-    double scale;                          /* as given to pack_queries for dout: a family whose packed rows do not carry it multiplies with it */
+    double scale;                          /* as given to pack_queries for dout: a family whose packed rows do not carry it multiplies by it */
     const void *const *k_columns;          /* [keys]: K packed by pack->values; the chunk's k_rows and v_rows are packed by pack->keys */
     void *weights, *slopes;                /* of panels * lanes[0] * round_up(keys, key_pad) * pack_bytes bytes each */
     bool finite_q, finite_dout;            /* add_tile only: whether pack_tile has returned true for all panels */
@@ -443,12 +443,12 @@ typedef struct ba_attend_family {
     int64_t o_block;   /* o and dq stand in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
                           [dim][lane] as a whole */
     bool takes_fresh;  /* attend may be given fresh panels: it sets their o instead of adding to it */
-    bool takes_scales; /* attend and scores read the scales of a chunk: scores are multiplied with those of K, weights with those of V. So such a
+    bool takes_scales; /* attend and scores read the scales of a chunk: scores are multiplied by those of K, weights by those of V. So such a
                           family, which is one of bfloat16, may be given rows of a quantised cache that `widen` has made rows of bfloat16 */
     bool joins_tiles;  /* add_tile starts from the sums in memory and adds one panel after another. So several query tiles may be given to it, and
                           to gradient_tile, as one: no bit changes */
     bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. A group takes key_pad packed rows' bytes, groups follow
-                          each other, and attend reads no pointer of a group but that of its first key */
+                          each other, and of a group's pointers attend reads only that of the first key */
     int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */
     bool has_cuts;     /* cutting a chunk at multiples of BA_CUT_KEYS changes no lane's bits, except those of weights below real's normal range */
 } ba_attend_family;
@@ -545,7 +545,7 @@ const ba_kernels *ba_kernels_at(ba_isa level);
 /* The table of the level in use. Another thread may change the level at any time, so a call reads it once: by this function or by ba_isa_active(). */
 const ba_kernels *ba_kernels_active(void);
 
-/* ---- Numbers that tune speed (tuning.c has a block for each level) ------------------------------------------------------ */
+/* ---- Numbers that tune speed (tuning.c has a column for each level) ----------------------------------------------------- */
 
 /* How a few kernel prefetches the rows that it reads later. It changes no bit of a result. */
 typedef struct ba_prefetch_tuning {
@@ -594,7 +594,7 @@ typedef struct ba_tuning {
     ba_few_tuning tile_few;               /* few calls that run on tiles, where the level has them; keys 0: as `few` */
 } ba_tuning;
 
-/* The block of a level. A family is tuned by that of its own level, also where a higher level uses it; few calls by that of the level in use. */
+/* The numbers of a level. A family is tuned by those of its own level, also where a higher level uses it; few calls by those of the level in use. */
 const ba_tuning *ba_tuning_at(ba_isa level);
 
 #endif

@@ -2,7 +2,7 @@
  * the loads behind it, and a pause would leave memory idle. So a few kernel prefetches a line or a few at every step of its work, in the order in
  * which the rows lie.
  *
- * A core drops a prefetch when all its places for outstanding misses are taken, as they are where memory is the bottleneck. The load that finds no
+ * A core drops a prefetch when all its buffers for outstanding misses are taken, as they are where memory is the bottleneck. The load that finds no
  * data then holds up the sums that wait for it until the core can issue no further loads. So a second and a third pass over the same lines follow,
  * nearer to the use. Where an earlier pass has brought the line, they cost one instruction. */
 #ifndef BA_PREFETCH_H

@@ -77,7 +77,7 @@ static bool is_full_size(const unsigned char *config) {
     return memcmp(config, expected, sizeof expected) == 0;
 }
 
-/* Carries out the instruction at `code`. Returns its length; 0: it is none that tile.h has. */
+/* Carries out the instruction at `code`. Returns its length; 0: tile.h does not have this instruction. */
 static int carry_out(const ucontext_t *context, const unsigned char *code) {
     if (code[0] != VEX3 || (code[1] & 0x1f) != MAP_0F38 || code[2] & 0x84) return 0; /* W and L are 0 */
     const int prefix = code[2] & 3, opcode = code[3], extra = code[2] >> 3 & 15;

@@ -20,14 +20,14 @@
  *     few.keys, few.bytes        where prefetches run one chunk ahead, L2 holds both chunks
  *     distances                  as many bytes as a core has outstanding, and some more
  *     followed_*                 where all heads of a token lie side by side, their rows are one stream, which hardware prefetchers follow;
- * prefetches then pay only for so many queries that arithmetic takes as long as reading */
+ *                                prefetches then pay only for so many queries that arithmetic takes as long as reading */
 enum { KIB = 1 << 10, MIB = 1 << 20 };
 #define ALL INT64_MAX
 
 /* neon and neon_bf16 are not timed yet. avx512_bf16 has own_few_queries because its panels of bfloat16 multiply pairs, and are faster than others.
  * amx has no few_least_heads for int8 because tiles were not faster than vectors there. tile_few was found on a model of the tile unit, and not swept
  * on tiles (docs/notes/decode_xeon.rst): prefetches fall behind while scores are made, which read half of the bytes in a third of the time. The
- * distance covers that, too. */
+ * distance is long enough for that, too. */
 /* clang-format off */
 #define NUMBERS(N) \
     /*name                             portable   neon       neon_bf16  avx2      avx512     avx512_bf16  amx */ \

@@ -35,7 +35,7 @@ typedef struct ba_work_tuning {
         int64_t single_chunk_rows; /* the same where the kernel for few queries scores one head after the other */
         int64_t ahead_bytes;       /* prefetched ahead of the row that is scored, where heads read a row together */
         int64_t ahead_rows;        /* the same in rows, at most */
-        int64_t insertion_keys;    /* so many keys are sorted by insertion */
+        int64_t insertion_keys;    /* up to so many keys are sorted by insertion */
         double small_products;     /* multiply-adds: selection uses one thread below this */
     } quest;
 
@@ -43,7 +43,7 @@ typedef struct ba_work_tuning {
     struct {
         int64_t pooled_keys;  /* pooled keys per item of the job that makes them */
         int64_t ahead_tokens; /* tokens that are prefetched before they are pooled, at least */
-        int64_t bands;        /* per thread: bands at least, where several panels make a band */
+        int64_t bands;        /* per thread: where there are fewer bands, fewer panels make a band */
         int64_t pooled_bytes; /* the pooled keys of so many KV heads are in memory at a time, but of one at least */
         int64_t bucket_keys;  /* a block row with more blocks than this is sorted with buckets */
         int64_t moves;        /* per block of a block row: where sorting takes more moves, it is done by bytes */

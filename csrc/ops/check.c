@@ -131,7 +131,7 @@ ba_status ba_check_places(const char *name, const ba_tensor *t) {
 
 ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch, int64_t tokens, int64_t *longest) {
     if (!cu)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected cumulative lengths (B + 1,) from 0 to %" PRId64 " for layout TND, got none", name,
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected cumulative lengths (B + 1,) from 0 to %" PRId64 " with packed arrays, got none", name,
                        tokens);
     if (batch < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected at least one number, got none", name);
     if (cu[0] != 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected 0 at [0], got %" PRId64, name, cu[0]);
@@ -180,7 +180,8 @@ ba_status ba_check_softcap(ba_dtype q_dtype, double softcap) {
 
 ba_status ba_check_threads(int num_threads) {
     if (num_threads >= 0 && num_threads <= BA_MAX_THREADS) return BA_OK;
-    return ba_fail(BA_ERROR_VALUE, BA_ARG("num_threads") ": expected 1 to %d, got %d", BA_MAX_THREADS, num_threads);
+    const char *or_default = num_threads < 0 ? ", or 0 for the default" : ""; /* Python, which refuses 0, passes no negative number */
+    return ba_fail(BA_ERROR_VALUE, BA_ARG("num_threads") ": expected 1 to %d%s, got %d", BA_MAX_THREADS, or_default, num_threads);
 }
 
 ba_status ba_check_begins(const int64_t *q_begin, int64_t batch) {

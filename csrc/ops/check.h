@@ -29,15 +29,15 @@ ba_text ba_number_text(double number, ba_dtype dtype);
  * and its span are below 2^63 bytes, so that no later product of dims and strides overflows. */
 ba_status ba_check_extent(const char *name, const ba_tensor *t);
 
-/* Checks that the dtype is one of floats; for a cache, that it is one of floats or quantised. */
+/* Check that the dtype is a float dtype; for a cache, a float dtype or a quantised one. */
 ba_status ba_check_float(const char *name, const ba_tensor *t);
 ba_status ba_check_cache_dtype(const char *name, const ba_tensor *t);
 
 /* Checks that the last axis, which must exist, is contiguous. */
 ba_status ba_check_last_axis(const char *name, const ba_tensor *t);
 
-/* The stride of an axis, in elements. 0 where the axis has no second place: the stride may then be any number, and drivers must not compute
- * with it. */
+/* The stride of an axis, in elements. 0 where the axis has length 1 or the array is empty: the stride may then be any number, and drivers must not
+ * compute with it. */
 static inline int64_t ba_step(const ba_tensor *t, int axis) {
     bool empty = false;
     for (int i = 0; i < t->ndim; i++) empty |= t->dims[i] == 0;
@@ -48,7 +48,7 @@ static inline void ba_drop_unused_strides(ba_tensor *t) {
     for (int i = 0; i < t->ndim; i++) t->strides[i] = ba_step(t, i);
 }
 
-/* The same array, of at most four axes, with four: missing ones are put first, with length 1. */
+/* An array of at most four axes as one of four: missing axes are put in front, with length 1. */
 static inline ba_tensor ba_four_axes(const ba_tensor *t) {
     ba_tensor four = {.data = t->data, .dtype = t->dtype, .ndim = BA_MAX_DIMS, .dims = {1, 1, 1, 1}};
     for (int i = 0; i < t->ndim; i++) {
@@ -76,8 +76,8 @@ ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch
 /* Checks the numbers of valid tokens of `batch` entries, which have room for `limit` tokens each; NULL: there are none. */
 ba_status ba_check_lengths(const char *name, const int64_t *lens, int64_t batch, int64_t limit);
 
-/* Check the scale and the softcap (0: none) of a call with such queries. Sums are made in float, or for float64 in double: neither number may
- * overflow there, nor may the reciprocal of the cap. *taken becomes the scale, or where that is NaN the default of the head dim. */
+/* Check the scale and the softcap (0: none) of a call whose queries have this dtype. Sums are made in float, or for float64 in double: neither number
+ * may overflow there, nor may the reciprocal of the cap. *taken becomes the scale, or where that is NaN the default of the head dim. */
 ba_status ba_take_scale(ba_dtype q_dtype, int64_t head_dim, double scale, double *taken);
 ba_status ba_check_softcap(ba_dtype q_dtype, double softcap);
 
@@ -87,12 +87,12 @@ ba_status ba_check_threads(int num_threads);
 /* Checks the token numbers of the queries of `batch` sequences; NULL: there are none. */
 ba_status ba_check_begins(const int64_t *q_begin, int64_t batch);
 
-/* Checks the kv_ranges of a call, (batch or 1, queries, 2) or (queries, 2), with batch -1 the latter alone, and makes `ranges`, (batch, queries, 2),
- * of them; nothing where none are given. Their numbers may be any. */
+/* Checks the kv_ranges of a call, (batch or 1, queries, 2) or (queries, 2), with batch -1 the latter alone. Makes `ranges`, (batch, queries, 2), from
+ * them, or leaves it as it is where none are given. The entries may be any numbers. */
 ba_status ba_check_kv_ranges(const ba_tensor *t, int64_t batch, int64_t queries, ba_tensor *ranges);
 
-/* Checks the attn_mask of a call, (batch or 1, heads or 1, queries or 1, keys or 1) or the last of these axes, and makes `mask` of it, which has all
- * four, and whose strides are 0 where there is one place for all; nothing where none is given. `longer`: the last two axes may be longer. */
+/* Checks the attn_mask of a call, (batch or 1, heads or 1, queries or 1, keys or 1) or the last of these axes. Makes `mask` from it, with all four
+ * axes and stride 0 where an axis has length 1, or leaves it as it is where none is given. `longer`: the last two axes may be longer. */
 ba_status ba_check_attn_mask(const ba_tensor *t, const int64_t sizes[4], bool longer, ba_tensor *mask);
 
 #endif

@@ -24,7 +24,7 @@ ba_select_tokens_args ba_select_tokens_args_init(void) { return (ba_select_token
 
 double ba_default_scale(int64_t head_dim) {
     BA_IN_USUAL_MODE;
-    const volatile double dim = (double)head_dim; /* volatile: or the compiler may compute before the mode changes, or after it is back */
+    const volatile double dim = (double)head_dim; /* volatile keeps the compiler from computing before the mode changes, or after it is restored */
     const volatile double scale = head_dim > 0 ? 1 / sqrt(dim) : 1;
     return scale;
 }

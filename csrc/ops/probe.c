@@ -15,7 +15,7 @@ typedef struct probe {
     ba_probe_flops_fn flops;
     double seconds;
     int64_t bytes;       /* bytes that each thread reads; 0: multiply-adds are measured, not reads */
-    float *own_memory;   /* `bytes` per thread, one thread's after the other's, written by the thread that reads them. NULL: the caller's is read */
+    float *own_memory;   /* `bytes` per thread, one thread's after the other's, written by the thread that reads them. NULL: `data` is the caller's */
     const char *data;    /* own_memory, or the caller's memory; NULL where multiply-adds are measured */
     _Atomic int arrived; /* threads that are ready to measure */
     int threads;
@@ -43,8 +43,8 @@ static void run_probe(void *context, int64_t item, int worker) {
         p->own_memory[item * floats + i] = (float)(seed >> 8) * 0x1p-24f;
     }
     const char *data = p->data ? p->data + item * p->bytes : NULL;
-    /* All threads must measure at the same time, or they would not share the load. Each waits until all have arrived, but no longer than a
-     * second: where the pool has fewer threads than items, they never all arrive. */
+    /* All threads must measure at the same time, because a thread that measures alone has the machine to itself. Each waits until all have arrived,
+     * but no longer than a second: where the pool has fewer threads than items, they never all arrive. */
     atomic_fetch_add(&p->arrived, 1);
     const double deadline = now() + 1;
     while (atomic_load(&p->arrived) < p->threads && now() < deadline) {

@@ -5,8 +5,8 @@
 #include "blitz_attn.h"
 #include "core/common.h"
 
-/* The most tokens of a sequence, and the largest token number of its first query: places, and the distance between any two of them, then fit int32_t,
- * which kernels are given. */
+/* The most tokens of a sequence, and the largest token number of its first query: positions, and the distance between any two of them, then fit into
+ * the int32_t that kernels take. */
 enum { BA_MOST_TOKENS = INT32_MAX / 2 };
 
 /* A (batch, head, token, dim) view of an array of any layout. Strides count elements; the dim axis is contiguous. */
@@ -18,11 +18,11 @@ typedef struct ba_view {
 /* A batch entry of a paged call with kv_split (attend_kv_split.c): a slice of a request's queries, and one KV split of its tokens. The split counts
  * as a sequence of its own: `kv_lens`, `first_page` and `q_begin` of the problem are those of the split, whose first token is its token 0. */
 typedef struct ba_kv_split {
-    int64_t request;        /* its number among the rows of attn_mask and of the lists */
-    int64_t first_query;    /* the number of its first query among those of the request */
-    int64_t result_row;     /* of that query in out and lse */
+    int64_t request;        /* the request's index on the batch axes of attn_mask and of the lists */
+    int64_t first_query;    /* the number of the slice's first query among those of the request */
+    int64_t result_row;     /* the row of that query in out and lse */
     int64_t first_key;      /* the token of the request with which the split begins */
-    const uint64_t *listed; /* bitmaps of all pages of the request, of one head of the lists after the other; NULL: no lists */
+    const uint64_t *listed; /* one bitmap over all pages of the request for each head of the lists, one after the other; NULL: no lists */
     int64_t listed_words;   /* of each bitmap */
 } ba_kv_split;
 
@@ -48,16 +48,16 @@ typedef struct ba_problem {
     const int64_t *cu_q, *q_ends; /* NULL: queries have a batch axis. Else the rows of q with which the queries of each sequence begin and end */
     bool causal;
     int64_t window_left, window_right; /* -1: no bound */
-    const int64_t *q_begin;            /* NULL: the queries are the last tokens of their sequences. Else the token number of each one's query 0 */
-    const int64_t *q_total;            /* NULL, or how many queries there are where these are a slice: kernels are chosen as for so many */
-    ba_tensor kv_ranges;               /* data NULL: none. Else (batch, queries, 2); see ba_visible_keys() */
-    ba_tensor attn_mask;               /* data NULL: none. Else (batch, heads, queries, keys), with stride 0 where an axis has one place for all */
-    const float *alibi_slopes;         /* NULL: none. Else [heads] */
-    int64_t key_stride, key_last;      /* 0: a key is a token. Else, where causal, a query sees key j from token j * key_stride + key_last on */
-    bool listed;                       /* `blocks` holds lists. false: every block is attended */
-    bool routed;                       /* lists are of single queries or small tiles: routed kernels attend list rows of few queries */
-    const char *list_name;             /* the name of the argument that holds the lists, for sentences */
-    ba_tensor blocks;                  /* (batch or 1, heads or kv_heads or 1, rows, entries) */
+    const int64_t *q_begin;       /* NULL: the queries are the last tokens of their sequences. Else the token number of each sequence's query 0 */
+    const int64_t *q_total;       /* NULL, or the number of queries that each sequence's are a slice of: kernels are chosen as for so many */
+    ba_tensor kv_ranges;          /* data NULL: none. Else (batch, queries, 2); see ba_visible_keys() */
+    ba_tensor attn_mask;          /* data NULL: none. Else (batch, heads, queries, keys), with stride 0 where an axis has length 1 */
+    const float *alibi_slopes;    /* NULL: none. Else [heads] */
+    int64_t key_stride, key_last; /* 0: a key is a token. Else, where causal, a query sees key j from token j * key_stride + key_last on */
+    bool listed;                  /* `blocks` holds lists. false: every block is attended */
+    bool routed;                  /* lists are of single queries or small tiles: routed kernels attend list rows of few queries */
+    const char *list_name;        /* the name of the argument that holds the lists, for sentences */
+    ba_tensor blocks;             /* (batch or 1, heads or kv_heads or 1, rows, entries) */
     int64_t block_q, block_kv;
     int64_t block_rows, block_columns; /* blocks of queries and of keys in a sequence of q_len queries and kv_len keys */
     const int64_t *block_counts;       /* NULL: a list row ends at its first pad. Else [batch][head axis of blocks]: how many entries are in use */
@@ -105,8 +105,8 @@ static inline int64_t ba_deciding_tokens(const ba_problem *p, int64_t batch) {
     return p->q_total && valid ? p->q_total[batch] : valid;
 }
 
-/* An entry of an index list, `offset` elements from its first. 65535 of uint16 gives -1. Negative entries are pads; in lists of pages only -1 is one,
- * and other negative entries are errors (ba_list_to_bitmap). */
+/* The entry at `offset` elements in an array of lists. 65535 of uint16 becomes -1. Negative entries are pads; in lists of pages only -1 is a pad, and
+ * other negative entries are errors (ba_list_to_bitmap). */
 static inline int64_t ba_list_entry(const ba_tensor *blocks, int64_t offset) {
     switch (blocks->dtype) {
     case BA_UINT16: {
@@ -124,13 +124,13 @@ typedef struct ba_range {
     int64_t lo, hi;
 } ba_range;
 
-/* The place of a query among the keys of its sequence. */
+/* The position of a query among the keys of its sequence. */
 static inline int64_t ba_diagonal(const ba_problem *p, int64_t batch, int64_t query) {
     const int64_t q_valid = ba_q_span(p, batch).valid, kv_valid = ba_kv_span(p, batch).valid;
     return query + (p->q_begin ? p->q_begin[batch] : kv_valid - q_valid);
 }
 
-/* The keys that the place of a query lets it see: [0, 0) where there are none. From one query to the next, neither end falls, except
+/* The keys that a query sees by its position, kv_ranges aside: [0, 0) where there are none. From one query to the next, neither end falls, except
  * to [0, 0). */
 static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int64_t query) {
     const int64_t q_valid = ba_q_span(p, batch).valid, kv_valid = ba_kv_span(p, batch).valid, diagonal = ba_diagonal(p, batch, query);
@@ -143,16 +143,16 @@ static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int6
     return range;
 }
 
-/* One end of a query's range in kv_ranges: 0 for its first key, 1 for the place after the last one. The problem must have kv_ranges. */
+/* One end of a query's range in kv_ranges: 0 for its first key, 1 for the key after its last one. The problem must have kv_ranges. */
 static inline int64_t ba_range_end(const ba_problem *p, int64_t batch, int64_t query, int end) {
     const int64_t *step = p->kv_ranges.strides, row = ba_q_span(p, batch).begin + query;
     if (!p->kv_splits) return ba_list_entry(&p->kv_ranges, batch * step[0] + row * step[1] + end * step[2]);
-    /* Ends are clamped first: beyond the tokens all mean the same, and the difference then fits. */
+    /* Ends are clamped first: all ends beyond the tokens mean the same, and the difference then does not overflow. */
     const int64_t token = ba_list_entry(&p->kv_ranges, row * step[1] + end * step[2]);
     return ba_max(-1, ba_min(token, INT32_MAX)) - p->kv_splits[batch].first_key;
 }
 
-/* The keys that a query sees by all token rules, likewise. The ends of kv_ranges may rise and fall. */
+/* The keys that a query sees by its position and by kv_ranges: [0, 0) where there are none. With kv_ranges, ends may rise and fall. */
 static inline ba_range ba_visible_keys(const ba_problem *p, int64_t batch, int64_t query) {
     ba_range range = ba_keys_in_place(p, batch, query);
     if (!p->kv_ranges.data) return range;
@@ -169,7 +169,7 @@ static inline int64_t ba_list_batch(const ba_problem *p, int64_t batch) { return
 /* The index of a sequence's block row on the lists' axis of rows. */
 static inline int64_t ba_list_row(const ba_problem *p, int64_t batch, int64_t row) { return p->cu_rows ? p->cu_rows[batch] + row : row; }
 
-/* The sequence that holds place `at` where sequence n begins at begin[n] and the last one ends at begin[sequences]. Some may be empty. */
+/* The sequence that holds row, item or panel `at`: sequence n begins at begin[n], the last one ends at begin[sequences], and some may be empty. */
 static inline int64_t ba_sequence_at(const int64_t *begin, int64_t sequences, int64_t at) {
     int64_t low = 0, end = sequences; /* begin[low] <= at < begin[end] */
     while (end - low > 1) {

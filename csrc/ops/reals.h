@@ -14,7 +14,7 @@ static inline void ba_set_real(void *data, int64_t at, double value, int64_t rea
     else ((double *)data)[at] = value;
 }
 
-/* What m is before a query has seen a key, minus the largest finite number, so that differences of two m are never NaN. */
+/* The m of a query that has seen no key yet: minus the largest finite number, so that differences of two m are never NaN. */
 static inline double ba_initial_m(int64_t real_size) { return real_size == 4 ? -0x1.fffffep127 : -0x1.fffffffffffffp1023; }
 
 #endif

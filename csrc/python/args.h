@@ -1,8 +1,8 @@
-/* Reading Python arguments. Apart from arrays.c, which holds arrays, other files examine an object of the caller themselves only where it is None, a
- * tuple, a capsule or a probe's memory.
+/* Reading Python arguments. Except for arrays.c, which holds arrays, other files examine an object of the caller only where it is None, a tuple, a
+ * capsule or a probe's memory.
  *
- * Every arg_* function that returns int returns 0 on success. On failure it returns -1 with an exception set, see sentences.h; arg_sort() words its
- * own as Python does. `name` is the argument's name. */
+ * Every arg_* function that returns int returns 0 on success. On failure it returns -1 with an exception set, see sentences.h; the exceptions of
+ * arg_sort() are worded like Python's own. `name` is the argument's name. */
 #ifndef BA_PYTHON_ARGS_H
 #define BA_PYTHON_ARGS_H
 
@@ -13,8 +13,8 @@
 /* What else the table says of an argument. */
 enum {
     ARG_OPTIONAL = 1,       /* None: not given, and the library's arguments stay as they are */
-    ARG_DIFFERENTIABLE = 2, /* results have gradients in it */
-    ARG_WRITTEN = 4,        /* an array that is written: it shares no memory with any other array, but see below */
+    ARG_DIFFERENTIABLE = 2, /* results have gradients with respect to it */
+    ARG_WRITTEN = 4,        /* an array that is written: it shares no memory with any other array, except as the next two allow */
     ARG_POOL = 8,           /* an array of pages or their scales: it may share memory with others of this kind, such as K and V of one cache */
     ARG_SUMMARISED = 16,    /* an array of pages in layout NHD: arrays that are written may be the same array, other pages of which they fill */
     ARG_NAMED = 32,         /* an array whose dtype must be the one that the argument of ARG_DTYPE (caches: of ARG_KV_DTYPE) names */
@@ -51,7 +51,7 @@ int arg_int64(PyObject *object, const char *name, int64_t *value);
 int arg_tokens_before(PyObject *object, const char *name, int64_t *value); /* a window of paged calls */
 int arg_pair(PyObject *object, const char *name, int64_t value[2]);
 int arg_double(PyObject *object, const char *name, double *value);
-int arg_scale(PyObject *object, const char *name, double *value); /* a number that is no NaN, which means a default in C; None leaves *value */
+int arg_scale(PyObject *object, const char *name, double *value); /* a number that is not NaN, since NaN means the default in C; None leaves *value */
 int arg_flag(PyObject *object, const char *name, int *value);
 int arg_text(PyObject *object, const char *name, const char **value); /* borrowed from the object */
 int arg_threads(PyObject *object, const char *name, int *value);      /* at least 1; None gives 0 */

@@ -39,8 +39,8 @@ int arg_check_dims(const char *name, const raw_array *raw) {
     for (int i = 0; i < raw->ndim; i++) {
         const int64_t dim = raw->dims[i];
         if (dim < 0 || __builtin_mul_overflow(bytes, dim > 1 ? dim : 1, &bytes))
-            return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected dimensions of fewer than 2^63 bytes, got %lld on axis %d", name,
-                            (long long)dim, i);
+            return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected axes of at least 0 and fewer than 2^63 bytes in all, got %lld on axis %d",
+                            name, (long long)dim, i);
     }
     return 0;
 }
@@ -301,7 +301,7 @@ int arg_hold(module_state *state, PyObject *object, const char *name, arg_role r
         if (role == ARG_CACHE && raw.kind == KIND_UINT && raw.size == 1)
             hint = " (for uint8 that holds float8 bits, pass kv_dtype=\"float8_e4m3\", or dtype= where there is no kv_dtype)";
         if (role == ARG_INDICES && dtype == BA_BOOL)
-            hint = " (blitz_attn.sabi.from_block_mask makes a list of a mask over blocks, from_token_mask of one over tokens)";
+            hint = " (blitz_attn.sabi.from_block_mask makes a list from a mask over blocks, from_token_mask from one over tokens)";
         arg_fail_elements(object, array, role_text[role], hint);
         goto error;
     }

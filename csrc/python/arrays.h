@@ -44,8 +44,8 @@ typedef enum arg_role {
     ARG_FLAG,          /* True or False */
     ARG_LAYOUT,        /* "BNSD", "BSND", "BSH", "TND" */
     ARG_KV_LAYOUT,     /* "NHD", "HND" */
-    ARG_DTYPE,         /* the name of a dtype of ARG_FLOATS; None: not said */
-    ARG_KV_DTYPE,      /* the name of a dtype of ARG_CACHE; None: not said */
+    ARG_DTYPE,         /* the name of a dtype of ARG_FLOATS; None: not given */
+    ARG_KV_DTYPE,      /* the name of a dtype of ARG_CACHE; None: not given */
     ARG_THREADS,       /* a number of threads; None: the default */
     ARG_OWN,           /* anything that is not in this list */
     ARG_ROLES

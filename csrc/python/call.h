@@ -11,7 +11,7 @@ enum { CALL_MOST_ARRAYS = 24, CALL_MOST_LISTS = 8, CALL_MOST_RESULTS = 5 };
 typedef struct py_call {
     module_state *state;
     const operation *operation;
-    void *args;                             /* the library's arguments, which the table names members of */
+    void *args;                             /* the library's arguments, whose members the table names */
     PyObject *values[CALL_MOST_ARGUMENTS];  /* [argument] */
     signed char place[CALL_MOST_ARGUMENTS]; /* [argument]: its index in array or list; -1: it is in neither */
     ba_dtype dtype, kv_dtype;               /* what the arguments of ARG_DTYPE and ARG_KV_DTYPE name; BA_DTYPE_COUNT: nothing */

@@ -1,5 +1,5 @@
-/* The table of operations: their names, their arguments in order, and what they return. One without such a note returns None. Everything mechanical
- * follows from it: how arguments are read, held, compared and released (call.c), and what the rest of the package knows of them
+/* The table of operations: their names, their arguments in order, and what they return. An operation without such a note returns None. Everything
+ * mechanical follows from the table: how arguments are read, held, compared and released (call.c), and what the rest of the package knows of them
  * (blitz_attn/_operations.py): which of them torch and JAX take as tensors, what has a gradient, what belongs to sequences or heads.
  *
  * A(T, name, role, traits, member) is an argument that goes to `member` of T, the library's arguments. O(T, name, role) is one that the function's
@@ -48,7 +48,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, q_begin,       PER_SEQUENCE, ARG_OPTIONAL,                   IN q_begin) \
     A(T, kv_ranges,     TABLES,       ARG_OPTIONAL,                   IN kv_ranges)
 
-/* Those that the forward and the backward function share. */
+/* The arguments that the forward and the backward function share. */
 #define ATTENTION_ARGUMENTS(A, O, T, IN) \
     SEQUENCE_ARGUMENTS(A, O, T, IN, ARG_OPTIONAL) \
     A(T, q_total,       PER_SEQUENCE, ARG_OPTIONAL,                      IN q_total) \
@@ -168,7 +168,6 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 
 /* ---- Choosing pages ------------------------------------------------------------------------------------------------------------- */
 
-/* Opened tables in the place of block_tables have the lengths, too: seq_lens is then None. */
 #define QUEST_METADATA(A, O, T) \
     A(T, k_cache,               CACHE,     ARG_POOL | ARG_SUMMARISED | ARG_NAMED, k_cache) \
     O(T, block_tables, TABLES) \
@@ -207,7 +206,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 
 /* ---- Choosing tokens ------------------------------------------------------------------------------------------------------------- */
 
-/* With scores, these are written, too. */
+/* Writes selected and, where it is given, scores. */
 #define SELECT_TOKENS(A, O, T) \
     A(T, q,             FLOATS,       ARG_NAMED,                  q) \
     A(T, k,             FLOATS,       0,                          k) \

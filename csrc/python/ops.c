@@ -55,8 +55,8 @@ PyObject *py_refuse_masked(PyObject *module, PyObject *const *args, Py_ssize_t n
     return Py_NewRef(Py_None);
 }
 
-/* Calls a function of Python, and restores the mode however it ends. It does not begin with SORT_ARGUMENTS: in builds with BA_FAULTS, allocations of
- * that function do not count as this module's. */
+/* Calls a Python function in the usual float mode, and restores the mode however the function ends. It does not begin with SORT_ARGUMENTS: in builds
+ * with BA_FAULTS, the function's allocations must not count as this module's. */
 TAKES(in_usual_mode, 3, {.name = "function"}, {.name = "args"}, {.name = "kwargs"});
 PyObject *py_in_usual_mode(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     PyObject *values[3];
@@ -69,7 +69,7 @@ PyObject *py_in_usual_mode(PyObject *module, PyObject *const *args, Py_ssize_t n
         arg_fail(PyExc_TypeError, BA_ARG("kwargs") ": expected a dict, got %R", values[2]);
         return NULL;
     }
-    const int rounding = fegetround(); /* of x86-64's other unit, too, which computes with numpy.longdouble */
+    const int rounding = fegetround(); /* fesetround() sets it for x86-64's x87 unit, too, which computes with numpy.longdouble */
     BA_IN_USUAL_MODE;
     fesetround(FE_TONEAREST);
     PyObject *const result = PyObject_Call(values[0], values[1], values[2]);
@@ -236,7 +236,7 @@ static const char *const role_names[ARG_ROLES] = {[ARG_FLOATS] = "floats",     [
                                                   [ARG_KV_DTYPE] = "kv_dtype", [ARG_KV_LAYOUT] = "kv_layout",
                                                   [ARG_THREADS] = "threads",   [ARG_OWN] = "own"};
 
-/* Of one function, ((name, role, whether it is differentiable), ...). */
+/* The arguments of one function: ((name, role, whether it is differentiable), ...). */
 static PyObject *arguments_of(const operation *function) {
     PyObject *arguments = PyTuple_New(function->count);
     for (int i = 0; arguments != NULL && i < function->count; i++) {

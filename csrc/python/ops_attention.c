@@ -16,8 +16,8 @@ OPERATION(select_prefill, ba_select_prefill_args, SELECT_PREFILL, CHOICE_q_begin
 _Static_assert((int)FORWARD_num_kv_heads == (int)BACKWARD_num_kv_heads && (int)FORWARD_num_kv_heads == (int)CHOICE_num_kv_heads,
                "read_sequences() finds its arguments in all three");
 
-/* Reads num_heads or num_kv_heads. In a layout that has an axis of heads, it may be given, too, but must agree with that axis. None leaves 0 for the
- * library, which is no number that a caller may give. */
+/* Reads num_heads or num_kv_heads. In a layout that has an axis of heads, it may be given, too, but must agree with that axis. None leaves 0, which
+ * means "not given" to the library, so a caller may not give 0. */
 static int read_heads(const ba_block_sparse_args *a, PyObject *object, const ba_tensor *tensor, const char *name, const char *tensor_name,
                       int64_t *heads) {
     if (object == Py_None) return 0;

@@ -1,4 +1,4 @@
-/* Merging of attention states: any number of parts, so that their arrays are held by code of its own. */
+/* Merging of attention states. There may be any number of parts, so this file holds their arrays by itself. */
 #include "python/ops.h"
 
 #include "core/status.h"
@@ -64,7 +64,7 @@ static ba_status check_merge_shape(const char *name, const ba_tensor *t, const b
                    is_lse ? "the leading axes of " BA_ARG("outs[0]") : BA_ARG("outs[0]"), ba_shape_text(t).chars);
 }
 
-/* Axes of length 1 in front, up to `ndim` axes: the library merges tensors of four. */
+/* Puts axes of length 1 in front, up to `ndim` axes: the library merges outputs of four axes, and log-sum-exps of three. */
 static void add_axes(ba_tensor *t, int ndim) {
     const int added = ndim - t->ndim;
     for (int i = ndim - 1; i >= 0; i--) {

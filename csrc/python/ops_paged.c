@@ -55,8 +55,8 @@ static int lengths_from_pages(const arg_list *indptr, const arg_list *last_page_
     return 0;
 }
 
-/* Reads the requests, whose arguments begin with number `first`, where they are not opened tables, and call_read() has read the lists among them. The
- * C API takes lists as bare pointers, so their number is checked here; the library checks their entries. */
+/* Reads the requests of a call without opened tables. Their arguments begin with number `first`, and call_read() has read the lists among them. The C
+ * API takes lists as bare pointers, so the number of their entries is checked here; the library checks the entries. */
 static int read_requests(py_call *call, int first, int64_t page_size, ba_paged_args *a) {
     const arg_list *const seq_lens = call_list(call, first + REQUEST_seq_lens), *const indptr = call_list(call, first + REQUEST_indptr);
     if (call_hold(call, call->values[first], "block_tables", ARG_TABLES, 0, &a->block_tables) < 0) return -1;
@@ -67,8 +67,7 @@ static int read_requests(py_call *call, int first, int64_t page_size, ba_paged_a
         a->batch = indptr->count - 1;
         if (a->batch < 0) return arg_fail(PyExc_ValueError, BA_ARG("indptr") ": expected B + 1 entries, got 0");
         if (last_page_len->values == NULL || seq_lens->values != NULL)
-            return arg_fail(PyExc_TypeError,
-                            BA_ARG("indptr") ": expected " BA_ARG("last_page_len") " beside it and no " BA_ARG("seq_lens") ", got %s",
+            return arg_fail(PyExc_TypeError, BA_ARG("indptr") ": expected " BA_ARG("last_page_len") " and no " BA_ARG("seq_lens") " with it, got %s",
                             last_page_len->values == NULL ? "none" : "both");
         arg_list *const lengths = call_add_list(call, first + REQUEST_seq_lens);
         if (arg_expect_count(last_page_len, "last_page_len", a->batch, "one per request") < 0 ||
@@ -83,7 +82,7 @@ static int read_requests(py_call *call, int first, int64_t page_size, ba_paged_a
     return a->cu_q == NULL ? -1 : 0;
 }
 
-/* Reads the number of tokens per chunk. None, and no number, means that requests are not cut into chunks. */
+/* Reads the number of tokens per KV split. Only None, and not 0, means that requests are not split. */
 static int read_split(PyObject *object, ba_paged_args *a) {
     if (object == Py_None) return 0;
     if (arg_int64(object, "kv_split", &a->kv_split) < 0) return -1;
@@ -172,8 +171,8 @@ static int read_counts(py_call *call, ba_paged_args *a) {
     return -1;
 }
 
-/* A mask of one axis holds for all queries, and has one element for each token. A longer one is refused, as a longer one of more axes is not: it may
- * be the mask of all queries and tokens in one axis, as other libraries take it, of which only the first elements would be read. */
+/* A mask of one axis holds for all queries, and has one element for each token. Unlike a mask of more axes, it must not be longer: it may be a mask
+ * of all queries and tokens in one axis, as other libraries take it, and then only its first elements would be read. */
 static int check_flat_mask(const ba_tensor *mask, const ba_problem *p) {
     if (mask->ndim != 1 || mask->dims[0] <= ba_max(1, p->kv_len)) return 0;
     arg_fail(

@@ -82,7 +82,7 @@ static int add_window(const ba_select_args *a, const int64_t *tokens_since, int6
     return 0;
 }
 
-/* Reads tables, lengths and numbers of queries, or takes all but the tables of summaries from opened tables, which stand in the place of seq_lens. */
+/* Reads tables, lengths and numbers of queries, or takes all except the tables of summaries from opened tables, which are given as seq_lens. */
 static int read_select_requests(py_call *call, ba_select_args *a, const ba_page_tables *opened, bool tokens) {
     const char *const name = tokens ? "block_tables" : "metadata_block_tables";
     if ((opened == NULL || !tokens) && call_hold(call, call->values[SELECT_tables], name, ARG_TABLES, 0, &a->tables) < 0) return -1;

@@ -1,6 +1,5 @@
 /* The exceptions that refuse an argument. Their texts are `name: expected ..., got ...`: a TypeError where the argument is of a wrong kind, a
- * ValueError where its shape or value is wrong. Each function raises an exception and returns -1, but arg_check()
- * returns 0 for BA_OK. */
+ * ValueError where its shape or value is wrong. Each function raises an exception and returns -1, except that arg_check() returns 0 for BA_OK. */
 #ifndef BA_PYTHON_SENTENCES_H
 #define BA_PYTHON_SENTENCES_H
 
@@ -18,7 +17,7 @@
 
 /* Raises an exception whose text has the form of PyUnicode_FromFormat(), and returns -1. Names of arguments are marked in it as for ba_fail(), by
  * BA_ARG(). Where a text begins with a name, the exception has the attribute `sentence`, a tuple of str that joined are the text: names at even
- * places, and what stands between them at odd ones. Wrappers in Python put their own names in the place of these. */
+ * indices, and what stands between them at odd ones. Wrappers in Python replace the names by their own. */
 int arg_fail(PyObject *exception, const char *format, ...);
 
 /* Returns 0 for BA_OK. For any other status, raises the exception that belongs to it with the text of ba_last_error(), as arg_fail() does, and
@@ -29,7 +28,7 @@ int arg_check(ba_status status);
 int arg_fail_kind(const char *name, const char *expected, PyObject *object);
 
 /* Called when one of the object's own methods has raised an exception: replaces it by a ValueError that names the argument and has the first
- * exception as its cause. Exceptions that are no fault of the argument (KeyboardInterrupt, MemoryError) stay as they are. Returns -1. */
+ * exception as its cause. Exceptions that are not the argument's fault (KeyboardInterrupt, MemoryError) stay as they are. Returns -1. */
 int arg_fail_raising(const char *name, const char *expected, PyObject *object);
 int arg_fail_unreadable(const char *name, PyObject *object);
 

@@ -1,6 +1,6 @@
 /* The level amx: bfloat16 on AMX tiles, with AVX-512 beside them. amx_float16.c and amx_float32.c have the families of those dtypes.
- * Dtypes without a family here use the kernels of the levels below. So do caches, by levels/avx512_l2.c, except for bfloat16 queries that are many,
- * or in large groups. */
+ * Dtypes without a family here use the kernels of the levels below. So do few queries, for which caches have the kernels of levels/avx512_l2.c,
+ * except bfloat16 queries in large KV groups. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_amx
 

@@ -40,7 +40,7 @@ static inline void ba_tile_release(void) { __asm__ volatile("tilerelease"); }
 #define BA_TILE_LOAD_AT(t, p, offset) BA_TILE_AT("tileloadd %c2(%0,%1,1), %%tmm" #t, p, offset)
 #define BA_TILE_STREAM_AT(t, p, offset) BA_TILE_AT("tileloaddt1 %c2(%0,%1,1), %%tmm" #t, p, offset)
 #define BA_TILE_STORE_AT(t, p, offset) BA_TILE_AT("tilestored %%tmm" #t ", %c2(%0,%1,1)", p, offset)
-/* As assembly, because gcc computes the addresses of many prefetches long before, and keeps them in the registers of vectors. */
+/* As assembly, because gcc would compute the addresses of many prefetches long before, and keep them in vector registers. */
 #define BA_TILE_PREFETCH_AT(p, offset) __asm__ volatile("prefetchw %c1(%0)" : : "r"(p), "i"((int64_t)(offset)))
 #endif
 /* c += a b, where c is float [16][16], a is bfloat16 [16][32], and b holds pairs of rows: bfloat16 [16][16][2]. */

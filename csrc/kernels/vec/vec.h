@@ -114,7 +114,7 @@ typedef struct NAME(rounding) {
 #endif
 #endif
 
-/* Has *a computed here, and kept in a register: the compiler would move it to where it is used, or further. */
+/* Makes the compiler compute *a here and keep it in a register. Otherwise it would move the computation to where *a is used, or further. */
 BA_INLINE void NAME(v_pin)(vec *a) {
 #ifdef BA_HAVE_V_REGISTER
     __asm__ volatile("" : "+v"(*a));
@@ -193,7 +193,7 @@ BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
 }
 /* 2^x for every x; infinity where the result is too large. */
 BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
-/* The three parts of v_exp2_short: what the power is computed of, that power, and 2^x from it. The generic form does all in the second. */
+/* The three parts of v_exp2_short: the fraction of x, 2 to the power of that fraction, and 2^x from it. The generic form does all in the second. */
 BA_INLINE vec NAME(v_short_fraction)(vec x) { return x; }
 BA_INLINE vec NAME(v_short_power)(vec x) { return NAME(v_exp2_any)(x); }
 BA_INLINE vec NAME(v_short_scale)(vec power, vec x) { return (void)x, power; }
@@ -290,7 +290,7 @@ BA_INLINE vec NAME(v_dot_pairs)(vec sum, ivec a, ivec b) {
 #endif
 
 /* tanh, with an error of a few units in the last place. Near 0 it is x plus a polynomial of x^2 times x^3, because a cap multiplies the result by a
- * number far larger than x. Elsewhere it comes by exp2; the limits are exactly -1 and 1. */
+ * number far larger than x. Elsewhere it is computed by exp2; the limits are exactly -1 and 1. */
 BA_INLINE vec NAME(v_tanh)(vec x) {
     const vec magnitude = NAME(v_max)(x, -x), e = NAME(v_exp2)(magnitude * (real)-2.88539008177792681);
     const vec far = (1 - e) / (1 + e), square = x * x;

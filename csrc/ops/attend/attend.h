@@ -6,7 +6,7 @@
 #include "ops/problem.h"
 
 /* Computes out, and lse where its data is given, of a checked problem. Fails only for a bad list entry or where memory cannot be had, and then
- * before it writes (but a call that takes two passes may find no memory for the second one); or because the caller's poll function stops it.
+ * before it writes (except that a call in two passes may find no memory for the second one); or because the caller's poll function stops it.
  * num_threads 0: what ba_get_num_threads() says. */
 ba_status ba_attend(const ba_problem *problem, int num_threads);
 
@@ -17,8 +17,8 @@ ba_status ba_attend_at(ba_isa level, const ba_problem *problem, int num_threads)
  * with the tokens or the queries, and not with their product. It may have written some outputs before it finds no memory. */
 ba_status ba_attend_kv_split(const ba_problem *problem, int64_t kv_split, int num_threads);
 
-/* As ba_attend(), but for valid queries alone, at this level and with the kernels of one of its families. Does not write the outputs of padding. The
- * level is what the caller has chosen the family by: the level in use may have changed since. */
+/* As ba_attend(), but for valid queries alone, with the kernels of one family of this level. Does not write the outputs of padding. The caller passes
+ * the level from which it took the family, because the level in use may have changed since. */
 ba_status ba_attend_with(ba_isa level, const ba_attend_family *family, const ba_problem *problem, int threads);
 
 /* Whether a family of these kernels attends K and V of the problem's kv_dtype itself. Otherwise the level's vector family does. */

@@ -1,7 +1,7 @@
-/* The forward driver for lists that route single queries, for families that have attend_routed. Each query has a list of its own, so neighbouring
+/* The forward driver for lists that route single queries, for families that have routed kernels. Each query has a list of its own, so neighbouring
  * queries share few blocks; but among the queries of a longer run, most blocks are listed by several. An item is therefore a run of list rows of
- * one (batch, KV head), short enough that all its queries and their states stay in cache. Its lists are inverted. Then, block by block in rising
- * order, the block is packed and the queries that list it attend it. What a query computes depends on its own list alone. */
+ * one (batch, KV head), short enough that all its queries and their states stay in cache. Its lists are inverted. Then each block, in rising order,
+ * is packed, and the queries that list it attend it. What a query computes depends on its own list alone. */
 #include "ops/attend/attend_by_block.h"
 
 #include <string.h>
@@ -27,7 +27,7 @@ typedef struct call {
 typedef struct block_scratch {
     char *o, *m, *l;    /* the states of all lanes of an item. The lanes of list row t begin at t * list_row_lanes */
     int32_t *lo, *hi;   /* [lane]: the keys [lo, hi) that a lane sees; a lane without a query sees none */
-    char *q;            /* the packed queries of all lanes. In the caller's array, the queries of a head may compete for few places of the cache */
+    char *q;            /* the packed queries of all lanes. In the caller's array, the queries of a head may compete for few lines of the cache */
     int32_t *begin;     /* [columns + 1]: list_rows[begin[c] .. begin[c + 1] - 1] list column c */
     int32_t *list_rows; /* list rows of the item, ordered by column */
     int32_t *chosen;    /* lanes that attend the current chunk. From the front: lanes that see all its keys. From the back: lanes that see some */

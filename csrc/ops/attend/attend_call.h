@@ -50,7 +50,7 @@ typedef struct ba_attend_call {
     ba_pack_rows_fn widen;          /* NULL: rows are packed where they lie. Otherwise they are of a quantised cache, and become rows of the queries'
                                        dtype first */
     bool own_few;                   /* few queries are attended by a kernel of their dtype's family, and not by that of the cache's dtype */
-    const ba_attend_family *few_family; /* that family, or else `family`: writes the results of few queries */
+    const ba_attend_family *few_family; /* the family that writes the results of few queries: with own_few their dtype's family, else `family` */
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
     ba_order_few_fn order_few;
@@ -59,7 +59,7 @@ typedef struct ba_attend_call {
     const ba_prefetch_tuning *few_prefetch; /* of tuning->few, those of the cache that this level prefetches into */
     int prefetch_level;                     /* which cache that is: see ba_prefetch_level */
     int64_t chunk_keys;
-    int chunks;   /* places of the ring in use; 2 where a kernel call takes panels of one chunk only */
+    int chunks;   /* slots of the ring in use; 2 where a kernel call takes panels of one chunk only */
     bool gathers; /* rows are copied side by side before few queries attend them */
     ba_plan plan;
     int threads;

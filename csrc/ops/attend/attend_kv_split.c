@@ -59,7 +59,7 @@ typedef struct split_call {
     int32_t *slice_of_row;
     int64_t width, wave;
     char *outs, *lses; /* [slot][row][head]: states. The first `width` slots are those of the wave, the others the stack */
-    char *nothing;     /* the value of a sink */
+    char *nothing;     /* a row of zeros: the value of a sink */
 } split_call;
 
 static void *get_memory(int64_t bytes) { return ba_fault(BA_FAULT_MEMORY) ? NULL : malloc((size_t)ba_max(1, bytes)); }
@@ -122,8 +122,8 @@ static void merge_state(const split_call *c, int64_t state, const void *other_ou
     ba_set_real(c->lses, state, lse, c->real_size);
 }
 
-/* Lets a sink take part, which has a score and no value. As in a call without splits, a sink is infinite where its exponent of 2 is, and an infinite
- * one leaves nothing of finite scores. */
+/* Lets a sink take part, which has a score and no value. As in a call without splits, a sink counts as infinite where it overflows in log2 units, and
+ * keys of finite scores then have weight 0 beside plus infinity. */
 static void add_sink(const split_call *c, int64_t state, double sink) {
     double exponent = sink * BA_LOG2_E;
     if (c->real_size == 4) exponent = (double)(float)exponent;
@@ -151,7 +151,8 @@ static void write_result(const split_call *c, const slice *s, int64_t query, int
     if (p->lse.data) ba_set_real(ba_query_row(p, &p->lse, c->real_size, s->request, head, query), 0, state_lse(c, state), c->real_size);
 }
 
-/* Merges the states that a wave has left for one query of one head, and then with what waits in the stack. Writes the result after the last wave. */
+/* Merges the states that a wave has left for one query of one head, then merges the result with the nodes that wait in the stack. Writes the final
+ * result after the last wave. */
 static void merge_wave(const split_call *c, int64_t row, int64_t head) {
     const slice *s = &c->slices[c->slice_of_row[row]];
     const int64_t splits = ba_min(c->width, s->splits - c->wave * c->width);
@@ -234,7 +235,7 @@ static void fill_entries(const split_call *c, const entries *e, ba_problem *wave
                                         .listed_words = words_of(p, b)};
             e->kv_len[n] = ba_min(p->kv_lens[b] - first_key, c->split_tokens);
             e->first_page[n] = p->first_page[b] + first_key / p->page_size;
-            /* A query that stands farther before or behind the tokens sees what one at this place does. */
+            /* A query that stands farther before or behind the tokens sees the same as one at this position. */
             e->q_begin[n] = ba_max(-BA_MOST_TOKENS, ba_min(begin - first_key, BA_MOST_TOKENS)) + s->first_query;
             e->q_total[n] = queries;
             e->q_row[n] = row;
@@ -247,7 +248,7 @@ static void fill_entries(const split_call *c, const entries *e, ba_problem *wave
     wave->block_columns = ba_ceil_div(wave->kv_len, p->page_size);
 }
 
-/* The problem of a wave, but for what differs from one wave to the next. */
+/* The problem of a wave, without what differs from one wave to the next. */
 static ba_problem problem_of_waves(const split_call *c, const entries *e) {
     const ba_problem *p = c->whole;
     ba_problem wave = *p;
@@ -280,7 +281,7 @@ static ba_status attend_waves(split_call *c, int64_t waves, const entries *e) {
     return BA_OK;
 }
 
-/* Attends to the round of this size that begins at *at, in memory of its own. */
+/* Attends the round of this size that begins at *at, in memory of its own. */
 static ba_status attend_round(split_call *c, round_size size, cursor *at) {
     const ba_problem *p = c->whole;
     /* The largest power of two for which the states of a wave are no more than most_rows rows, and 1 at least. */

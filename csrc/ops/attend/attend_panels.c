@@ -64,14 +64,14 @@ static void attend_tile(const ba_attend_call *c, const ba_attend_scratch *w, int
 
 /* How rows of K, or of V, are packed, and where to. */
 typedef struct pack_job {
-    ba_pack_rows_fn pack; /* NULL: they are not */
+    ba_pack_rows_fn pack; /* NULL: rows are not packed */
     char *packed;
     const void **packed_rows;
     const float *scales;
     int64_t dim;
 } pack_job;
 
-/* Packs all rows of the chunk but the first `shared`, which are packed already. Returns the pointers that the kernel is given. */
+/* Packs all rows of the chunk except the first `shared`, which are packed already. Returns the pointers that the kernel is given. */
 static const void *const *pack_others(const ba_attend_call *c, const ba_attend_scratch *w, const pack_job *job, const void *const *rows,
                                       int64_t shared, int64_t others) {
     if (!job->pack || !others) return rows;

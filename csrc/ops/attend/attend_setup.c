@@ -35,13 +35,14 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     c->order_few = c->own_few ? native->few->order_queries : cache->order_few;
 }
 
-/* Chooses the numbers: those of the family's level, but those for few queries of the call's level. They are copied to `own`. */
+/* Chooses the tuning numbers: those of the family's level, except that the numbers for few queries are those of the call's level. They are copied to
+ * `own`. */
 static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     const ba_tuning *of_level = ba_tuning_at(level);
     *own = *ba_tuning_at(c->family->isa);
     own->few = c->own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
-    /* Where more queries would go to panels of the level's own family, which are faster than others, fewer take turns. Such families widen rows, or
-     * have kernels of their own for few queries, whether or not this call has enough heads for these. */
+    /* Few kernels attend fewer queries in turns where panels of the level's own family would attend the others, since such panels are faster. Such
+     * families widen rows, or have kernels of their own for few queries, whether or not this call has enough heads for these. */
     const ba_dtype kv_dtype = c->problem->kv_dtype;
     const bool own_panels = c->widen || (c->family->few->attend[kv_dtype] && of_level->few_least_heads[kv_dtype] > 0);
     own->few_queries = own_panels ? of_level->own_few_queries : of_level->few_queries;
@@ -50,8 +51,8 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     c->tuning = own;
 }
 
-/* Chooses the size of chunks. Where the rows of the lists are a single panel, chunks are small, so that neighbouring rows attend a key while it is in
- * cache. Where rows are several panels, chunks are large, because every chunk loads the states of all panels. */
+/* Chooses the size of chunks. Where a block row fits into one panel, chunks are small, so that neighbouring block rows attend a key while it is in
+ * cache. Where a block row takes several panels, chunks are large, because every chunk loads the states of all panels. */
 static void choose_chunks(ba_attend_call *c) {
     c->chunk_keys = c->tuning->chunk_keys;
     c->chunks = 2;
@@ -60,8 +61,8 @@ static void choose_chunks(ba_attend_call *c) {
     if (c->chunk_keys < c->tuning->chunk_keys) c->chunks = BA_MANY_PANELS + 2;
 }
 
-/* Whether rows are gathered before few queries attend them: where rows are short and do not lie side by side, as the rows of one head do among those
- * of all heads, in calls whose heads have lists of their own. */
+/* Whether rows are gathered before few queries attend them: where an item has one KV head, whose rows are short and have the rows of other heads
+ * between them. */
 static bool gathers(const ba_attend_call *c) {
     const ba_problem *p = c->problem;
     const bool scattered = p->k.token_stride > p->head_dim && p->v.token_stride > p->v_dim;
@@ -70,7 +71,7 @@ static bool gathers(const ba_attend_call *c) {
 
 /* Decides whether items share packed K and V, as far as their size is known before the plan is made. */
 static void choose_sharing(ba_attend_call *c) {
-    /* There is room for packed keys in whole chunks of the tuning's size; chunks of this call's size, which may be smaller, divide them. */
+    /* There is room for packed keys in whole chunks of the tuning's size; the size of this call's chunks, which may be smaller, divides that size. */
     c->sharing = (ba_sharing){.plan = &c->plan,
                               .family = c->family,
                               .chunk_keys = c->tuning->chunk_keys,

@@ -206,7 +206,8 @@ bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks,
     return true;
 }
 
-/* The same number, and the same NaN for all: kernels may round what they make of a NaN by its bits, and those of some NaN would become 0. */
+/* The number itself, or one NaN for every NaN: kernels may round what they compute from a NaN by its bits, and the bits of some NaNs would round
+ * to 0. */
 static float one_nan(float x) { return isnan(x) ? NAN : x; }
 
 /* Copies the scales of the keys of some neighbouring heads to `scales`, [head][key]. All are prefetched first, because a loop that waits for one

@@ -1,10 +1,10 @@
-/* Gradients of what is added to the scores: of attn_mask and of alibi_slopes. They are a pass of their own over all queries and keys, after that of
- * dQ, dK and dV, since an element of a mask may belong to many heads and batch entries, whose dS are then added up.
+/* Gradients of what is added to the scores: of attn_mask and of alibi_slopes. They take a pass of their own over all queries and keys, after the pass
+ * for dQ, dK and dV, since an element of a mask may belong to many heads and batch entries, whose dS are then added up.
  *
- * An item of the mask's gradient is a rectangle of its elements: those of one query tile and of one run of keys, at one place on each of the
- * mask's axes of batch entries and heads. One thread adds up the rectangle's dS of all batch entries and heads that share the place, in their order.
- * Where the mask has one place for all queries, or for all keys, the item goes over all query tiles, or over all runs. An item of the slopes'
- * gradient is one head of one batch entry. So the order of no sum depends on the threads. */
+ * An item of the mask's gradient is a rectangle of its elements: those of one query tile and of one run of keys, at one index on the mask's batch
+ * axis and one on its head axis. One thread adds up the rectangle's dS of all batch entries and heads that these indices stand for, in their order.
+ * Where the mask's axis of queries, or of keys, has length 1, the item goes over all query tiles, or over all runs. An item of the slopes' gradient
+ * is one head of one batch entry. So the order of no sum depends on the threads. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -151,7 +151,7 @@ static void clear_sums(const bias_call *c, const bias_scratch *s) {
 
 /* ---- attn_mask ---------------------------------------------------------------------------------------------------------- */
 
-/* The places of an axis of the problem that one place of the mask stands for, where the mask's axis is `length` long. */
+/* The indices on an axis of the problem, `count` long, that index `place` of the mask's axis, `length` long, stands for. */
 static ba_range places_of(int64_t length, int64_t place, int64_t count) { return length == 1 ? (ba_range){0, count} : (ba_range){place, place + 1}; }
 
 /* Writes numbers to consecutive elements of the mask's gradient. */
@@ -167,7 +167,7 @@ static void write_numbers(const bias_call *c, const bias_scratch *s, const int64
     ba_kernels_at(c->common.family->isa)->vector[to->dtype]->gradient->store_row(row, s->floats, n);
 }
 
-/* Writes the rectangle whose sums these are. */
+/* Writes a rectangle from its sums in the scratch memory. */
 static void write_rectangle(const bias_call *c, const bias_scratch *s, int64_t place[4], ba_range queries, ba_range keys) {
     const int64_t n = keys.hi - keys.lo;
     place[3] = keys.lo;

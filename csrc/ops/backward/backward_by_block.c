@@ -11,7 +11,7 @@ typedef struct rows_scratch {
     /* [lane of the item]; the lanes of list row t begin at t * list_row_lanes */
     char *lane_lse, *lane_delta, *lane_dq;
     int32_t *lane_lo, *lane_hi;
-    char *lane_q, *lane_dout; /* rows, side by side. In the caller's arrays, the rows of a head may compete for few places of the cache */
+    char *lane_q, *lane_dout; /* rows, side by side. In the caller's arrays, the rows of a head may compete for few lines of the cache */
     char *added;              /* the dQ of one panel, before it is added to that of its lanes */
     int32_t *attending;       /* lanes that attend the current keys */
     int32_t *begin, *listed;  /* the inverted lists (ba_plan_invert_lists) */
@@ -49,7 +49,7 @@ static ba_tile row_of_lane(const ba_backward_call *c, const ba_item *item, int64
     return ba_plan_tile(&c->plan, item->batch, item->kv_head, item->first_tile + lane / c->list_row_lanes);
 }
 
-/* Copies the rows of some lanes, and sets the keys that they see, their log-sum-exps and their deltas. Clears the dQ of all lanes. */
+/* Copies the rows of all lanes of an item, sets the keys that they see, their log-sum-exps and their deltas, and clears their dQ. */
 static void open_rows(const ba_backward_call *c, const rows_scratch *r, const ba_item *item) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size, lanes = item->tiles * c->list_row_lanes, bytes = row_bytes(c, p->head_dim),

@@ -59,8 +59,7 @@ static inline int64_t ba_gradient_tile_room(const ba_backward_call *c) {
     return ba_round_up(c->plan.tiling.tile_queries, c->family->lanes[BA_PANEL_WIDE]);
 }
 
-/* The lanes whose weights over a chunk are in memory at a time: those of one tile, or of all `tiles` tiles of an item where the family joins tiles.
- */
+/* The lanes whose weights over a chunk are in memory at a time: those of one tile, or of all `tiles` tiles of an item where the family joins them. */
 static inline int64_t ba_gradient_room_at_once(const ba_backward_call *c, int64_t tiles) {
     return ba_gradient_tile_room(c) * (c->family->joins_tiles ? tiles : 1);
 }
@@ -102,8 +101,8 @@ void ba_find_gradient_rows(const ba_backward_call *c, const ba_item *item, ba_gr
 ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, const ba_gradient_rows *rows,
                                 const ba_gradient_rows *next);
 
-/* Runs the kernel `gradient` for a panel of a vector family. Returns the keys of the chunk, by their places in it, whose weights and slopes it has
- * written: the others are not seen by any lane. */
+/* Runs the kernel `gradient` for a panel of a vector family. Returns the keys, by their indices in the chunk, whose weights and slopes it has
+ * written: no lane sees the others. */
 ba_range ba_run_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
                                const ba_chunk *whole, char *weights, char *slopes);
 

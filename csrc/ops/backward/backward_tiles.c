@@ -179,7 +179,7 @@ void ba_find_gradient_rows(const ba_backward_call *c, const ba_item *item, ba_gr
     memcpy(rows->k_columns + at, rows->k_rows + at, (size_t)others * sizeof *rows->k_rows);
 }
 
-/* Packs all rows of the chunk but the first `shared`, which are packed already, and sets packed_rows to the pointers that the kernel is given. */
+/* Packs all rows of the chunk except the first `shared`, which are packed already, and sets packed_rows to the pointers that the kernel is given. */
 static void pack_others(ba_pack_rows_fn pack, char *packed, const void **packed_rows, const void *const *rows, int64_t shared, int64_t keys,
                         int64_t dim) {
     memcpy(packed_rows, rows, (size_t)shared * sizeof *rows);

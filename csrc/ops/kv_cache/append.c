@@ -15,7 +15,7 @@
 
 /* ---- Arrays that are written share no memory ------------------------------------------------------------------------ */
 
-/* Rows of `bytes` bytes of each page, place and head; steps are in bytes. */
+/* Rows of `bytes` bytes, one for each page, row of the page, and head; steps are in bytes. */
 typedef struct places {
     const char *name, *data;
     int64_t bytes, steps[3];
@@ -39,12 +39,12 @@ static bool bounds_meet(const places *a, const places *b, const int64_t lengths[
     return high[0] > low[1] && high[1] > low[0];
 }
 
-/* Whether two arrays may share memory. K and V may be views of one array, of which any axis may be the one for the two: then they have the same
- * steps, and the rows of one lie in gaps of the other. (This may refuse an exotic pair of arrays; it never accepts a pair that shares memory.) */
+/* Whether two arrays may share memory. K and V may be views of one array, any axis of which may tell the two apart: then they have the same steps,
+ * and the rows of one lie in gaps of the other. (This may refuse an exotic pair of arrays; it never accepts a pair that shares memory.) */
 static bool may_share(const places *a, const places *b, const int64_t lengths[3]) {
     const places *first = a->data <= b->data ? a : b, *second = a->data <= b->data ? b : a;
     if (!bounds_meet(first, second, lengths)) return false;
-    /* Axes are taken by rising step. The arrays are apart if, on some axis, all places of the second array on the smaller axes fit between two steps
+    /* Axes are taken by rising step. The arrays are apart if, on some axis, all rows of the second array along the smaller axes fit between two steps
      * of the first. */
     int64_t inside = 0; /* how far the smaller axes reach, from row to row */
     int64_t room = 0;   /* what the next step must be at least, so that the places of a larger axis do not reach into those gaps */
@@ -164,7 +164,7 @@ static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_p
 
 /* ---- The operation -------------------------------------------------------------------------------------------------- */
 
-/* Checks one of k and v, and fills `rows`, but not the places where the rows go. */
+/* Checks k or v, and fills `rows` except for where the rows go. */
 static ba_status open_rows(const char *name, const ba_tensor *t, const ba_caches *c, int64_t dim, ba_stored_rows *rows) {
     BA_TRY(ba_check_float(name, t));
     if (t->ndim != 3 || t->dims[1] != c->heads || t->dims[2] != dim)

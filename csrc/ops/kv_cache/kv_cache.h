@@ -4,7 +4,7 @@
 
 #include "ops/problem.h"
 
-/* Caches that have been checked. The strides of a view's batch are those from one page to the next. */
+/* Caches that have been checked. The batch stride of a view is the one from one page to the next. */
 typedef struct ba_caches {
     ba_dtype dtype;
     int64_t pages, page_size, heads, k_dim, v_dim; /* page_size, heads and dims are at least 1 */

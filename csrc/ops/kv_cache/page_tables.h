@@ -33,7 +33,7 @@ ba_status ba_check_queries(const int64_t *cu_q, const int64_t *seq_lens, const i
 /* Fails where a page number is beyond a cache of `pages` pages. */
 ba_status ba_check_page_numbers(const ba_page_tables *tables, int64_t pages);
 
-/* Fails: page `page`, which a request's table has as its page number `number`, is beyond a cache of `pages` pages. */
+/* Fails because page `page`, entry `number` of a request's table, is beyond a cache of `pages` pages. */
 ba_status ba_refuse_page(int64_t page, int64_t pages, int64_t number, int64_t request);
 
 /* Frees the copies and sets `tables` to zero. Does nothing to closed tables. */

@@ -25,7 +25,7 @@ static inline int64_t ba_request_page(const ba_page_tables *opened, const ba_ten
     return opened ? opened->page[opened->first[batch] + index] : ba_table_page(table, batch, index);
 }
 
-/* Checks the dtype, the shape and the strides of such an array, and fills `out`. */
+/* Checks the dtype, the shape and the strides of a cache or an array of summaries, and fills `out`. */
 ba_status ba_take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out);
 
 /* The same for a cache, which may also be quantised, and whose layout is checked, too. */

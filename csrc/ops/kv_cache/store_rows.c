@@ -60,7 +60,7 @@ static const double *as_doubles(const ba_stored_rows *r, const row_scratch *w, c
     return w->doubles;
 }
 
-/* A float that rounds to the same number of 16 bits as x does: x itself, or where it is no float, that neighbour whose last bit is 1. */
+/* A float that rounds to the same number of 16 bits as x does: x itself where it is a float, else the one of its neighbours whose last bit is 1. */
 static float round_to_odd(double x) {
     const float near = (float)x;
     uint32_t bits;
@@ -80,7 +80,7 @@ static const void *as_reals(const ba_stored_rows *r, const row_scratch *w, const
     return w->floats;
 }
 
-/* The scale that a row of such a largest magnitude gets: not finite where the row cannot be quantised. */
+/* The scale of a row with this largest magnitude: not finite where the row cannot be quantised. */
 static float scale_for(const ba_stored_rows *r, double magnitude) {
     const float scale = (float)(magnitude / (r->to_dtype == BA_INT8 ? 127 : 448));
     return scale == 0 ? 1 : scale;
@@ -100,7 +100,7 @@ DEFINE_ALL_FINITE(uint32_t)
 DEFINE_ALL_FINITE(uint16_t)
 #undef DEFINE_ALL_FINITE
 
-/* Whether a row can be quantised whose largest magnitude is this. */
+/* Whether a row with this largest magnitude can be quantised. */
 static bool is_fit_magnitude(const ba_stored_rows *r, double magnitude) {
     return r->scale_is_fixed ? isfinite(magnitude) : isfinite(scale_for(r, magnitude));
 }
@@ -134,7 +134,7 @@ static void store_row(const ba_stored_rows *r, const row_scratch *w, const void 
 /* ---- All rows ------------------------------------------------------------------------------------------------------- */
 
 typedef bool visit_fn(const ba_store_call *, ba_stored_rows *, const row_scratch *, int64_t token, int64_t head);
-/* An item is some tokens of one array. Calls `visit` for each of its rows that goes somewhere, until that returns false. */
+/* An item is some tokens of one array. Calls `visit` for each row of those that have a slot, until `visit` returns false. */
 static inline void visit_rows(ba_store_call *c, int64_t item, int worker, visit_fn *visit) {
     ba_stored_rows *r = &c->rows[item % c->arrays];
     const int64_t begin = item / c->arrays * c->item_tokens, end = ba_min(c->tokens, begin + c->item_tokens);

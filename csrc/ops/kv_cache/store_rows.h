@@ -1,5 +1,5 @@
-/* Stores rows of K and V in the dtype of a cache. Where that has 8 bits, a first pass checks that all numbers can be quantised, so that nothing is
- * written where some cannot be. Internal. */
+/* Stores rows of K and V in the dtype of a cache. Where that dtype has 8 bits, all numbers are checked first, so that nothing is written where some
+ * cannot be quantised. Internal. */
 #ifndef BA_OPS_STORE_ROWS_H
 #define BA_OPS_STORE_ROWS_H
 
@@ -18,8 +18,8 @@ typedef struct ba_stored_rows {
     ba_view to, scale;   /* the batch strides are those from one page to the next. Scales are of 8-bit dtypes only */
     bool scale_is_fixed; /* scales are read, and not written */
     /* The rest is set by ba_store_rows(). */
-    ba_pack_rows_fn pack;    /* makes floats of from_dtype; NULL: it is float32 or float64 */
-    ba_store_row_fn convert; /* makes to_dtype of its reals; NULL for 8-bit dtypes */
+    ba_pack_rows_fn pack;    /* converts from_dtype to float; NULL where it is float32 or float64 */
+    ba_store_row_fn convert; /* converts reals to to_dtype; NULL for 8-bit dtypes */
     ba_magnitude_fn magnitude;
     ba_quantise_fn quantise; /* NULL for float dtypes */
     _Atomic bool unfit;      /* some row cannot be quantised */
@@ -29,7 +29,7 @@ typedef struct ba_store_call {
     ba_stored_rows rows[2]; /* of K and V: both go to one dtype */
     int arrays;             /* 1 or 2 */
     int64_t tokens, heads, page_size;
-    const int64_t *slots; /* NULL: token t goes to slot t. Else -1 leaves a token out. Slot s is place s % page_size of page s / page_size */
+    const int64_t *slots; /* NULL: token t goes to slot t. Else -1 leaves a token out. Slot s is row s % page_size of page s / page_size */
     /* The rest is set by ba_store_rows(). */
     int64_t item_tokens;
     char *scratch;

@@ -15,8 +15,8 @@
 #include "ops/kv_cache/pages.h"
 #include "ops/scratch.h"
 
-/* Checks one of the three summaries. *rows and *count, 0 before the first, are the rows per summary page and the pages, which all given summaries
- * share. */
+/* Checks one of the three summaries. *rows and *count, 0 before the first, are the rows per summary page and the number of summary pages, which must
+ * be the same for all given summaries. */
 static ba_status take_summary(const ba_summary_call *c, const char *name, const ba_tensor *t, ba_pages *out, int64_t *rows, int64_t *count) {
     const ba_pages *k = &c->k;
     const ba_dtype cache = c->args->k_cache.dtype;
@@ -38,8 +38,8 @@ static ba_status take_summary(const ba_summary_call *c, const char *name, const 
     return BA_OK;
 }
 
-/* Treats all heads as one wide head where they lie side by side in every array, so that a token's row is read in one piece. Quantised keys have
- * scales by head. */
+/* Treats all heads as one wide head where they lie side by side in every array, so that a token's row is read in one piece. Not for quantised keys,
+ * whose scales may differ from head to head. */
 static void join_heads(ba_summary_call *c) {
     if (c->widen) return;
     const int64_t step = c->k.dim * ba_dtype_size(c->args->k_cache.dtype);

@@ -31,12 +31,12 @@ typedef struct nsa_select_call {
     int64_t narrow, wide;      /* the lengths of a compressed block and of a selected block, in strides */
     int64_t lanes, chunk_keys; /* lanes of a wide panel */
     int64_t most_blocks;       /* blocks of the longest sequence */
-    int64_t width, cmp_width;  /* places per row of `selected` and of `selected_cmp` */
+    int64_t width, cmp_width;  /* entries per row of `selected` and of `selected_cmp` */
     const ba_kernels *kernels;
     const ba_attend_family *family; /* where has_own, the family of q's dtype, else that of real */
     bool has_own;                   /* the family of q's own dtype has add_probabilities, which is used */
     int64_t real_size;
-    int64_t *first_row, *first_panel; /* [sequences + 1], where args->cu_q is given: where each sequence's rows and panels begin in those of a head */
+    int64_t *first_row, *first_panel; /* [sequences + 1], where args->cu_q is given: the first row and panel of each sequence among those of a head */
     int64_t scratch_bytes;
     char *scratch;
 } nsa_select_call;
@@ -157,7 +157,7 @@ static ba_panel open_panel(const nsa_select_call *c, const nsa_select_scratch *s
     *most = 0;
     *least = at->keys;
     for (int64_t i = 0; i < at->lanes; i++) {
-        /* All panels of the item use the same s->hi. The last panel may have fewer heads, so that lanes behind those are set like the lanes of one */
+        /* All panels of the item use the same s->hi. The last panel may have fewer heads, so lanes behind its heads are set as for a further head. */
         const int64_t query = at->first + i % at->rows, token = at->begin + query;
         int64_t sees = at->keys;
         double lse = INFINITY; /* makes the probabilities 0 */
@@ -273,7 +273,7 @@ static void score_by_tile(const nsa_select_call *c, const nsa_select_scratch *s,
 
 /* ---- The blocks with the highest scores ------------------------------------------------------------------------------------- */
 
-/* Which blocks of a row are always selected, and which compete for the other places. */
+/* Which blocks of a row are always selected, and which compete for the other entries. */
 typedef struct rules {
     int64_t init, local_lo, local_hi; /* blocks [0, init) and [local_lo, local_hi) are always selected */
     int64_t hi;                       /* all other blocks below this compete */

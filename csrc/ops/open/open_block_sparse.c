@@ -164,7 +164,7 @@ static ba_status check_options(const ba_block_sparse_args *args) {
 
 static bool list_heads_fit(const ba_problem *p, int64_t heads) { return heads == 1 || heads == p->heads || heads == p->kv_heads; }
 
-/* The numbers that fit, for a sentence. */
+/* The numbers of list heads that fit, for a sentence. */
 static ba_text list_heads_text(const ba_problem *p) {
     ba_text out;
     if (p->heads == 1) snprintf(out.chars, sizeof out.chars, "1");

@@ -108,7 +108,7 @@ static ba_status check_caches(const ba_paged_args *args, ba_caches *c) {
 }
 
 /* Checks q, the caches and the options (kv_layout, rules, window, num_threads), and fills the problem with them. Page tables, lengths, the
- * places of queries, selected pages and outputs are left to other functions. `reused` and `ragged`: see check_q(). */
+ * positions of queries, selected pages and outputs are left to other functions. `reused` and `ragged`: see check_q(). */
 static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t batch, bool ragged, ba_problem *p) {
     const ba_tensor *q = &args->q;
     ba_caches c;
@@ -146,7 +146,7 @@ static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t ba
 }
 
 /* Checks that page tables which were opened before this call, for all calls of a step, fit the call. In Python such tables belong to a PagedPlan,
- * which is what sentences call a plan. */
+ * which sentences call a plan. */
 static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, const ba_page_tables *t) {
     if (t->page_size != p->page_size)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,

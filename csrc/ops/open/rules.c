@@ -1,5 +1,5 @@
-/* The rules of scores, which block-sparse and paged calls have under the same names: scale and softcap are checked here, and all of them are put into
- * the problem of the call. */
+/* The rules of scores: scale, softcap, sinks and alibi_slopes, which block-sparse and paged calls have under the same names. Scale and softcap are
+ * checked here, and all rules are put into the problem of the call. */
 #include "core/status.h"
 #include "ops/check.h"
 #include "ops/open/open.h"
@@ -9,7 +9,7 @@ typedef struct rules {
     const float *sinks, *alibi_slopes;
 } rules;
 
-/* The rules in arguments of either kind. */
+/* The rules in the arguments of a call of either kind. */
 #define RULES_OF(args)                                                                                                                               \
     &(rules) { .scale = (args)->scale, .softcap = (args)->softcap, .sinks = (args)->sinks, .alibi_slopes = (args)->alibi_slopes }
 

@@ -14,8 +14,8 @@
 
 /* ---- Tiles ------------------------------------------------------------------------------------------------------ */
 
-/* The number of tokens of a batch entry whose queries tiles hold. The forward pass leaves padding out, so that neither a result nor the choice of its
- * kernels depends on how much padding the entry has. Gradients have tiles for padding, too, because their dQ must become 0. */
+/* The number of tokens of a batch entry whose queries are in tiles. The forward pass leaves padding out, so that neither a result nor the choice of
+ * its kernels depends on how much padding the entry has. Gradients have tiles for padding, too, because its dQ must become 0. */
 static int64_t tokens_of_batch(const ba_problem *p, const ba_tiling *t, int64_t batch) {
     const ba_span q = ba_q_span(p, batch);
     return t->gradients ? q.rows : q.valid;
@@ -55,7 +55,7 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
     const int64_t lanes = tokens * t->shared_heads;
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
     int64_t begin = lanes * tile / tiles, end = lanes * (tile + 1) / tiles;
-    /* Tiles of gradients are full, but for the last of a row. dK and dV are summed tile by tile in this order: all heads over the first tokens, then
+    /* Tiles of gradients are full, except the last of a row. dK and dV are summed tile by tile in this order: all heads over the first tokens, then
      * all heads over the next. Calls without lists have the same order, so a list of all blocks gives dK and dV the same bits, where rows consist of
      * whole tiles. */
     if (t->gradients) {
@@ -84,7 +84,7 @@ bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
     return queries <= BA_FEW_QUERIES || ba_kv_span(plan->problem, batch).valid >= queries * ba_work.few_keys;
 }
 
-/* Depends on the length of the sequence alone: other batch entries, the width of lists and the number of threads may not change its bits. */
+/* Depends on the length of the sequence alone: other batch entries, the width of lists and the number of threads must not change any bit. */
 int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch) {
     const int64_t keys = ba_kv_span(plan->problem, batch).valid;
     int64_t part = plan->splitting.least_part_keys;
@@ -157,7 +157,7 @@ typedef struct survey {
     ba_plan *plan;
     pthread_mutex_t lock;
     bool failed;
-    int64_t bad[4]; /* where failed: batch, head, row and place of the first bad entry, in the order of the lists */
+    int64_t bad[4]; /* where failed: the first bad entry in the order of the lists, as its batch, head, row and index in the row */
 } survey;
 
 /* Keeps a bad entry if it comes before those that were found so far. The same entry is reported whatever the threads do. */
@@ -261,8 +261,8 @@ static ba_status merge_items(const ba_item *a, int64_t n, int64_t all, ba_item *
     return BA_OK;
 }
 
-/* Sorts n items by their order, which is never equal for two of them. Many items are sorted in runs, which are merged, because nothing can interrupt
- * qsort(). */
+/* Sorts n items by by_start(), which puts no two items in the same place. Many items are sorted in runs, which are then merged, because nothing can
+ * interrupt qsort(). */
 static ba_status sort_items(ba_item *item, int64_t n) {
     enum { RUN = 1 << 14 };
     ba_item *const spare = n > RUN ? malloc((size_t)n * sizeof *item) : NULL;
@@ -350,8 +350,8 @@ static ba_tiling forward_tiling(const ba_problem *p, const ba_tuning *tuning) {
 
 /* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, but at
  * least half as large, so that the threads' shares are as even as possible. A share is the most tiles that a thread gets, times the lanes of an
- * average tile: those of its panels, of which the last may be narrow, which is half a wide one at every level. The size of tiles changes no bit of
- * the result; smaller tiles cost little. */
+ * average tile's panels, the last of which may be narrow, which is half as wide at every level. The size of tiles changes no bit of the result;
+ * smaller tiles cost little. */
 static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t panel_lanes, int threads) {
     if (threads == 1 || all_tiles(p, &largest) >= ba_work.many_tiles * threads) return largest;
     int64_t queries = 0;
@@ -369,8 +369,8 @@ static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t pan
 }
 
 /* How many KV heads an item of few queries walks at once: as many as leave the keys of a chunk in cache, fewer where several panels take turns at
- * these, and so few that there are some items per thread or, where all items are parts of one request, that each thread gets the same number. No
- * fewer than that: with fewer heads, an item reads smaller pieces of memory. */
+ * these, and so few that there are some items per thread or, where all items are parts of one request, that each thread gets the same number. It is
+ * no fewer than that requires, since with fewer heads an item reads smaller stretches of memory. */
 static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
@@ -422,7 +422,7 @@ ba_plan ba_plan_forward(const ba_problem *p, const ba_tuning *tuning, int64_t pa
     return plan_of(p, tiling, splitting, forward_grouping(p, tiling, splitting, tuning, threads));
 }
 
-/* Rows of an item at most: so many that the item has `lanes` lanes, and that its lists can be inverted. */
+/* The most list rows of an item: so many that the item has at most `lanes` lanes, and that its lists have at most most_entries entries to invert. */
 static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes) {
     return ba_max(1, ba_min(lanes / (t->row_tokens * t->shared_heads), ba_work.most_entries / ba_max(1, p->blocks.dims[3])));
 }
@@ -455,7 +455,7 @@ ba_plan ba_plan_gradients(const ba_problem *p, const ba_tuning *tuning) {
 
 ba_plan ba_plan_gradients_by_block(const ba_problem *p, const ba_tuning *tuning) {
     const ba_tiling tiling = gradient_tiling(p, tuning);
-    /* The number of columns may not enter here: it is that of the longest sequence of the batch, and the order of sums would depend on it. */
+    /* The number of columns must not enter here: it is that of the longest sequence of the batch, and the order of sums would depend on it. */
     const ba_grouping grouping = {.tiles = most_rows(p, &tiling, tuning->by_block_lanes), .few_heads = 1};
     return plan_of(p, tiling, unsplit, grouping);
 }
@@ -465,7 +465,7 @@ void ba_plan_lay_out(ba_plan *plan, int threads, char *base, int64_t *used) {
     plan->bitmaps = ba_take(base, used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
 }
 
-/* The sentence has the indices of the caller's array, which lacks one axis of p->blocks; in lists of queries over pages, queries come before heads. */
+/* The sentence names the indices in the caller's array, which lacks one axis of p->blocks, and has queries before heads in lists over pages. */
 ba_status ba_refuse_list_entry(const ba_problem *p, const int64_t bad[4]) {
     const ba_tensor *t = &p->blocks;
     const int added_axis = p->cu_rows ? 0 : p->page_size ? 2 : -1;

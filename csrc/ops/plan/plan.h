@@ -10,9 +10,9 @@
  * depends on the sequence alone. Where all heads share the list, such an item walks it for several KV heads at once, because the heads of a token
  * lie side by side in token-major caches and are then read in the order of memory.
  *
- * A query is one token of one query head, so a tile, or a KV head, has as many queries as tokens times heads. Numbers of queries before their heads
- * count are called *tokens*. Tokens of keys are called keys. The number of a query (first_query, ba_lane_query) is that of its token among the tokens
- * of its sequence that have queries; all heads number theirs alike. */
+ * A query is one token of one query head, so a tile, or a KV head, has as many queries as tokens times heads. Where heads are not counted, queries
+ * are called *tokens*. Tokens of keys are called keys. The number of a query (first_query, ba_lane_query) is that of its token among the tokens of
+ * its sequence that have queries; all heads number theirs alike. */
 #ifndef BA_OPS_PLAN_H
 #define BA_OPS_PLAN_H
 
@@ -30,7 +30,7 @@ typedef struct ba_item {
 
 typedef struct ba_tile {
     int64_t block_row;
-    int64_t head, heads;       /* query heads head .. head + heads - 1 share the list. Lane t of the row has query t / heads of head t % heads */
+    int64_t head, heads; /* query heads head .. head + heads - 1 share the list. Lane t of the row has query t / heads of head head + t % heads */
     int64_t first_lane, lanes; /* the tile's queries are lanes first_lane .. first_lane + lanes - 1 of the block row */
     int64_t first_query;       /* the number of the block row's first query */
 } ba_tile;
@@ -72,7 +72,7 @@ typedef struct ba_plan {
     uint64_t *bitmaps; /* [worker]: scratch memory of ba_plan_make() */
 } ba_plan;
 
-/* Each of the next four decides the tiles, the parts and the number of items of a plan. ba_plan_make() then makes the items. */
+/* Each of the next four functions decides the tiles, the parts and the number of items of a plan. ba_plan_make() then makes the items. */
 
 /* The plan of a forward call. panel_lanes is the width of the widest panels that tiles consist of. */
 ba_plan ba_plan_forward(const ba_problem *problem, const ba_tuning *tuning, int64_t panel_lanes, int threads);
@@ -95,7 +95,7 @@ int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch);
 void ba_plan_lay_out(ba_plan *plan, int threads, char *base, int64_t *used);
 
 /* Makes the items, in the memory that ba_plan_lay_out() has handed out for so many threads. Checks the entries of list rows that have queries, on up
- * to `threads` threads, and fails for the first bad one. (Rows whose queries are all padding are checked, too, where q_lens makes them padding.) */
+ * to `threads` threads, and fails for the first bad one. (Rows all of whose queries are padding by q_lens are checked, too.) */
 ba_status ba_plan_make(ba_plan *plan, int threads);
 
 /* Tile number `tile` of one (batch, KV head). */
@@ -110,8 +110,8 @@ void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t colu
  * each query head that walks the list row. Routed kernels attend such queries. */
 bool ba_runs_by_block(const ba_problem *problem);
 
-/* Whether the kernel for few queries attends a batch entry: it has at most BA_FEW_QUERIES queries, or at most most_queries where each has many keys.
- * A token counts once for each query head that shares a KV head. Depends on the lengths of the sequence alone. */
+/* Whether the kernel for few queries attends a batch entry: it has at most BA_FEW_QUERIES queries, or no more than splitting.most_queries where each
+ * has many keys. A token counts once for each query head that shares a KV head. Depends on the lengths of the sequence alone. */
 bool ba_plan_few_queries(const ba_plan *plan, int64_t batch);
 
 /* The most lanes that a tile has. */
@@ -131,7 +131,7 @@ int64_t ba_plan_parts(const ba_plan *plan, int64_t batch);
  * then its index in the row. */
 bool ba_list_to_bitmap(const ba_problem *problem, int64_t batch, int64_t head, int64_t row, uint64_t *bitmap, int64_t words, int64_t *at);
 
-/* Fails for the entry that ba_list_to_bitmap() has found: `bad` is its place in problem->blocks. */
+/* Fails for the entry that ba_list_to_bitmap() has found: `bad` has its indices in problem->blocks. */
 ba_status ba_refuse_list_entry(const ba_problem *problem, const int64_t bad[4]);
 
 #endif

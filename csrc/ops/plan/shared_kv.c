@@ -9,8 +9,8 @@ bool ba_may_share(const ba_problem *problem, const ba_attend_family *family) {
     return family->pack_groups && !problem->page_size && !(problem->listed && problem->block_kv % family->key_pad);
 }
 
-/* The keys that may be packed: those that any query of the batch entry may see, from the beginning of a chunk on. With a window, and queries that
- * are a part of their sequence, these are few. */
+/* The keys that may be packed: those that any query of the batch entry may see, from the beginning of a chunk on. With a window and a slice of
+ * queries, these are few. */
 static ba_range shared_range(const ba_sharing *s, int64_t batch) {
     const ba_problem *p = s->plan->problem;
     const int64_t tokens = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;

@@ -19,7 +19,7 @@ typedef struct ba_panel_state {
         ba_gradient_panel gradient; /* backward, likewise */
     };
     ba_panel_width width;
-    int64_t lane, lanes; /* the panel's lanes: its first lane is this lane of the tile, and so many hold queries */
+    int64_t lane, lanes; /* the tile's lane that is the first of the panel, and how many lanes of the panel hold queries */
     ba_range any, all;   /* all keys that some lane sees lie in `any`; every lane sees all keys of `all` */
 } ba_panel_state;
 
@@ -46,10 +46,10 @@ static inline bool ba_lanes_see_all(const ba_panel_state *s, const int32_t *key_
     return key_index[0] >= s->all.lo && key_index[keys - 1] < s->all.hi;
 }
 
-/* Finds the rows of q, of out or of a gradient of these, of `lanes` lanes of a tile from `lane` on. */
+/* Finds the rows, of q, out or a gradient of either, that belong to `lanes` lanes of a tile from `lane` on. */
 void ba_find_lanes(const ba_problem *p, const ba_view *view, int64_t batch, const ba_tile *tile, int64_t lane, int64_t lanes, const void **rows);
 
-/* A walk over the item's part of a list, which must still be begun and whose range is still empty. bitmap NULL: the list has all keys. */
+/* Makes a walk over the item's part of a list. The walk is not yet begun, and its range is empty. bitmap NULL: the list has all keys. */
 ba_walk ba_new_walk(const ba_plan *plan, const ba_item *item, const uint64_t *bitmap, int64_t chunk_keys);
 /* The position in the sequence of listed keys where the item's part begins. */
 int64_t ba_first_place(const ba_plan *plan, const ba_item *item);

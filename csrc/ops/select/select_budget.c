@@ -423,7 +423,7 @@ static void split_list_head(void *context, int64_t item, int worker) {
         while (last >= first && class_of(o->bounds[last]) < share->least_class) last--;
         all += split_block_row(o, tails, seen.lo, seen.hi, first, last, &r, middle);
         double tail = o->bounds[last + 1];
-        const float most = (float)o->bounds[first]; /* to which rounding may not add, or the tail might be in another class */
+        const float most = (float)o->bounds[first]; /* rounding must not raise a tail above this, or the tail might be in another class */
         for (int64_t i = sort_middle(&s, tails, seen.lo, seen.hi, middle) - 1; i >= 0; i--) {
             const int64_t b = column_of(s.sort_keys[i]);
             tail += (double)tails[b];
@@ -433,7 +433,7 @@ static void split_list_head(void *context, int64_t item, int worker) {
             middle[b / 64] &= ~((uint64_t)1 << b % 64);
             if (class > share->most_class) keep(&r, b), all++;
         }
-        int64_t n = 0; /* the tails move together, in the order of columns, so that what reads them again reads little memory */
+        int64_t n = 0; /* the tails move together, in the order of columns, so that later passes over them read little memory */
         for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++)
             for (uint64_t left = middle[word]; left; left &= left - 1) tails[seen.lo + n++] = tails[word * 64 + __builtin_ctzll(left)];
         o->in_middle = (int32_t)n;
@@ -441,8 +441,8 @@ static void split_list_head(void *context, int64_t item, int worker) {
     __atomic_fetch_sub(&share->to_keep, all, __ATOMIC_RELAXED);
 }
 
-/* Counts the tails of a list head that begin with the digits that are known, by the digit in turn, in the bins of its share. The others are counted
- * in spare bins, because a branch would be mispredicted: in several ones, because an addition waits for the one before. */
+/* Counts the tails of a list head that begin with the known digits, by their next digit, in the bins of its share. The others are counted in spare
+ * bins, because a branch would be mispredicted; there are several of these, because additions to one bin wait for each other. */
 static void count_tails(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t batch = item / c->list_heads, list_head = item % c->list_heads;
@@ -472,14 +472,14 @@ static void count_tails(void *context, int64_t item, int worker) {
 static void find_digit(const ba_prefill *c, ba_share *share) {
     const int64_t *bins = bins_of(c, share);
     uint32_t bin = ((uint32_t)1 << digits[c->digit].bits) - 1;
-    for (; bin > 0 && bins[bin] < share->to_keep; bin--) /* bin 0 ends it only where the caller's `counts` shares memory with another array */
+    for (; bin > 0 && bins[bin] < share->to_keep; bin--) /* bin > 0 fails only where the caller's `counts` shares memory with another array */
         share->to_keep -= bins[bin];
     share->least |= bin << digits[c->digit].shift;
     share->has_all = bins[bin] == share->to_keep;
 }
 
-/* Keeps the blocks in the middle of a list head's block rows whose tails are above the least, and where all blocks with exactly the least are kept,
- * also these. */
+/* Keeps the blocks in the middle of a list head's block rows whose tails are above the least tail and, where the share has_all, those whose tails
+ * equal it. */
 static void keep_tails(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t batch = item / c->list_heads, list_head = item % c->list_heads;
@@ -517,7 +517,7 @@ static void keep_ties(const ba_prefill *c, ba_share *share, int64_t batch, int64
     }
 }
 
-/* Sets how many blocks a share keeps beside the ones that always are. */
+/* Sets how many blocks a share keeps in addition to those that are always kept. */
 static void open_share(const ba_prefill *c, int64_t batch, int64_t first, int64_t list_heads) {
     int64_t all = 0, kept = 0;
     for (int64_t block_row = 0; block_row < c->p.block_rows; block_row++) {

@@ -40,7 +40,7 @@ static void copy_row(const ba_prefill *c, const ba_features *s, void *to, const 
     memcpy(to, packed, (size_t)(c->p.head_dim * c->number_size));
 }
 
-/* Prefetches the rows of n tokens that will be pooled later. The array is read once, so reading it from memory is what the time goes into. */
+/* Prefetches the rows of n tokens that will be pooled later. The array is read once, so reading it from memory takes most of the time. */
 static void prefetch_tokens(const char *row, int64_t step, int64_t n, int64_t bytes) {
     for (int64_t i = 0; i < n; i++, row += step) ba_prefetch_to_read(row, bytes);
 }
@@ -77,7 +77,7 @@ static void add_magnitudes_bfloat16(uint16_t *to, int64_t dim) {
     for (int64_t d = 0; d < dim; d++) to[dim + d] = to[d] & 0x7fff;
 }
 
-/* Writes `to` from the bfloat16 numbers of a pooled query or key, of which there are c->depth. */
+/* Widens the c->depth bfloat16 numbers of a pooled query or key into `to`. */
 static void widen_numbers(const ba_prefill *c, void *to, const void *numbers) {
     const void *packed;
     c->kernels->cache[BA_BFLOAT16]->pack(to, &packed, &numbers, NULL, 1, c->depth);
@@ -142,7 +142,7 @@ void ba_features_of_query(const ba_prefill *c, const ba_features *s, int64_t bat
     const int64_t n = ba_min(c->q_tokens, ba_q_span(&c->p, batch).valid - begin);
     for (int64_t i = 0; i < n; i++) s->pointers[i] = ba_query_row(&c->p, &c->p.q, c->p.element_size, batch, head, begin + i);
     switch (c->args->chooser) {
-    case BA_CHOOSER_ANTIDIAGONAL: /* in reverse order, so that the last query is multiplied with the first key */
+    case BA_CHOOSER_ANTIDIAGONAL: /* in reverse order, so that the last query is multiplied by the first key */
         memset(to, 0, (size_t)(c->q_tokens * dim * c->number_size));
         for (int64_t i = 0; i < n; i++) copy_row(c, s, (char *)to + (c->q_tokens - 1 - i) * dim * c->number_size, s->pointers[i]);
         return;

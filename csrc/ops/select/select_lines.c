@@ -1,6 +1,6 @@
 /* Vertical and slash lines. The attention of the last queries of a sequence is summed up for each block of keys (vertical) and for each distance
- * between a query and a key (slash); the scores of blocks are made of these sums. The sum over all pairs of a query and a key of a block, of the mass
- * of their distance, takes four reads from an array of sums of sums. */
+ * between a query and a key (slash); the scores of blocks are computed from these sums. For a block, the masses of the distances of all its pairs of
+ * a query and a key are added up by four reads from an array of sums of sums. */
 #include <math.h>
 #include <string.h>
 
@@ -24,7 +24,7 @@ static lines lines_of(const ba_prefill *c, int64_t batch, int64_t here) {
     double *begin = c->lines + here * ba_lines_doubles(c);
     lines l = {.columns = begin, .slash = begin + c->p.block_columns, .distances = keys + queries - 1, .shift = ba_diagonal(&c->p, batch, 0)};
     l.slash_sums = l.slash + l.distances;
-    l.behind = keys - 1 - (q_valid - queries + l.shift); /* of the first of these queries and the last key */
+    l.behind = keys - 1 - (q_valid - queries + l.shift); /* how far the last key lies behind the first of these queries */
     return l;
 }
 

@@ -98,8 +98,8 @@ static int64_t first_query(const select_pages_call *c, int64_t batch) { return c
 static int64_t queries_of(const select_pages_call *c, int64_t batch) { return c->args->cu_q ? c->args->cu_q[batch + 1] - c->args->cu_q[batch] : 1; }
 
 /* Decides how many heads and entries read each row together. Quest's bound has only a kernel in which several heads and entries share one pass over
- * the rows. For products, that kernel serves single entries, but not of quantised keys; the kernel for few queries is faster for more. Where the
- * heads of a row do not lie side by side, each head reads all rows of a chunk before the next head does. */
+ * the rows. For products, that kernel scores single entries of keys that are not quantised; the kernel for few queries is faster for several entries.
+ * Where the heads of a row do not lie side by side, each head reads all rows of a chunk before the next head does. */
 static row_passes choose_row_passes(const select_pages_call *c, int64_t entries) {
     const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32);
     if (!c->cache->score_heads || (entries > 1 && c->args->method != BA_SELECT_QUEST))
@@ -123,7 +123,7 @@ static int64_t head_bytes(const select_pages_call *c, const row_passes *h, int64
     return (h->heads_at_once ? entries : BA_FEW_QUERIES) * BA_FEW_PAD(c->dim) * c->family->real_size;
 }
 
-/* Adds the mean of a KV head's group to `to`, by the query in row `row` of q. */
+/* Adds the mean of a KV head's group to `to`, for the query in row `row` of q. */
 static void add_mean(const select_pages_call *c, const select_pages_scratch *s, int64_t row, int64_t kv_head, char *to) {
     const ba_tensor *q = &c->args->q;
     const char *first = (const char *)q->data + (row * q->strides[0] + kv_head * c->group * q->strides[1]) * ba_dtype_size(q->dtype);
@@ -211,14 +211,14 @@ static void scale_scores(const select_pages_call *c, const struct rows_at *rows,
     for (int64_t i = 0; i < rows->count; i++) scores[i] *= ((const float *)rows->b[i])[head * c->k_scale.head_stride];
 }
 
-/* Raises a page's score to that by another query; a NaN of either remains. */
+/* Raises a page's score to its score for another query; a NaN of either remains. */
 static inline void keep_higher(float *page, float score) {
     if (score > *page || score != score) *page = score;
 }
 
 /* Turns the scores of one entry with `count` rows from row `at` on, which stand `step` apart, into scores of pages. A row of summaries is a page.
  * For BA_SELECT_MAX a row is a token, and a page's score is the largest of its tokens' scores, NaN where one of them is NaN. `fresh`: the pages have
- * no score by this request's other queries yet. */
+ * no score for other queries of this request yet. */
 static void keep_scores(const select_pages_call *c, int64_t at, int64_t count, const char *scores, int64_t step, bool fresh, float *pages) {
     const int64_t real = c->family->real_size, size = c->args->page_size;
     if (c->args->method == BA_SELECT_MAX) {
@@ -497,7 +497,7 @@ static ba_status check_budgets(const ba_select_args *a) {
     return BA_OK;
 }
 
-/* `rows`: of the result, per request. */
+/* `rows`: rows of the result per request. */
 static ba_status check_outputs(const ba_select_args *a, int64_t rows) {
     const ba_tensor *out = &a->selected;
     ba_tensor expected = {.dtype = BA_INT32, .ndim = 3, .dims = {a->batch, rows, out->ndim == 3 ? out->dims[2] : 0}};

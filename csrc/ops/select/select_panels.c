@@ -1,4 +1,4 @@
-/* A worker's scratch memory, and the step that scores of bands and of lines share: pooled queries as the lanes of a panel, which are multiplied with
+/* A worker's scratch memory, and the step that scores of bands and of lines share: pooled queries as the lanes of a panel, which are multiplied by
  * a run of pooled keys. */
 #include "ops/reals.h"
 #include "ops/scratch.h"

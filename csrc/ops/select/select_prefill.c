@@ -1,4 +1,4 @@
-/* Selects the blocks of keys that each block of queries attends. Pooled keys are made first; then pooled queries are multiplied with them, one band
+/* Selects the blocks of keys that each block of queries attends. Pooled keys are made first; then pooled queries are multiplied by them, one band
  * of block rows after the other; then the budget of each block row, or of a whole sequence, decides which blocks are kept. */
 #include <float.h>
 #include <inttypes.h>

@@ -14,7 +14,7 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
-/* What is known of the blocks of a block row that are not always kept before they are sorted: see select_budget.c. */
+/* What is known, before they are sorted, of the blocks of a block row that are not always kept: see select_budget.c. */
 enum { BA_OUTLINE_BUCKETS = 64 };
 typedef struct ba_outline {
     int32_t highest, shift;                /* the bits of the highest score; a bucket takes 1 << shift different bits */
@@ -24,15 +24,15 @@ typedef struct ba_outline {
 
 /* The list heads of a sequence that share one density: the least tail that is kept. */
 typedef struct ba_share {
-    int least_class, most_class; /* between which it is */
-    uint32_t least;              /* the bits of this tail, as far as they are known: digits that are not are 0 */
+    int least_class, most_class; /* the classes between which that tail is */
+    uint32_t least;              /* the bits of that tail, as far as they are known: digits that are not known are 0 */
     int64_t to_keep;    /* how many of the blocks whose tails begin with these digits are kept; at the end, how many with exactly the least tail */
-    bool none, has_all; /* no block is kept but the ones that always are; all blocks with exactly the least tail are kept */
+    bool none, has_all; /* only the blocks that are always kept are kept; all blocks with exactly the least tail are kept */
 } ba_share;
 
-/* What block rows see where queries have kv_ranges or q_begin, and what they always keep of it; NULL where they have neither: select_visible.c. */
+/* What block rows see where queries have kv_ranges or q_begin, and what they always keep of it; NULL where queries have neither: select_visible.c. */
 typedef struct ba_notes {
-    ba_range *seen;    /* [B][block row]: from the first block that some query sees to behind the last one; [0, 0) where there is none */
+    ba_range *seen;    /* [B][block row]: from the first block that some query sees to the one after the last; [0, 0) where there is none */
     uint64_t *visible; /* [B][block row][word]: a bit for each block, 1 where some query of the block row sees a key of the block */
     uint64_t *forced;  /* [B][block row][word]: a bit for each block, 1 where it is always kept */
 } ba_notes;
@@ -57,14 +57,15 @@ typedef struct ba_prefill {
     char *pooled_keys;
     ba_notes notes;
     double *lines;        /* BA_CHOOSER_VERTICAL_SLASH only, else NULL */
-    int64_t *tails_begin; /* [B], the first tail of each sequence. Of no size, like all up to bins, unless the budget is BA_BUDGET_DENSITY */
+    int64_t *tails_begin; /* [B], the first tail of each sequence. It and the next arrays, down to `bins`, are empty unless the budget is
+                             BA_BUDGET_DENSITY */
     float *tails;         /* of each sequence [list head][block row][column]: scores, -1 where a block does not compete; then tails of the middle */
     ba_outline *outlines; /* [B][list head][block row] */
     uint64_t *middles;    /* [B][list head][block row][word]: a bit for each block, 1 in the middle */
     ba_share *shares;     /* [B][list heads, or 1 where all of a sequence share one density] */
     int64_t *bins;        /* [share][BA_BUDGET_BINS] */
-    int digit;            /* by which tails are counted */
-    int64_t panels, panel_queries; /* of a band at most; pooled queries of a panel */
+    int digit;            /* the digit by which tails are counted */
+    int64_t panels, panel_queries; /* the most panels of a band; pooled queries of a panel */
     int64_t band_rows, bands;      /* block rows of a band, which an item scores; the largest number of bands in a sequence */
     int64_t scratch_bytes;
     char *scratch;
@@ -73,14 +74,14 @@ typedef struct ba_prefill {
 /* The number of blocks of keys in a sequence. */
 static inline int64_t ba_prefill_columns(const ba_prefill *c, int64_t batch) { return ba_ceil_div(ba_kv_span(&c->p, batch).valid, c->p.block_kv); }
 
-/* From the scores of one block row of a band to those of the next in `head`: not a multiple of 4096 bytes, because a column of such scores would take
- * the same few places of a cache. */
+/* The distance from the scores of one block row of a band to those of the next in `head`. It is not a multiple of 4096 bytes, because the scores of a
+ * column would then compete for a few lines of the cache. */
 static inline int64_t ba_head_pitch(const ba_prefill *c) { return ba_round_up(c->p.block_columns, 16) + 8; }
 
 /* ---- What block rows see (select_visible.c) ------------------------------------------------------------------------ */
 
-/* From the first key that one of the queries first .. last may see to the place after the last one: [0, 0) where they see none. With kv_ranges, there
- * may be keys between that none of them sees. */
+/* From the first key that one of the queries first .. last may see to the one after the last: [0, 0) where they see none. With kv_ranges, there may
+ * be keys between that none of them sees. */
 ba_range ba_prefill_keys(const ba_prefill *c, int64_t batch, int64_t first, int64_t last);
 /* The blocks of keys that a block row may see, likewise. */
 ba_range ba_prefill_blocks(const ba_prefill *c, int64_t batch, int64_t block_row);
@@ -138,7 +139,7 @@ typedef struct ba_band_scratch {
     int32_t *lo, *hi, *key_index; /* key_index, k_rows: of consecutive pooled keys, two chunks of them at most */
     const void **k_rows, **pointers;
     char *sums;      /* [column][lane] of a panel: sums of weights, relative to the maximum at the end of the column's last chunk */
-    char *alphas;    /* [chunk][lane]: what a chunk has multiplied the sums before it with */
+    char *alphas;    /* [chunk][lane]: the factor by which a chunk has multiplied the sums before it */
     int32_t *chunks; /* [column]: the last chunk with pooled keys of the column */
     double *head;    /* [block row of the band][ba_head_pitch]: the scores of one query head */
     float *scores;   /* [block row of the band][column]: the scores of the list head */

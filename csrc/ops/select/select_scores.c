@@ -1,4 +1,4 @@
-/* Scores of blocks. Pooled queries are the lanes of a panel, as queries are in attention, and are multiplied with one chunk of pooled keys after the
+/* Scores of blocks. Pooled queries are the lanes of a panel, as queries are in attention, and are multiplied by one chunk of pooled keys after the
  * other. The weights of a chunk are relative to the maximum so far. Each block keeps its sum of weights, and each chunk the factor by which it has
  * raised the maximum; when all chunks are done, these factors and the sum of all weights turn the sums into shares. */
 #include <math.h>
@@ -24,7 +24,7 @@ typedef struct scored_panel {
     int32_t chunks;
 } scored_panel;
 
-/* Joins of each two neighbours one: the larger, or the sum. */
+/* Makes one of each two neighbours: the larger, or their sum. */
 #define DEFINE_CLOSE(real)                                                                                                                           \
     static void halve_##real(real *restrict to, const real *restrict from, int64_t n, bool largest) {                                                \
         if (largest)                                                                                                                                 \
@@ -32,8 +32,8 @@ typedef struct scored_panel {
         else                                                                                                                                         \
             for (int64_t i = 0; i < n; i++) to[i] = from[2 * i] + from[2 * i + 1];                                                                   \
     }                                                                                                                                                \
-    /* Turns the sums of a panel into shares, and joins those of each block row's lanes to the scores of the band. It goes backwards: what           \
-     * the sums of a chunk are to be multiplied with is the product of the alphas of all chunks behind it, over the sum of all weights. */           \
+    /* Turns the sums of a panel into shares, and joins those of each block row's lanes to the scores of the band. It goes backwards, because        \
+     * the factor of a chunk's sums is the product of the alphas of all chunks behind it, divided by the sum of all weights. */                      \
     static void close_panel_##real(const ba_prefill *c, const scored_panel *p, const ba_band *band, double *scores) {                                \
         const int64_t lanes = c->lanes, pitch = ba_head_pitch(c), together = ba_min(c->q_per_block, lanes); /* lanes of a block row */               \
         const bool largest = c->args->largest != 0;                                                                                                  \
@@ -121,8 +121,8 @@ static void take_given(const ba_prefill *c, const ba_band_scratch *s, const ba_b
     }
 }
 
-/* Adds the scores of a head to those of its list head, which `shared_heads` share, each block row's divided by their sum. Where the sum is not
- * positive, all visible blocks score the same. Scores that are given, and have been divided already, stay as they are. */
+/* Adds the scores of a head, those of each block row divided by their sum, to the scores of its list head, which `shared_heads` heads share. Where
+ * the sum is not positive, all visible blocks score the same. Given scores that have been divided already stay as they are. */
 static void add_head(const ba_prefill *c, const ba_band_scratch *s, const ba_band *band, int64_t shared_heads) {
     for (int64_t r = 0; r < band->block_rows; r++) {
         const ba_range seen = ba_prefill_blocks(c, band->batch, band->first + r);
@@ -133,7 +133,7 @@ static void add_head(const ba_prefill *c, const ba_band_scratch *s, const ba_ban
         double sum = 0;
         for (int64_t b = seen.lo; b < seen.hi && visible; b++) head[b] = ba_is_visible(visible, b) ? head[b] : 0;
         for (int64_t b = seen.lo; b < seen.hi; b++) sum += head[b];
-        if (c->args->chooser == BA_CHOOSER_GIVEN && fabs(sum - 1) <= 1e-4) sum = 1; /* but for rounding to float32 */
+        if (c->args->chooser == BA_CHOOSER_GIVEN && fabs(sum - 1) <= 1e-4) sum = 1; /* it differs by rounding to float32 alone */
         const double weight = 1 / (sum > 0 ? sum * (double)shared_heads : (double)blocks * (double)shared_heads);
         for (int64_t b = seen.lo; b < seen.hi; b++) scores[b] += (float)((sum > 0 ? head[b] : ba_is_visible(visible, b)) * weight);
     }

@@ -1,9 +1,10 @@
 /* Choosing tokens: the best keys of each query by the scores of an indexer, which several small heads share with one key per token.
  *
- * The keys are the lanes of a panel, and the rows that it is multiplied with are the heads of some queries, so that the sum over heads is vertical:
- * S[head][lane] by attention's kernels, then scores[query][lane] by the kernel weigh_heads. What may be among a query's best goes into a buffer of
- * twice as many candidates. A full buffer is cut to its best half, and only scores above the least of these come in from then on. So no array has a
- * score of each pair. Keys come in rising order: of equal scores, those that come later lose. */
+ * The keys are the lanes of a panel, and the rows that it is multiplied by are the heads of some queries, so that the sum over heads is vertical:
+ * S[head][lane] by attention's kernels, then scores[query][lane] by the kernel weigh_heads. What may be among a query's best goes into a buffer that
+ * has room for a little more than twice as many candidates as the result has places. A full buffer is cut to as many of its best as there are places,
+ * and only scores above the least of these come in from then on. So no array has a score of each pair. Keys come in rising order: of equal scores,
+ * those that come later lose. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -21,7 +22,7 @@
 #include "ops/scratch.h"
 
 typedef struct candidate {
-    double score; /* of reals, so exact; minus infinity for NaN */
+    double score; /* a real, which a double holds exactly; minus infinity for NaN */
     int32_t key;
 } candidate;
 
@@ -31,7 +32,7 @@ typedef struct select_tokens_call {
     int64_t sequences, heads, dim;
     double scale;
     int64_t top_k, width;                          /* keys that a query gets, and places per row of the result: one more for a tail */
-    int64_t most;                                  /* candidates that may stay: top_k, or as many as there are keys */
+    int64_t most;                                  /* candidates that stay: top_k, or as many as there are keys where these are fewer */
     int64_t room;                                  /* candidates per query */
     int64_t tile;                                  /* queries of an item */
     int64_t part_keys;                             /* keys of an item: a multiple of the lanes */
@@ -40,7 +41,7 @@ typedef struct select_tokens_call {
     int64_t at_once;                               /* queries whose heads are scored together */
     int64_t *first_tile;                           /* [sequences + 1] */
     ba_pack_rows_fn pack;                          /* NULL: rows of q are read in place */
-    const ba_attend_family *panel_family, *family; /* which packs keys, and which scores */
+    const ba_attend_family *panel_family, *family; /* the family that packs keys, and the one that computes scores */
     int64_t real_size, lanes, scratch_bytes;
     char *scratch;
     candidate *best; /* with several parts: [tile][query][part][most] */
@@ -53,7 +54,7 @@ typedef struct select_tokens_scratch {
     candidate *candidates; /* [query][room] */
     int64_t *counts;       /* [query] */
     int64_t *seen;         /* [query]: how many keys, from the first on, it may choose from */
-    double *least;         /* [query]: no score up to this one comes in */
+    double *least;         /* [query]: once `most` candidates are there, only scores above this one come in */
     uint64_t *chosen;      /* a bit per key */
 } select_tokens_scratch;
 
@@ -111,7 +112,7 @@ static void keep_best(candidate *all, int64_t n, int64_t kept) {
     }
 }
 
-/* Sorts candidates, the best first or, by_key, the lowest key first: a heap whose last one stands in front. */
+/* Sorts candidates, the best first or, by_key, the lowest key first: by a heap whose root is the candidate that comes last. */
 static void sort(candidate *all, int64_t n, bool by_key) {
     for (int64_t built = n / 2, end = n; end > 1;) {
         if (built > 0) built--;
@@ -168,7 +169,7 @@ static int64_t tokens_seen(const select_tokens_call *c, int64_t n, int64_t query
     return ba_max(0, ba_min(tokens, begin + query + 1));
 }
 
-/* The most keys that one of n queries of a tile may choose from, from its query number i on. */
+/* The most keys that any of n queries of a tile may choose from, beginning with the tile's query i. Queries behind the valid ones have none. */
 static int64_t most_seen(const select_tokens_scratch *s, int64_t i, int64_t n) {
     int64_t most = 0;
     for (int64_t end = i + n; i < end; i++) most = ba_max(most, s->seen[i]);
@@ -217,7 +218,7 @@ static void score_panel(const select_tokens_call *c, const select_tokens_scratch
     }
 }
 
-/* Writes the candidates of a query, of which it keeps the best, as a row of the result, and the tail behind them. */
+/* Writes the best candidates of a query as a row of the result, and the tail behind them. */
 static void write_row(const select_tokens_call *c, const select_tokens_scratch *s, int64_t sequence, int64_t query, candidate *all, int64_t count) {
     const ba_tensor *selected = &c->args->selected, *scores = &c->args->scores;
     const int64_t kept = ba_min(count, c->most), to = row_of(c, selected, sequence, query), step = ba_step(selected, selected->ndim - 1);
@@ -244,7 +245,7 @@ static void write_row(const select_tokens_call *c, const select_tokens_scratch *
 
 static int64_t tiles_of(const select_tokens_call *c, int64_t n) { return ba_ceil_div(queries_of(c, n), c->tile); }
 
-/* The item of tile number `tile` of the call; its sequence and its queries. */
+/* An item of tile number `tile` of the call, with its sequence and its queries; its part and its keys are not set. */
 static item_of_tokens tile_at(const select_tokens_call *c, int64_t tile) {
     item_of_tokens at = {.tile = tile, .sequence = ba_sequence_at(c->first_tile, c->sequences, tile)};
     at.first = (tile - c->first_tile[at.sequence]) * c->tile;
@@ -356,7 +357,7 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
         c->sequences = a->batch;
     } else if (a->cu_kv) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_kv") ": expected none without " BA_ARG("cu_seqlens_q") ", got some");
     if (packed && (a->q_lens || (a->kv_lens && a->pool_size == 1)))
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected none with packed arrays, whose cumulative lengths say it, got some",
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected none with packed arrays, whose cumulative lengths give the lengths, got some",
                        a->q_lens ? "q_lens" : "kv_lens");
     BA_TRY(ba_check_lengths("q_lens", a->q_lens, c->sequences, c->q.tokens));
     BA_TRY(check_kv_lens(c));
@@ -367,7 +368,9 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
     BA_TRY(ba_check_same("weights", &a->weights, &shape, false));
     c->width = a->selected.ndim == rank - 1 ? a->selected.dims[rank - 2] : 1;
     c->top_k = c->width - (a->keep_tail != 0);
-    if (c->top_k < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("top_k") ": expected at least 1, got %" PRId64, c->top_k);
+    if (c->top_k < 1)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("selected") ": expected a last axis of at least %d, got %s", a->keep_tail ? 2 : 1,
+                       ba_shape_text(&a->selected).chars);
     shape.dims[rank - 2] = c->width;
     if (ba_given(&a->scores)) BA_TRY(ba_check_output("scores", &a->scores, &shape, false));
     shape.dtype = BA_INT32;
