@@ -13,7 +13,7 @@ import torch
 
 from .masks import Call, Rules
 
-__all__ = ["all_seen", "as_lists", "as_mask", "check_indices", "pays_as_lists", "pieces"]
+__all__ = ["all_seen", "as_lists", "as_mask", "check_indices", "is_exact", "mark_exact", "pays_as_lists", "pieces"]
 
 _MOST_BYTES = 1 << 26  # that the mask of one call takes, and making it
 _ROWS = 128  # queries of a piece are a multiple, since masks are read in blocks of so many
@@ -91,3 +91,17 @@ def as_lists(indices: Any, keys: int) -> Any:
         chosen[..., 1:] = chosen[..., 1:].masked_fill(again, keys)
         chosen = chosen.sort(dim=-1).values
     return chosen.masked_fill(chosen == keys, -1).unsqueeze(1).contiguous()
+
+
+_EXACT = "_blitz_attn_exact"
+
+
+def mark_exact(indices: Any) -> Any:
+    """Note on lists that they were made here: each rises, names tokens once, only those that its query sees, and all where there is room."""
+    setattr(indices, _EXACT, True)
+    return indices
+
+
+def is_exact(indices: Any) -> bool:
+    """Whether lists were made here."""
+    return getattr(indices, _EXACT, False)
