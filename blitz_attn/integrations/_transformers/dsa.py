@@ -17,6 +17,7 @@ import torch
 from ..._select.tokens import select_tokens
 from .config import config_of
 from .fallbacks import tell
+from .latents import Latents, plain_weight
 from .masks import RuleMask
 from .tokens import mark_exact
 from .trained import Adapters, UnsuitedError
@@ -91,8 +92,8 @@ class _Hidden:
 class _Selection:
     """One call of an indexer; stands for its cache."""
 
-    def __init__(self, rules: Any, cache: Any, num_threads: int | None) -> None:
-        self.rules, self.cache, self.num_threads = rules, cache, num_threads
+    def __init__(self, mask: RuleMask, cache: Any, num_threads: int | None) -> None:
+        self.shape_of_mask, self.rules, self.cache, self.num_threads = tuple(mask.shape), mask.rules, cache, num_threads
         self.hidden, self.keys, self.chosen = _Hidden(), None, None
 
     def update_indexer(self, keys: Any, *arguments: Any, **options: Any) -> _Noted:
@@ -101,7 +102,7 @@ class _Selection:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return len(self.keys), self.rules.q_length, self.keys.shape[1]
+        return (len(self.keys), self.shape_of_mask[1], self.keys.shape[1])
 
     def choose(self, steps: tuple[tuple[Any, ...], ...], count: int, dim: int) -> Any:
         """The tokens that the steps choose, int32 (B, Sq, count)."""
@@ -116,8 +117,12 @@ class _Selection:
         raise UnsuitedError("scores of its indexer that follow another formula")
 
     def _selected(self, q: Any, weights: Any, scale: float, count: int) -> Any:
-        rules, k = self.rules, self.keys
-        batch, queries, keys = self.shape
+        k, batch, queries = self.keys, *q.shape[:2]
+        if k.device.type != "cpu":
+            raise UnsuitedError(f"tensors on {k.device}")
+        if self.shape_of_mask[0] not in (1, batch) or self.shape_of_mask[1:] != (queries, k.shape[1]):
+            raise UnsuitedError(f"a mask of shape {self.shape_of_mask} for {queries} queries and {k.shape[1]} keys")
+        rules = self.rules.of_batch(batch)
         if rules.causal and rules.offset + queries <= count:  # each sees no more than it may choose
             return mark_exact(torch.arange(count, dtype=torch.int32).expand(batch, queries, count))
         lowered = q.to(k.dtype)
@@ -161,7 +166,7 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
     mask, cache = given["attention_mask"], given.get("cache")
     reason, call = _why_not(mask), None
     if reason is None:
-        call = _Selection(mask.rules, cache, config_of(indexer).num_threads)
+        call = _Selection(mask, cache, config_of(indexer).num_threads)
         try:
             found = own(**given | {"attention_mask": call.hidden, "cache": call})
             if found is call.chosen:
@@ -175,11 +180,58 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
     return own(**given)
 
 
+# ---- Latents ---------------------------------------------------------------------------------------------------------
+
+
+def _projection(attention: Any) -> tuple[Any, Any] | None:
+    """The two parts of the projection that expands latents, (H, D, C); None where it is no plain product."""
+    weight = plain_weight(attention.kv_b_proj)
+    return None if weight is None else weight.unflatten(0, (attention.num_heads, -1)).split(
+        [attention.qk_nope_head_dim, attention.v_head_dim], dim=1
+    )  # fmt: skip
+
+
+def _why_not_folded(attention: Any) -> str | None:
+    """Why `_projection` does not say what a module expands latents to, by trying; None where it does."""
+    try:
+        parts = _projection(attention)
+        if parts is None:
+            return "a projection that is no plain linear layer"
+        like, latent, rope = parts[0], parts[0].shape[2], attention.qk_rope_head_dim
+        if like.device.type != "cpu":
+            return f"weights on {like.device}"
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            kv_nope, k_rot = (torch.randn(1, 1, 3, n, generator=draw).to(like.dtype) for n in (latent, rope))
+            key, value = attention.expand_kv(kv_nope, k_rot)
+            nope, own_value = (torch.einsum("btc,hdc->bhtd", kv_nope[:, 0].double(), x.double()) for x in parts)
+        expected = (torch.cat([nope, k_rot.double().expand(-1, len(like), -1, -1)], dim=-1), own_value)
+        tolerance = max(4 * torch.finfo(like.dtype).eps, 1e-4)
+        pairs = zip((key, value), expected, strict=True)
+        if all(a.shape == b.shape and (a - b).abs().max() <= tolerance * max(1.0, b.abs().max()) for a, b in pairs):
+            return None
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        return f"an expansion of its latents that is not known here ({type(error).__name__})"
+    return "an expansion of its latents that is not known here"
+
+
+def _keep_latents(own: Any, attention: Any, kv_nope: Any, k_rot: Any) -> Any:
+    """The method that expands latents: attention does it, where it is to be done."""
+    parts = _projection(attention)
+    inputs = (kv_nope, k_rot, attention.kv_b_proj.weight)
+    if parts is None or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        return own(kv_nope, k_rot)
+    return Latents(own, kv_nope, k_rot, *parts).as_key(), kv_nope
+
+
 # ---- The table -------------------------------------------------------------------------------------------------------
 
 
 def _adapters(attention: Any) -> dict[str, Any]:
-    methods: dict[str, Any] = {}
+    reason = _why_not_folded(attention)
+    if reason is not None:
+        raise UnsuitedError(reason)
+    methods: dict[str, Any] = {"expand_kv": _keep_latents}
     if getattr(attention, "indexer", None) is not None:
         names = inspect.signature(type(attention.indexer).forward).parameters
         missing = [name for name in ("attention_mask", "cache") if name not in names]

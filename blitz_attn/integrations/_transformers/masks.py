@@ -68,6 +68,10 @@ class Rules:
         """Whether positions of queries and keys are compared. Otherwise, as in bidirectional and cross attention, queries see all keys."""
         return self.causal or self.window is not None or self.ranges is not None
 
+    def of_batch(self, batch: int) -> Rules:
+        """The rules of a batch, where they may be given once for all entries."""
+        return self if len(self.starts) == batch else replace(self, starts=self.starts * batch, ends=self.ends * batch)
+
     def calls(self) -> Iterator[Call]:
         """Calls that cover the batch: neighbours whose keys begin at the same place share one.
 

@@ -51,7 +51,7 @@ class _Record:
 def _own(module: Any, name: str) -> Any:
     """A method as it was before it was replaced."""
     before = getattr(module, _RECORD).before
-    return before[name] if name in before else MethodType(getattr(type(module), name), module)
+    return before[name] if name in before else functools.partial(getattr(type(module), name), module)
 
 
 def _method(name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
