@@ -311,7 +311,7 @@ def test_what_is_expanded_is_what_costs_less():
     assert latents.rows_expanded(1, 4096, 2048) == 4096  # a prompt
     assert latents.rows_expanded(100, 1, 2048) == 0  # new tokens
     assert latents.rows_expanded(4000, 16, 2048) == 0
-    assert latents.rows_expanded(edge, 4096, 2048) == 0
+    assert latents.rows_expanded(edge, 4096, 2048) == latents.rows_expanded(2 * edge, 4096, 2048) == 0
     assert latents.rows_expanded(2049, 2048, 2048) == 2048  # a chunk
 
 

@@ -46,7 +46,7 @@ def register() -> None:
     Sinks and softcaps are exact; blocks are chosen by scores without the softcap. Packed sequences are taken
     from ``position_ids`` that begin again, as transformers does, or from ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Blocks that a model
     chooses itself (``block_indices`` of MiniMax-M3) are used as they are, whatever the configuration, and so are tokens (``indices`` of
-    DeepSeek-V3.2 and its kin).
+    DeepSeek-V3.2 and its kin); `trained_sparse` replaces the model's own code that chooses tokens.
 
     Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.
@@ -148,16 +148,19 @@ def trained_sparse(model: PreTrainedModel) -> Trained:
 
     Raises
     ------
+    TypeError
+        `model` is no module of torch.
     ValueError
-        The model has no attention of these architectures.
+        It has no attention of these architectures.
 
     Notes
     -----
     What runs is logged once, on the logger ``blitz_attn.integrations.transformers``, and so is the reason where a layer is left to the
     model's own code: projections that are no plain linear layers (quantised, or with adapters), a release of transformers with another
-    formula, packed sequences, masks that are matrices.
+    formula, packed sequences, masks that are matrices, autocast. `on_unsupported` of the configuration holds for calls.
     The model's own code also runs under `torch.compile`, and expands keys and values where attention is differentiated: call the model
-    under `torch.no_grad`. Tokens with equal scores are taken from the first on.
+    under `torch.no_grad`. Of tokens with equal scores, the first ones are taken. Results differ from those of the model's own code by
+    rounding, and so do those of chunks from those of a whole prompt.
 
     Examples
     --------

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..._select.tokens import select_tokens
+from .._torch.tensors import autocast_dtype
 from .config import config_of
 from .fallbacks import tell
 from .latents import Latents, plain_weight
@@ -148,7 +149,9 @@ class _Given:
 
 
 def _why_not(mask: Any) -> str | None:
-    """Why the rules of a mask do not say what an indexer may choose; None where they do."""
+    """Why an indexer is left to the model; None where the rules of its mask say all."""
+    if autocast_dtype() is not None:
+        return "torch.autocast, which rounds its scores"
     if not isinstance(mask, RuleMask):
         return "a mask that was made as a matrix"
     if mask.rules is None:
@@ -163,10 +166,10 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
     bound = inspect.signature(type(indexer).forward).bind(indexer, *arguments, **options)
     given = bound.arguments
     given.pop("self")
-    mask, cache = given["attention_mask"], given.get("cache")
+    mask, cache, config = given["attention_mask"], given.get("cache"), config_of(indexer)
     reason, call = _why_not(mask), None
     if reason is None:
-        call = _Selection(mask, cache, config_of(indexer).num_threads)
+        call = _Selection(mask, cache, config.num_threads)
         try:
             found = own(**given | {"attention_mask": call.hidden, "cache": call})
             if found is call.chosen:
@@ -174,6 +177,8 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
             reason = "tokens that its indexer changes once they are chosen"
         except UnsuitedError as error:
             reason = str(error)
+    if config.on_unsupported == "error":
+        raise ValueError(f"{type(indexer).__name__}: expected an indexer that blitz_attn can compute, got {reason}")
     tell(f"{type(indexer).__name__}: tokens chosen by the model's own code instead of blitz_attn, because of {reason}")
     if call is not None and call.keys is not None:
         given["cache"] = _Given(call.keys)

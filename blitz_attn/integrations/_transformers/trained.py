@@ -112,7 +112,7 @@ class Trained:
 
 def replace_methods(model: Any) -> Trained:
     """Replace the methods of all modules of a model that are known; those that do not suit are named in the log."""
-    known, counts, found = families(), {}, []
+    known, counts, found = families(), {}, {}
     for module in model.modules():
         adapters = known.get((type(module).__module__.rpartition(".")[2], type(module).__name__))
         if adapters is None:
@@ -120,19 +120,22 @@ def replace_methods(model: Any) -> Trained:
         count = counts.setdefault(type(module).__name__, [0, 0])
         count[1] += 1
         try:
-            if _RECORD not in vars(module):
-                _put(module, adapters(module))
+            found[module] = {} if _RECORD in vars(module) else adapters(module)
         except UnsuitedError as error:
             tell(f"{type(module).__name__}: the model's own code instead of blitz_attn, because of {error}")
             continue
         count[0] += 1
-        for part in module.modules():
-            if _RECORD in vars(part):
-                vars(part)[_RECORD].uses += 1
-                found.append(part)
     if not counts:
         expected = "a model that was trained to choose its tokens, of a family that is known here"
         raise ValueError(f"model: expected {expected}, got {type(model).__name__}")
-    text = ", ".join(f"{replaced} of {count} {name}" for name, (replaced, count) in counts.items())
+    replaced = []
+    for module, methods in found.items():
+        if _RECORD not in vars(module):
+            _put(module, methods)
+        for part in module.modules():
+            if _RECORD in vars(part):
+                vars(part)[_RECORD].uses += 1
+                replaced.append(part)
+    text = ", ".join(f"{some} of {count} {name}" for name, (some, count) in counts.items())
     tell(f"{type(model).__name__}: tokens that the model chooses are chosen and attended by blitz_attn ({text})")
-    return Trained(found)
+    return Trained(replaced)
