@@ -56,7 +56,7 @@ class _Noted:
         return self._then("masked_fill", where, value)
 
     def __mul__(self, factor: float) -> _Noted:
-        return self._then("mul", factor)
+        return self._then("mul", float(factor))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,9 +111,11 @@ class _Selection:
             case (
                 ("transpose", -1, -2), ("float",), ("unsqueeze", 1), ("matmul", q), *factors, ("relu",), ("matmul", weights),
                 ("squeeze", -2), ("masked_fill", self.hidden, fill),
-            ) if fill == -math.inf and dim == -1 and all(step[0] == "mul" for step in factors):  # fmt: skip
-                scale = math.prod(float(step[1]) for step in factors)
-                self.chosen = self._selected(q, weights.squeeze(-2), scale, count)
+            ) if (
+                fill == -math.inf and dim == -1 and all(step[0] == "mul" for step in factors)
+                and q.dim() == 4 and weights.shape == (*q.shape[:2], 1, q.shape[2])
+            ):  # fmt: skip
+                self.chosen = self._selected(q, weights.squeeze(-2), math.prod(step[1] for step in factors), count)
                 return self.chosen
         raise UnsuitedError("scores of its indexer that follow another formula")
 
@@ -177,6 +179,8 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
             reason = "tokens that its indexer changes once they are chosen"
         except UnsuitedError as error:
             reason = str(error)
+        except (TypeError, ValueError) as error:  # what stands for keys has no such operation; or an error of the model, which it raises again
+            reason = f"a step of its indexer that is not known here ({type(error).__name__})"
     if config.on_unsupported == "error":
         raise ValueError(f"{type(indexer).__name__}: expected an indexer that blitz_attn can compute, got {reason}")
     tell(f"{type(indexer).__name__}: tokens chosen by the model's own code instead of blitz_attn, because of {reason}")
@@ -220,12 +224,14 @@ def _why_not_folded(attention: Any) -> str | None:
     return "an expansion of its latents that is not known here"
 
 
-def _keep_latents(own: Any, attention: Any, kv_nope: Any, k_rot: Any) -> Any:
+def _keep_latents(own: Any, attention: Any, *latents: Any, **options: Any) -> Any:
     """The method that expands latents: attention does it, where it is to be done."""
     parts = _projection(attention)
-    inputs = (kv_nope, k_rot, attention.kv_b_proj.weight)
-    if parts is None or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-        return own(kv_nope, k_rot)
+    if parts is None or options or len(latents) != 2:
+        return own(*latents, **options)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*latents, *parts)):
+        return own(*latents)
+    kv_nope, k_rot = latents
     return Latents(own, kv_nope, k_rot, *parts).as_key(), kv_nope
 
 

@@ -57,7 +57,6 @@ def _own(module: Any, name: str) -> Any:
 def _method(name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
     """A method whose module is its first argument, so that a copy of the module calls its own."""
 
-    @functools.wraps(replacement)
     def method(module: Any, *arguments: Any, **options: Any) -> Any:
         own, record = _own(module, name), getattr(module, _RECORD)
         if torch.compiler.is_compiling() or not record.uses or record.config._attn_implementation not in _NAMES:
