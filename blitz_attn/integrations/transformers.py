@@ -128,11 +128,11 @@ def paged_cache(model: PreTrainedModel | PretrainedConfig, *, page_size: int = 6
 def trained_sparse(model: PreTrainedModel) -> Trained:
     """Let a model that was trained to choose its tokens do so here: DeepSeek-V3.2 and its kin.
 
-    With ``attn_implementation="blitz_attn"``, such a model attends to its own tokens anyway, but its code around attention makes a score for
-    each head, query and key, and the keys and values of all heads for all tokens of the cache. Both are replaced, on the modules of this
-    model alone: tokens are chosen by `blitz_attn.select_tokens`, and the compressed keys and values are attended as they are, with the
-    projection that would expand them folded into queries and outputs. They are expanded where that costs less: for the first tokens of a prompt.
-    While another implementation is set, the model's own code runs.
+    With ``attn_implementation="blitz_attn"``, such a model attends to its own tokens anyway, but its code around attention makes a score
+    for each head, query and key, and the keys and values of all heads for all tokens of the cache. Both are replaced, on the modules of
+    this model alone: tokens are chosen by `blitz_attn.select_tokens`, and the compressed keys and values are attended as they are, with the
+    projection that would expand them folded into queries and outputs. They are expanded where that costs less: for the first tokens of a
+    prompt. While another implementation is set, the model's own code runs.
 
     Parameters
     ----------
@@ -168,8 +168,8 @@ def trained_sparse(model: PreTrainedModel) -> Trained:
     >>> from blitz_attn.integrations.transformers import register, trained_sparse
     >>> register()
     >>> config = DeepseekV32Config(
-    ...     vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, q_lora_rank=16,
-    ...     qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, index_topk=4, index_n_heads=2, index_head_dim=16,
+    ...     vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16,
+    ...     q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, index_topk=4, index_n_heads=2, index_head_dim=16,
     ...     mlp_layer_types=["dense"], attn_implementation="blitz_attn",
     ... )
     >>> model = DeepseekV32ForCausalLM(config)

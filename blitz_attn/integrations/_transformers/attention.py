@@ -469,10 +469,11 @@ def _is_absorbed(layer: _Layer, latents: Latents) -> bool:
 
 def _attend_latents(layer: _Layer, latents: Latents) -> Any:
     """Attention to chosen tokens: the first queries of a prompt with expanded keys and values, where that costs less, others absorbed."""
-    rules, queries, most = _rules_of(layer), layer.query.shape[2], layer.indices.shape[2]
+    rules, lists, queries = _rules_of(layer), layer.indices, layer.query.shape[2]
+    most = lists.shape[2]
 
     def attend(begin: int, end: int, query: Any, key: Any, value: Any) -> Any:
-        part = replace(layer, query=query, key=key, value=value, indices=layer.indices[:, begin:end])
+        part = replace(layer, query=query, key=key, value=value, indices=lists[:, begin:end])
         return _attend_chosen_tokens(part, replace(rules, offset=rules.offset + begin, q_length=end - begin))
 
     split, parts = latents.rows_expanded(rules.offset + 1, queries, most), []
@@ -480,24 +481,24 @@ def _attend_latents(layer: _Layer, latents: Latents) -> Any:
         parts.append(attend(0, split, layer.query[:, :, :split], *latents.expanded(rules.offset + split)))
     keys = rules.offset + queries
     few = layer.exact and 2 * (queries - split) * most <= keys
-    key = None if few or split == queries else latents.joined(keys)
+    key: Any = None if few or split == queries else latents.joined(keys)
     step = latents.rows_at_once()
     for begin in range(split, queries, step):
         end = min(begin + step, queries)
         query = latents.folded(layer.query[:, :, begin:end])
         if few:
-            out = _attend_gathered(layer, latents.gathered(layer.indices[:, begin:end]), query, layer.indices[:, begin:end])
+            out = _attend_gathered(layer, latents, query, lists[:, begin:end])
         else:
             out = attend(begin, end, query, key, key[..., : latents.nope.shape[3]])
         parts.append(latents.unfolded(out))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _attend_gathered(layer: _Layer, key: Any, query: Any, lists: Any) -> Any:
+def _attend_gathered(layer: _Layer, latents: Latents, query: Any, lists: Any) -> Any:
     """Few queries, each with its own keys: an entry of a batch for each."""
+    key, width = latents.gathered(lists), latents.nope.shape[3]
     options = {"layout": "BSND", "scale": layer.scaling, "kv_lens": (lists >= 0).sum(-1).flatten().tolist()}
     rows = query.transpose(1, 2).flatten(0, 1).unsqueeze(1)
-    width = layer.value.shape[3]
     return _attend_lists(layer, rows, key, key[..., :width], None, (128, 128), options).reshape(*lists.shape[:2], -1, width)
 
 

@@ -40,9 +40,6 @@ class _Noted:
     def _then(self, *step: Any) -> _Noted:
         return _Noted(self._call, *self._steps, step)
 
-    def float(self) -> _Noted:
-        return self._then("float")
-
     def transpose(self, a: int, b: int) -> _Noted:
         return self._then("transpose", a, b)
 
@@ -57,6 +54,9 @@ class _Noted:
 
     def __mul__(self, factor: float) -> _Noted:
         return self._then("mul", float(factor))
+
+    def float(self) -> _Noted:
+        return self._then("float")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,8 +94,10 @@ class _Selection:
     """One call of an indexer; stands for its cache."""
 
     def __init__(self, mask: RuleMask, cache: Any, num_threads: int | None) -> None:
-        self.shape_of_mask, self.rules, self.cache, self.num_threads = tuple(mask.shape), mask.rules, cache, num_threads
-        self.hidden, self.keys, self.chosen = _Hidden(), None, None
+        self.mask, self.cache, self.num_threads = mask, cache, num_threads
+        self.hidden = _Hidden()
+        self.keys: Any = None
+        self.chosen: Any = None
 
     def update_indexer(self, keys: Any, *arguments: Any, **options: Any) -> _Noted:
         self.keys = keys if self.cache is None else self.cache.update_indexer(keys, *arguments, **options)
@@ -103,7 +105,7 @@ class _Selection:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.keys), self.shape_of_mask[1], self.keys.shape[1])
+        return len(self.keys), self.mask.shape[1], self.keys.shape[1]
 
     def choose(self, steps: tuple[tuple[Any, ...], ...], count: int, dim: int) -> Any:
         """The tokens that the steps choose, int32 (B, Sq, count)."""
@@ -120,22 +122,24 @@ class _Selection:
         raise UnsuitedError("scores of its indexer that follow another formula")
 
     def _selected(self, q: Any, weights: Any, scale: float, count: int) -> Any:
-        k, batch, queries = self.keys, *q.shape[:2]
+        k, (batch, queries) = self.keys, q.shape[:2]
         if k.device.type != "cpu":
             raise UnsuitedError(f"tensors on {k.device}")
-        if self.shape_of_mask[0] not in (1, batch) or self.shape_of_mask[1:] != (queries, k.shape[1]):
-            raise UnsuitedError(f"a mask of shape {self.shape_of_mask} for {queries} queries and {k.shape[1]} keys")
-        rules = self.rules.of_batch(batch)
+        if self.mask.shape[0] not in (1, batch) or self.mask.shape[1:] != (queries, k.shape[1]):
+            raise UnsuitedError(f"a mask of shape {tuple(self.mask.shape)} for {queries} queries and {k.shape[1]} keys")
+        assert self.mask.rules is not None  # or the model chooses
+        rules = self.mask.rules.of_batch(batch)
         if rules.causal and rules.offset + queries <= count:  # each sees no more than it may choose
             return mark_exact(torch.arange(count, dtype=torch.int32).expand(batch, queries, count))
         lowered = q.to(k.dtype)
-        q, k = (lowered, k) if k.dtype in _DTYPES and torch.equal(lowered.float(), q) else (q, k.float())  # it was made float32 for the sums
+        q, k = (lowered, k) if k.dtype in _DTYPES and torch.equal(lowered.float(), q) else (q, k.float())  # it was made float32 for sums
         parts = []
         for call in rules.calls():
             longest = max(call.kv_lens)
-            options = {"causal": rules.causal, "q_lens": call.q_lens, "kv_lens": call.kv_lens, "num_threads": self.num_threads}
-            part = (q[call.entries], k[call.entries, call.start : call.start + longest], weights[call.entries])
-            chosen = select_tokens(*part, count, scale=scale, ascending=True, **options)
+            chosen = select_tokens(
+                q[call.entries], k[call.entries, call.start : call.start + longest], weights[call.entries], count, scale=scale,
+                causal=rules.causal, q_lens=call.q_lens, kv_lens=call.kv_lens, ascending=True, num_threads=self.num_threads,
+            )  # fmt: skip
             parts.append(chosen if call.start == 0 else torch.where(chosen < 0, chosen, chosen + call.start))
         return mark_exact(parts[0] if len(parts) == 1 else torch.cat(parts))
 
@@ -179,7 +183,7 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
             reason = "tokens that its indexer changes once they are chosen"
         except UnsuitedError as error:
             reason = str(error)
-        except (TypeError, ValueError) as error:  # what stands for keys has no such operation; or an error of the model, which it raises again
+        except (TypeError, ValueError) as error:  # what stands for keys has no such operation; or the model's own, which it raises again
             reason = f"a step of its indexer that is not known here ({type(error).__name__})"
     if config.on_unsupported == "error":
         raise ValueError(f"{type(indexer).__name__}: expected an indexer that blitz_attn can compute, got {reason}")

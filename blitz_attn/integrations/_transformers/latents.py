@@ -73,10 +73,10 @@ class Latents:
     def rows_expanded(self, first: int, rows: int, most: int) -> int:
         """How many of the queries, of which the first sees `first` keys, cost less with expanded keys. Others list at most `most` keys.
 
-        All operations are counted. Measured with 128 heads, attention reaches 0.8 of the processor's peak over lists of absorbed keys, and as
-        much with expanded keys and a mask.
+        All operations are counted. Measured with 128 heads, attention reaches 0.8 of the processor's peak over lists of absorbed keys, and
+        as much with expanded keys and a mask.
         """
-        heads, of_key, latent = self.of_keys.shape
+        _, of_key, latent = self.of_keys.shape
         of_value = self.of_values.shape[1]
         absorbed, expanded = self.width + latent, of_key + self.rope.shape[3] + of_value  # of a pair, times heads
         folding = _BY_TORCH * latent * (of_key + of_value)  # of a query as of a key, times heads

@@ -75,9 +75,9 @@ def all_seen(seen: Any, call: Call, causal: bool) -> bool:
 def pays_as_lists(queries: int, keys: int, listed: int, shared: bool = False) -> bool:
     """Whether attention over lists of single tokens costs less than attention to all keys with a mask.
 
-    Where all heads share one key, a listed pair of query and key costs as much as a masked one. Where each has its own, a list gathers them
-    anew for each query and head: measured with 192 and 128 numbers in a head, in float32 and bfloat16, a listed pair costs 1.3 times as much
-    for 1 query, 5 to 7 for 4, 18 to 26 for 16, and 38 to 47 for prompts.
+    Where all heads share one key, a listed pair of query and key costs as much as a masked one. Where each has its own, a list gathers
+    them anew for each query and head: measured with 192 and 128 numbers in a head, in float32 and bfloat16, a listed pair costs 1.3 times
+    as much for 1 query, 5 to 7 for 4, 18 to 26 for 16, and 38 to 47 for prompts.
     """
     return shared or 2 * keys >= listed * min(3 * queries, 80)
 
@@ -97,7 +97,7 @@ _EXACT = "_blitz_attn_exact"
 
 
 def mark_exact(indices: Any) -> Any:
-    """Note on lists that they were made here: they name all tokens, or each rises, and names once what its query sees; all, if it has room."""
+    """Note on lists that they were made here: they name all tokens, or each rises and names once what its query sees, all where it can."""
     setattr(indices, _EXACT, True)
     return indices
 

@@ -111,7 +111,8 @@ class Trained:
 
 def replace_methods(model: Any) -> Trained:
     """Replace the methods of all modules of a model that are known; those that do not suit are named in the log."""
-    known, counts, found = families(), {}, {}
+    known, found = families(), {}
+    counts: dict[str, list[int]] = {}
     for module in model.modules():
         adapters = known.get((type(module).__module__.rpartition(".")[2], type(module).__name__))
         if adapters is None:
