@@ -444,7 +444,7 @@ def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
             few = longest <= chosen.shape[2]  # and may all be listed
             if few and layer.exact:
                 pass  # and are
-            elif not few and pays_as_lists(q.shape[1], longest, chosen.shape[2], k.shape[2] == 1):
+            elif not few and pays_as_lists(q.shape[1], longest, chosen.shape[2], q.shape[2] // k.shape[2]):
                 lists, shape = chosen.clamp(min=-1).unsqueeze(1) if layer.exact else as_lists(chosen, longest), (1, 1)
             else:
                 seen = as_mask(chosen, longest)

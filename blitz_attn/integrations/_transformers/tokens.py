@@ -72,14 +72,14 @@ def all_seen(seen: Any, call: Call, causal: bool) -> bool:
     return True
 
 
-def pays_as_lists(queries: int, keys: int, listed: int, shared: bool = False) -> bool:
-    """Whether attention over lists of single tokens costs less than attention to all keys with a mask.
+def pays_as_lists(queries: int, keys: int, listed: int, group: int = 1) -> bool:
+    """Whether attention over lists of single tokens costs less than attention to all keys with a mask. `group`: heads that share a key.
 
-    Where all heads share one key, a listed pair of query and key costs as much as a masked one. Where each has its own, a list gathers
-    them anew for each query and head: measured with 192 and 128 numbers in a head, in float32 and bfloat16, a listed pair costs 1.3 times
-    as much for 1 query, 5 to 7 for 4, 18 to 26 for 16, and 38 to 47 for prompts.
+    Where each head has keys and values of its own, a list gathers them anew for each query. Measured with 192 and 128 numbers in a head, in
+    float32 and bfloat16, a listed pair of query and key costs 1.3 times as much as a masked one for 1 query, 5 to 7 for 4, 18 to 26 for 16,
+    and 38 to 47 for prompts. With 128 heads on one key of 576 numbers it costs as much.
     """
-    return shared or 2 * keys >= listed * min(3 * queries, 80)
+    return 2 * keys >= listed * max(2, min(3 * queries, 80) // group)
 
 
 def as_lists(indices: Any, keys: int) -> Any:
