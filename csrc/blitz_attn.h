@@ -344,7 +344,9 @@ BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists);
  * made. Of equal scores the lower key wins, and NaN counts as minus infinity.
  *
  * With a pool_size, a key stands for a pool of so many tokens, and results are pool numbers. Lengths, q_begin and causal still count tokens. A query
- * may choose a pool of which it sees all tokens. One that it sees in part is its tail. */
+ * may choose a pool of which it sees all tokens. One that it sees in part is its tail.
+ *
+ * With a block_size, results are numbers of blocks of so many keys. The score of a block is the largest of those of its keys that the query sees. */
 typedef struct ba_select_tokens_args {
     ba_tensor q;                     /* (B, Sq, H, D), or packed (T, H, D): float32, float16, bfloat16 or float64; at most 512 heads, D up to 576 */
     ba_tensor k;                     /* (B, Skv, D), or packed (T, D), of the dtype of q. Pools that are not complete need no row */
@@ -360,11 +362,12 @@ typedef struct ba_select_tokens_args {
     ba_tensor scores;                /* not given, or written: real, of the same shape: their scores, then minus infinity */
     int ascending;                   /* 1: keys rise in each row. 0: scores fall */
     int64_t pool_size;               /* tokens per key, at least 1 */
+    int64_t block_size;              /* keys per block, at least 1; 1 with a pool_size above 1 */
     int keep_tail;                   /* 1: the n - 1 best keys, and behind them the tail, with a score of infinity, where there is one */
     int num_threads;
 } ba_select_tokens_args;
 
-BA_API ba_select_tokens_args ba_select_tokens_args_init(void); /* a scale of NAN and a pool_size of 1; the rest is 0 */
+BA_API ba_select_tokens_args ba_select_tokens_args_init(void); /* a scale of NAN, pool_size and block_size 1; the rest is 0 */
 BA_API ba_status ba_select_tokens(const ba_select_tokens_args *args);
 
 /* ---- Native sparse attention: the steps around its three attention branches ----------------------------------- */

@@ -164,6 +164,21 @@ def test_attention_over_pools_and_their_tail():
     np.testing.assert_allclose(out, blitz_attn.block_sparse_attention(*heads, attn_mask=mask), atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [5, 16, 64, 1000])
+def test_the_score_of_a_block_is_its_largest(size):
+    q, k, weights, _ = problem(queries=9, keys=3000, batch=1)
+    keys, every = select.select_tokens(q, k, weights, 3000, causal=True, ascending=True, return_scores=True)  # of single keys
+    found, scores = check(q, k, weights, 12, causal=True, block_size=size)
+    for i in range(9):
+        own = every[0, i][keys[0, i] >= 0]
+        largest = np.array([own[j : j + size].max() for j in range(0, len(own), size)])
+        n = min(12, len(largest))
+        assert np.array_equal(found[0, i, :n], np.argsort(-largest, kind="stable")[:12])
+        assert np.array_equal(scores[0, i, :n], largest[found[0, i, :n]])
+    for threads in (2, 7):
+        assert np.array_equal(select.select_tokens(q, k, weights, 12, causal=True, block_size=size, num_threads=threads), found)
+
+
 def test_memory_is_linear_in_tokens():
     """65536 x 65536 scores would take 17 GB."""
     q, k = np.ones((1, 1, 4, 8), np.float32), np.random.default_rng(0).standard_normal((1, 1 << 16, 8), dtype=np.float32)

@@ -21,14 +21,14 @@ def select_tokens(
     q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
     kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
     q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1, keep_tail: bool = False,
-    return_scores: Literal[False] = False, dtype: DType | None = None, num_threads: int | None = None,
+    block_size: int = 1, return_scores: Literal[False] = False, dtype: DType | None = None, num_threads: int | None = None,
 ) -> Any: ...  # fmt: skip
 @overload
 def select_tokens(
     q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
     kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
-    q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1, keep_tail: bool = False, return_scores: bool,
-    dtype: DType | None = None, num_threads: int | None = None,
+    q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1, keep_tail: bool = False,
+    block_size: int = 1, return_scores: bool, dtype: DType | None = None, num_threads: int | None = None,
 ) -> tuple[Any, Any]: ...  # fmt: skip
 def select_tokens(
     q: Any,
@@ -46,6 +46,7 @@ def select_tokens(
     ascending: bool = False,
     pool_size: int = 1,
     keep_tail: bool = False,
+    block_size: int = 1,
     return_scores: bool = False,
     dtype: Any = None,
     num_threads: int | None = None,
@@ -66,7 +67,7 @@ def select_tokens(
     weights : array of float
         ``(B, Sq, H)``, or ``(T, H)``. Read as float32, for float64 queries as float64.
     top_k : int
-        How many keys each query gets, at least 1.
+        How many keys, pools or blocks each query gets, at least 1.
     scale : float, optional
         Factor of the products. Default: ``1 / sqrt(D)``. (Where it is positive it changes no choice, but for rounding.)
     causal : bool
@@ -85,6 +86,9 @@ def select_tokens(
         Results are pool numbers, for attention with ``block_shape=(1, pool_size)``. `kv_lens`, `q_begin` and `causal` count tokens.
     keep_tail : bool
         The pool that a query sees only in part, if there is one, is always in its row, behind the chosen ones. Rows are one place longer.
+    block_size : int
+        Choose blocks of so many keys, as MiniMax-M3 does. The score of a block is the largest of those of its keys that the query sees.
+        Results are block numbers, for attention with ``block_shape=(1, block_size)``. Not together with `pool_size`.
     return_scores : bool
         Also return the scores of the chosen keys.
     dtype : str or dtype, optional
@@ -109,7 +113,7 @@ def select_tokens(
     See Also
     --------
     block_sparse_attention : takes the result as a list of blocks of one query and one key: ``sabi=selected[:, None], block_shape=(1, 1)``,
-        or ``(1, pool_size)``.
+        or those of pools or blocks.
     blitz_attn.reference.select_tokens : the same in plain float64 NumPy.
 
     References
@@ -141,7 +145,7 @@ def select_tokens(
     numbers = converted(*floats(weights, "weights", None, strided=True), real)
     _core.select_tokens(
         queries, _arrays.readable(k, "k"), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin,
-        ascending, pool_size, keep_tail, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+        ascending, pool_size, block_size, keep_tail, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
     )  # fmt: skip
     chosen = _arrays.as_kind_of(selected, q)
     return (chosen, _arrays.as_kind_of(scores, q)) if scores is not None else chosen

@@ -1303,6 +1303,8 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("kv_lens: expected lengths from 0 to 32, got 33 at [0]", 4, kv_lens=[33, 62], pool_size=3),
         value_error("kv_lens: expected none with packed arrays, whose cumulative lengths say it, got some", 4, kv_lens=[10, 20]),
         value_error("pool_size: expected 1 to 1073741823 tokens, got 0", pool_size=0),
+        value_error("block_size: expected 1 to 1073741823 keys, got -3", block_size=-3),
+        value_error("block_size: expected 1 with a pool_size above 1, got 8", pool_size=2, block_size=8),
         value_error("k: expected at most 1073741823 tokens, got 30 times 1073741823", pool_size=2**30 - 1),
         value_error("q_lens: expected 2 entries, one per sequence, got 1", q_lens=[10]),
         value_error("q_lens: expected none with packed arrays, whose cumulative lengths say it, got some", 4, q_lens=[12, 8]),

@@ -38,8 +38,10 @@ def select_tokens(draw: Draw) -> None:
     q, k, weights = make(batch, s_q, heads, dim), make(batch, s_kv, dim), make(batch, s_q, heads)
     top_k = draw.integer("top_k", 1, 220, likely=(1, 8, s_kv))
     pool = draw.pick("pool_size", (1, 1, 2, 4, 7))
+    block = draw.pick("block_size", (1, 1, 2, 16, 21, 64)) if pool == 1 else 1
     options: dict[str, Any] = {"causal": draw.flag("causal"), "ascending": draw.flag("ascending"), "num_threads": checks.threads(draw)}
     options |= {"pool_size": pool, "keep_tail": draw.flag("keep_tail")} if pool > 1 or draw.flag("pools of one") else {}
+    options |= {"block_size": block} if block > 1 else {}
     scale = draw.pick("scale", (None, 0.25, 1.0, -0.5)) if not coarse else 0.25
     if scale is not None:
         options["scale"] = scale
@@ -86,7 +88,9 @@ def select_tokens(draw: Draw) -> None:
                 if keys[place] != (complete if rest else -1) or values[place] != (np.inf if rest else -np.inf):
                     raise Finding(f"tail {keys[place]} with score {values[place]} of a query that sees {seen} tokens")
                 keys, values = np.delete(keys, place), np.delete(values, place)
-            _check_row(keys, values, wanted, unit * (heads + dim) * sizes, options["ascending"], coarse)
+            cuts = range(0, complete, block)
+            best, largest = (np.array([x[i : i + block].max() for i in cuts]) for x in (wanted, sizes))
+            _check_row(keys, values, best, unit * (heads + dim) * largest, options["ascending"], coarse)
 
 
 def _check_row(keys: np.ndarray, scores: np.ndarray, wanted: np.ndarray, slack: np.ndarray, ascending: bool, is_exact: bool) -> None:

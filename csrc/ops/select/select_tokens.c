@@ -3,7 +3,8 @@
  * The keys are the lanes of a panel, and the rows that it is multiplied with are the heads of some queries, so that the sum over heads is vertical:
  * S[head][lane] by attention's kernels, then scores[query][lane] by the kernel weigh_heads. What may be among a query's best goes into a buffer of
  * twice as many candidates. A full buffer is cut to its best half, and only scores above the least of these come in from then on. So no array has a
- * score of each pair. Keys come in rising order: of equal scores, those that come later lose. */
+ * score of each pair. Keys come in rising order: of equal scores, those that come later lose. Where blocks of keys are chosen, the largest score so
+ * far of one block waits until the block ends. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -30,13 +31,13 @@ typedef struct select_tokens_call {
     ba_token_rows q, k;
     int64_t sequences, heads, dim;
     double scale;
-    int64_t top_k, width;                          /* keys that a query gets, and places per row of the result: one more for a tail */
-    int64_t most;                                  /* candidates that may stay: top_k, or as many as there are keys */
+    int64_t top_k, width;                          /* keys or blocks that a query gets, and places per row of the result: one more for a tail */
+    int64_t most;                                  /* candidates that may stay: top_k, or as many as there are */
     int64_t room;                                  /* candidates per query */
     int64_t tile;                                  /* queries of an item */
-    int64_t part_keys;                             /* keys of an item: a multiple of the lanes */
+    int64_t part_keys;                             /* keys of an item: whole blocks, and a multiple of the lanes where these are single keys */
     int64_t parts;                                 /* of each sequence; those of shorter ones may be empty */
-    int64_t most_keys;                             /* of the longest sequence */
+    int64_t most_keys, most_blocks;                /* of the longest sequence */
     int64_t at_once;                               /* queries whose heads are scored together */
     int64_t *first_tile;                           /* [sequences + 1] */
     ba_pack_rows_fn pack;                          /* NULL: rows of q are read in place */
@@ -54,7 +55,8 @@ typedef struct select_tokens_scratch {
     int64_t *counts;       /* [query] */
     int64_t *seen;         /* [query]: how many keys, from the first on, it may choose from */
     double *least;         /* [query]: no score up to this one comes in */
-    uint64_t *chosen;      /* a bit per key */
+    double *largest;       /* [query]: of the block that has begun */
+    uint64_t *chosen;      /* a bit per block */
 } select_tokens_scratch;
 
 static int64_t dim_pad(const select_tokens_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->panel_family->dim_pad); }
@@ -74,7 +76,8 @@ static int64_t lay_out_worker(const select_tokens_call *c, char *base, select_to
     s->counts = ba_take(base, &used, c->tile * (int64_t)sizeof *s->counts);
     s->seen = ba_take(base, &used, c->tile * (int64_t)sizeof *s->seen);
     s->least = ba_take(base, &used, c->tile * (int64_t)sizeof *s->least);
-    s->chosen = ba_take(base, &used, ba_ceil_div(c->most_keys, 64) * (int64_t)sizeof *s->chosen);
+    s->largest = ba_take(base, &used, c->tile * (int64_t)sizeof *s->largest);
+    s->chosen = ba_take(base, &used, ba_ceil_div(c->most_blocks, 64) * (int64_t)sizeof *s->chosen);
     return used;
 }
 
@@ -124,23 +127,44 @@ static void sort(candidate *all, int64_t n, bool by_key) {
     }
 }
 
+/* Adds a candidate behind `count` others, all of which have lower keys or blocks, and returns how many there are now. */
+static inline int64_t add_candidate(const select_tokens_call *c, candidate *all, int64_t count, double *least, double score, int64_t key) {
+    if (count >= c->most && score <= *least) return count;
+    all[count++] = (candidate){score, (int32_t)key};
+    if (count < c->room) return count;
+    keep_best(all, count, c->most);
+    *least = INFINITY;
+    for (int64_t i = 0; i < c->most; i++) *least = fmin(*least, all[i].score);
+    return c->most;
+}
+
 /* Takes the scores of the first n lanes, of which lane 0 is key `first`. */
-static void add_candidates(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
-    candidate *all = s->candidates + query * c->room;
+static void add_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
     int64_t count = s->counts[query];
     for (int64_t i = 0; i < n; i++) {
         double score = ba_get_real(scores, i, c->real_size);
         if (isnan(score)) score = -INFINITY;
-        if (count >= c->most && score <= s->least[query]) continue;
-        all[count++] = (candidate){score, (int32_t)(first + i)};
-        if (count == c->room) {
-            keep_best(all, count, c->most);
-            count = c->most;
-            s->least[query] = INFINITY;
-            for (int64_t j = 0; j < count; j++) s->least[query] = fmin(s->least[query], all[j].score);
-        }
+        count = add_candidate(c, s->candidates + query * c->room, count, s->least + query, score, first + i);
     }
     s->counts[query] = count;
+}
+
+/* The same where blocks are chosen: one is a candidate when its last key has come. `end` is the end of the query's keys in this part. */
+static void add_blocks(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first,
+                       int64_t end) {
+    const int64_t size = c->args->block_size;
+    for (int64_t i = 0; i < n;) {
+        const int64_t block = (first + i) / size, block_end = ba_min(end, (block + 1) * size);
+        double largest = s->largest[query];
+        for (; i < ba_min(n, block_end - first); i++) {
+            const double score = ba_get_real(scores, i, c->real_size);
+            if (score > largest) largest = score; /* which NaN is not */
+        }
+        s->largest[query] = largest;
+        if (first + i < block_end) return;
+        s->counts[query] = add_candidate(c, s->candidates + query * c->room, s->counts[query], s->least + query, largest, block);
+        s->largest[query] = -INFINITY;
+    }
 }
 
 /* ---- An item: the queries of a tile and the keys of a part ------------------------------------------------------------ */
@@ -212,8 +236,12 @@ static void score_panel(const select_tokens_call *c, const select_tokens_scratch
         if (most_seen(s, i, queries) <= begin) continue;
         c->family->panel->scores[0](&panel, &chunk, s->row_max);
         c->family->panel->weigh_heads(s->sums, s->chunk, s->weights + i * c->heads * c->real_size, queries, c->heads);
-        for (int64_t q = 0; q < queries; q++)
-            add_candidates(c, s, i + q, s->sums + q * c->lanes * c->real_size, ba_min(keys, s->seen[i + q] - begin), begin);
+        for (int64_t q = 0; q < queries; q++) {
+            const void *scores = s->sums + q * c->lanes * c->real_size;
+            const int64_t seen = s->seen[i + q], n = ba_min(keys, seen - begin);
+            if (c->args->block_size == 1) add_keys(c, s, i + q, scores, n, begin);
+            else add_blocks(c, s, i + q, scores, n, begin, ba_min(at->end, seen));
+        }
     }
 }
 
@@ -263,9 +291,9 @@ static void score_item(void *context, int64_t item, int worker) {
     for (int64_t i = 0; i < at.queries; i++) {
         s.counts[i] = 0;
         s.seen[i] = tokens_seen(c, at.sequence, at.first + i) / c->args->pool_size;
-        s.least[i] = -INFINITY;
+        s.least[i] = s.largest[i] = -INFINITY;
     }
-    memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_keys, 64) * sizeof *s.chosen);
+    memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_blocks, 64) * sizeof *s.chosen);
     at.end = ba_min(at.end, most_seen(&s, 0, at.queries));
     if (at.begin < at.end) open_rows(c, &s, &at);
     for (int64_t key = at.begin; key < at.end; key += c->lanes) {
@@ -293,7 +321,7 @@ static void join_item(void *context, int64_t item, int worker) {
     if (query >= at.queries) return;
     select_tokens_scratch s;
     lay_out_worker(c, c->scratch + worker * c->scratch_bytes, &s);
-    memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_keys, 64) * sizeof *s.chosen);
+    memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_blocks, 64) * sizeof *s.chosen);
     candidate *all = c->best + item * c->parts * c->most;
     int64_t count = 0;
     for (int64_t part = 0; part < c->parts; part++) { /* side by side */
@@ -342,6 +370,10 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
     if (c->heads > BA_MAX_CHUNK) return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at most %d heads, got %" PRId64, BA_MAX_CHUNK, c->heads);
     if (a->pool_size < 1 || a->pool_size > BA_MOST_TOKENS)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("pool_size") ": expected 1 to %d tokens, got %" PRId64, BA_MOST_TOKENS, a->pool_size);
+    if (a->block_size < 1 || a->block_size > BA_MOST_TOKENS)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("block_size") ": expected 1 to %d keys, got %" PRId64, BA_MOST_TOKENS, a->block_size);
+    if (a->block_size > 1 && a->pool_size > 1)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("block_size") ": expected 1 with a " BA_ARG("pool_size") " above 1, got %" PRId64, a->block_size);
     if (c->k.tokens > BA_MOST_TOKENS / a->pool_size)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected at most %d tokens, got %" PRId64 " times %" PRId64, BA_MOST_TOKENS, c->k.tokens,
                        a->pool_size);
@@ -397,17 +429,18 @@ static int cut_call(select_tokens_call *c, int64_t *tiles) {
     c->tile = ba_min(most_queries, c->at_once * ba_max(1, ba_work.tokens.tile_rows / (c->at_once * c->heads)));
     *tiles = 0;
     for (int64_t b = 0; b < c->sequences; b++) *tiles += tiles_of(c, b);
+    c->most_blocks = ba_ceil_div(c->most_keys, c->args->block_size);
     c->parts = 1;
     c->part_keys = ba_max(1, c->most_keys);
     const int threads = ba_is_small(work, ba_work.small_products) ? 1 : ba_threads_for(c->args->num_threads);
     if (*tiles > 0 && *tiles < threads * ba_work.tokens.tiles) { /* so few tiles that threads share the keys of each */
         const int64_t panels = ba_ceil_div(c->most_keys, c->lanes), least = ba_ceil_div(ba_work.tokens.part_keys, c->lanes);
         const int64_t wanted = ba_min(ba_ceil_div(threads * ba_work.tokens.tiles, *tiles), panels / ba_max(1, least));
-        c->part_keys = ba_max(1, ba_ceil_div(panels, ba_max(1, wanted))) * c->lanes;
+        c->part_keys = ba_round_up(ba_max(1, ba_ceil_div(panels, ba_max(1, wanted))) * c->lanes, c->args->block_size);
         c->parts = ba_max(1, ba_ceil_div(c->most_keys, c->part_keys));
     }
-    c->most = ba_max(1, ba_min(c->top_k, c->most_keys));
-    c->room = ba_min(2 * c->most + c->lanes, ba_max(1, c->most_keys));
+    c->most = ba_max(1, ba_min(c->top_k, c->most_blocks));
+    c->room = ba_min(2 * c->most + c->lanes, ba_max(1, c->most_blocks));
     return threads;
 }
 
