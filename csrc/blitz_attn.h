@@ -350,7 +350,7 @@ BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists);
 typedef struct ba_select_tokens_args {
     ba_tensor q;                     /* (B, Sq, H, D), or packed (T, H, D): float32, float16, bfloat16 or float64; at most 512 heads, D up to 576 */
     ba_tensor k;                     /* (B, Skv, D), or packed (T, D), of the dtype of q. Pools that are not complete need no row */
-    ba_tensor weights;               /* (B, Sq, H), or packed (T, H): real, that is float32, and float64 where q is float64 */
+    ba_tensor weights;               /* (B, Sq, H), or packed (T, H): real, that is float32, and float64 where q is float64; finite */
     const int64_t *cu_q, *cu_kv;     /* NULL, or of packed arrays batch + 1 cumulative numbers of the sequences' queries and keys */
     int64_t batch;                   /* number of sequences, with cu_q */
     const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. Not of packed arrays, but
@@ -361,13 +361,14 @@ typedef struct ba_select_tokens_args {
     ba_tensor selected;              /* written: int32 (B, Sq, n), or packed (T, n): the n best keys of each query that it sees, then -1 */
     ba_tensor scores;                /* not given, or written: real, of the same shape: their scores, then minus infinity */
     int ascending;                   /* 1: keys rise in each row. 0: scores fall */
+    double min_score;                /* NAN, or the least score of a key, pool or block that may be chosen */
     int64_t pool_size;               /* tokens per key, at least 1 */
     int64_t block_size;              /* keys per block, at least 1; 1 with a pool_size above 1 */
     int keep_tail;                   /* 1: the n - 1 best keys, and behind them the tail, with a score of infinity, where there is one */
     int num_threads;
 } ba_select_tokens_args;
 
-BA_API ba_select_tokens_args ba_select_tokens_args_init(void); /* a scale of NAN, pool_size and block_size 1; the rest is 0 */
+BA_API ba_select_tokens_args ba_select_tokens_args_init(void); /* scale and min_score NAN, pool_size and block_size 1; the rest is 0 */
 BA_API ba_status ba_select_tokens(const ba_select_tokens_args *args);
 
 /* ---- Native sparse attention: the steps around its three attention branches ----------------------------------- */

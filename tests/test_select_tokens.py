@@ -179,6 +179,28 @@ def test_the_score_of_a_block_is_its_largest(size):
         assert np.array_equal(select.select_tokens(q, k, weights, 12, causal=True, block_size=size, num_threads=threads), found)
 
 
+@pytest.mark.parametrize("more", [{}, {"block_size": 7}, {"pool_size": 3, "keep_tail": True}])
+def test_a_least_score(more):
+    q, k, weights, _ = problem(keys=2000, batch=1)
+    found, scores = (x.reshape(37, -1) for x in select.select_tokens(q, k, weights, 40, causal=True, return_scores=True, **more))
+    least = float(np.median(scores[np.isfinite(scores)]))
+    fewer, their = (x.reshape(37, -1) for x in select.select_tokens(q, k, weights, 40, causal=True, return_scores=True, min_score=least, **more))
+    for row, own, part, theirs in zip(found, scores, fewer, their, strict=True):
+        kept = own >= least  # where it is equal, too
+        assert np.array_equal(part, np.pad(row[kept], (0, (~kept).sum()), constant_values=-1))
+        assert np.array_equal(theirs, np.pad(own[kept], (0, (~kept).sum()), constant_values=-np.inf))
+    assert 0 < (fewer < 0).sum() < fewer.size
+
+
+def test_weights_that_are_not_read_may_be_anything():
+    q, k, weights, _ = problem()
+    expected = select.select_tokens(q, k, weights, 9, q_lens=[37, 4])
+    weights[1, 4:] = np.nan
+    assert np.array_equal(select.select_tokens(q, k, weights, 9, q_lens=[37, 4]), expected)
+    with pytest.raises(ValueError, match="weights: expected finite numbers, got nan for head 0 of query 4 of sequence 1"):
+        select.select_tokens(q, k, weights, 9, q_lens=[37, 5])
+
+
 def test_memory_is_linear_in_tokens():
     """65536 x 65536 scores would take 17 GB."""
     q, k = np.ones((1, 1, 4, 8), np.float32), np.random.default_rng(0).standard_normal((1, 1 << 16, 8), dtype=np.float32)

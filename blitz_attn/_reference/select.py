@@ -287,8 +287,8 @@ def select_and_attend_prefill(q, k, v, *, return_sabi=False, **options):
 
 def select_tokens(
     q, k, weights, top_k, *, scale=None, causal=False, q_lens=None, kv_lens=None, cu_seqlens_q=None, cu_seqlens_kv=None, q_begin=None,
-    ascending=False, pool_size=1, keep_tail=False, block_size=1, return_scores=False, dtype=None,
-    num_threads=None,
+    ascending=False, pool_size=1, keep_tail=False, block_size=1, min_score=None, return_scores=False,
+    dtype=None, num_threads=None,
 ):  # fmt: skip
     """See `blitz_attn.select_tokens`."""
     kind = name_of(q, dtype)
@@ -315,7 +315,8 @@ def select_tokens(
                 found = weights[own][i] @ np.where(products < 0, 0, products)
             found = np.where(np.isnan(found), -np.inf, found)
             found = np.maximum.reduceat(found, np.arange(0, len(found), block_size)) if len(found) else found  # of each block
-            best = np.argsort(-found, kind="stable")[:top_k]
+            best = np.argsort(-found, kind="stable")
+            best = best[found[best] >= (-np.inf if min_score is None else min_score)][:top_k]
             best = np.sort(best) if ascending else best
             selected[own][i, : len(best)], scores[own][i, : len(best)] = best, found[best]
             if keep_tail and seen % pool_size:

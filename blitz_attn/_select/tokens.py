@@ -21,14 +21,16 @@ def select_tokens(
     q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
     kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
     q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1, keep_tail: bool = False,
-    block_size: int = 1, return_scores: Literal[False] = False, dtype: DType | None = None, num_threads: int | None = None,
+    block_size: int = 1, min_score: float | None = None, return_scores: Literal[False] = False, dtype: DType | None = None,
+    num_threads: int | None = None,
 ) -> Any: ...  # fmt: skip
 @overload
 def select_tokens(
     q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
     kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
     q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1, keep_tail: bool = False,
-    block_size: int = 1, return_scores: bool, dtype: DType | None = None, num_threads: int | None = None,
+    block_size: int = 1, min_score: float | None = None, return_scores: bool, dtype: DType | None = None,
+    num_threads: int | None = None,
 ) -> tuple[Any, Any]: ...  # fmt: skip
 def select_tokens(
     q: Any,
@@ -47,6 +49,7 @@ def select_tokens(
     pool_size: int = 1,
     keep_tail: bool = False,
     block_size: int = 1,
+    min_score: float | None = None,
     return_scores: bool = False,
     dtype: Any = None,
     num_threads: int | None = None,
@@ -65,7 +68,7 @@ def select_tokens(
         One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`. With `pool_size`, one per pool of tokens; a pool that is not
         complete needs none.
     weights : array of float
-        ``(B, Sq, H)``, or ``(T, H)``. Read as float32, for float64 queries as float64.
+        ``(B, Sq, H)``, or ``(T, H)``. Read as float32, for float64 queries as float64. Finite; those behind `q_lens` are not read.
     top_k : int
         How many keys, pools or blocks each query gets, at least 1.
     scale : float, optional
@@ -89,6 +92,8 @@ def select_tokens(
     block_size : int
         Choose blocks of so many keys, as MiniMax-M3 does. The score of a block is the largest of those of its keys that the query sees.
         Results are block numbers, for attention with ``block_shape=(1, block_size)``. Not together with `pool_size`.
+    min_score : float, optional
+        Only keys, pools or blocks with a score of at least this are chosen, still no more than `top_k`; a tail that is kept has none.
     return_scores : bool
         Also return the scores of the chosen keys.
     dtype : str or dtype, optional
@@ -100,7 +105,7 @@ def select_tokens(
     -------
     selected : array of int32
         ``(B, Sq, top_k)``, or ``(T, top_k)``, with `keep_tail` one more: the keys, counted from the first of the sequence. Of equal scores,
-        the lower key comes first; NaN counts as minus infinity. A row with fewer visible keys ends with -1.
+        the lower key comes first; NaN counts as minus infinity. A row with fewer keys to choose from ends with -1.
     scores : array
         With `return_scores`, of the same shape: float32, for float64 queries float64; infinity for a tail, minus infinity where there is
         no key.
@@ -108,7 +113,7 @@ def select_tokens(
     Raises
     ------
     TypeError, ValueError, MemoryError
-        An array of a wrong dtype or shape, lengths out of range, or a number of keys below 1.
+        An array of a wrong dtype or shape, lengths out of range, weights that are not finite, or a `top_k` below 1 or above 2147483647.
 
     See Also
     --------
@@ -145,7 +150,7 @@ def select_tokens(
     numbers = converted(*floats(weights, "weights", None, strided=True), real)
     _core.select_tokens(
         queries, _arrays.readable(k, "k"), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin,
-        ascending, pool_size, block_size, keep_tail, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+        ascending, pool_size, block_size, keep_tail, min_score, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
     )  # fmt: skip
     chosen = _arrays.as_kind_of(selected, q)
     return (chosen, _arrays.as_kind_of(scores, q)) if scores is not None else chosen

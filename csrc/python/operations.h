@@ -224,6 +224,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, pool_size,     INTEGER,      0,                          pool_size) \
     A(T, block_size,    INTEGER,      0,                          block_size) \
     A(T, keep_tail,     FLAG,         0,                          keep_tail) \
+    A(T, min_score,     SCALE,        ARG_OPTIONAL,               min_score) \
     O(T, dtype, DTYPE) \
     A(T, num_threads,   THREADS,      ARG_OPTIONAL,               num_threads)
 

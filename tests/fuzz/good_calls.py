@@ -118,7 +118,7 @@ def _indexed(a: Arena, v: int) -> dict[str, Any]:
     if v & 16:
         call |= {"pool_size": 4, "keep_tail": bool(v & 8), "kv_lens": [43, 82] if v & 4 else [123, 7]}
     elif v & 1:
-        call["block_size"] = 4
+        call |= {"block_size": 4, "min_score": 0.25}
     return call | ({"q_begin": [3, -2], "scale": 0.5, "return_scores": True, "num_threads": 2} if v & 8 else {})
 
 

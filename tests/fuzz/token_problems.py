@@ -42,6 +42,8 @@ def select_tokens(draw: Draw) -> None:
     options: dict[str, Any] = {"causal": draw.flag("causal"), "ascending": draw.flag("ascending"), "num_threads": checks.threads(draw)}
     options |= {"pool_size": pool, "keep_tail": draw.flag("keep_tail")} if pool > 1 or draw.flag("pools of one") else {}
     options |= {"block_size": block} if block > 1 else {}
+    least = draw.pick("min_score", (None, 0.0, -1.0, 0.5, 3.0))
+    options |= {"min_score": least} if least is not None else {}
     scale = draw.pick("scale", (None, 0.25, 1.0, -0.5)) if not coarse else 0.25
     if scale is not None:
         options["scale"] = scale
@@ -84,20 +86,22 @@ def select_tokens(draw: Draw) -> None:
             wanted, sizes = _exact(exact[0][b, i], exact[1][b], exact[2][b, i], scale if scale is not None else dim**-0.5, complete)
             keys, values = found[at], scores[at]
             if options.get("keep_tail"):
-                place = min(top_k, complete) if rest else top_k
+                place = int((keys >= 0).sum()) - 1 if rest else top_k
                 if keys[place] != (complete if rest else -1) or values[place] != (np.inf if rest else -np.inf):
                     raise Finding(f"tail {keys[place]} with score {values[place]} of a query that sees {seen} tokens")
                 keys, values = np.delete(keys, place), np.delete(values, place)
             cuts = range(0, complete, block)
             best, largest = (np.array([x[i : i + block].max() for i in cuts]) for x in (wanted, sizes))
-            _check_row(keys, values, best, unit * (heads + dim) * largest, options["ascending"], coarse)
+            _check_row(keys, values, best, unit * (heads + dim) * largest, -np.inf if least is None else least, options["ascending"], coarse)
 
 
-def _check_row(keys: np.ndarray, scores: np.ndarray, wanted: np.ndarray, slack: np.ndarray, ascending: bool, is_exact: bool) -> None:
-    n = min(len(keys), len(wanted))
-    if (keys[n:] != -1).any() or (scores[n:] != -np.inf).any() or (keys[:n] < 0).any() or (keys[:n] >= len(wanted)).any():
-        raise Finding(f"keys {keys} where {n} of {len(wanted)} were expected")
+def _check_row(keys: np.ndarray, scores: np.ndarray, wanted: np.ndarray, slack: np.ndarray, least: float, ascending: bool, is_exact: bool) -> None:
+    n, surely, perhaps = (int(x.sum()) for x in (keys >= 0, wanted - slack >= least, wanted + slack >= least))
     chosen, own = keys[:n], scores[:n]
+    if not min(surely, len(keys)) <= n <= perhaps or (keys[n:] != -1).any() or (scores[n:] != -np.inf).any() or (chosen >= len(wanted)).any():
+        raise Finding(f"keys {keys} where {surely} to {perhaps} of {len(wanted)} may be chosen")
+    if (own < least).any():
+        raise Finding(f"scores {own} below {least}")
     if len(set(chosen.tolist())) != n or (ascending and (np.diff(chosen) <= 0).any()):
         raise Finding(f"keys {chosen} are not different, or do not rise")
     if not ascending and (np.diff(own) > 0).any():
@@ -105,9 +109,10 @@ def _check_row(keys: np.ndarray, scores: np.ndarray, wanted: np.ndarray, slack: 
     if (np.abs(own - wanted[chosen]) > slack[chosen]).any():
         raise Finding(f"scores {own} where {wanted[chosen]} were expected")
     left = np.setdiff1d(np.arange(len(wanted)), chosen)
-    if n and left.size and (wanted[left] - slack[left]).max() > (wanted[chosen] + slack[chosen]).min():
+    bound = (wanted[chosen] + slack[chosen]).min() if n == len(keys) else least
+    if left.size and (wanted[left] - slack[left]).max() > bound:
         raise Finding("a key with a higher score was left out")
     if is_exact:  # all sums are exact, so that ties are
-        best = np.argsort(-wanted, kind="stable")[:n]
+        best = np.argsort(-wanted, kind="stable")[:n]  # in which no score is below the least: `surely` is `perhaps`
         if not np.array_equal(np.sort(chosen) if ascending else chosen, np.sort(best) if ascending else best):
             raise Finding(f"keys {chosen} where {best} were expected")

@@ -31,6 +31,7 @@ typedef struct select_tokens_call {
     ba_token_rows q, k;
     int64_t sequences, heads, dim;
     double scale;
+    double floor;                                  /* the largest number that is below min_score; NAN: each score is good enough */
     int64_t top_k, width;                          /* keys or blocks that a query gets, and places per row of the result: one more for a tail */
     int64_t most;                                  /* candidates that may stay: top_k, or as many as there are */
     int64_t room;                                  /* candidates per query */
@@ -54,7 +55,7 @@ typedef struct select_tokens_scratch {
     candidate *candidates; /* [query][room] */
     int64_t *counts;       /* [query] */
     int64_t *seen;         /* [query]: how many keys, from the first on, it may choose from */
-    double *least;         /* [query]: no score up to this one comes in */
+    double *least;         /* [query]: no score up to this one comes in; NAN: each does */
     double *largest;       /* [query]: of the block that has begun */
     uint64_t *chosen;      /* a bit per block */
 } select_tokens_scratch;
@@ -129,7 +130,7 @@ static void sort(candidate *all, int64_t n, bool by_key) {
 
 /* Adds a candidate behind `count` others, all of which have lower keys or blocks, and returns how many there are now. */
 static inline int64_t add_candidate(const select_tokens_call *c, candidate *all, int64_t count, double *least, double score, int64_t key) {
-    if (count >= c->most && score <= *least) return count;
+    if (score <= *least) return count;
     all[count++] = (candidate){score, (int32_t)key};
     if (count < c->room) return count;
     keep_best(all, count, c->most);
@@ -291,7 +292,8 @@ static void score_item(void *context, int64_t item, int worker) {
     for (int64_t i = 0; i < at.queries; i++) {
         s.counts[i] = 0;
         s.seen[i] = tokens_seen(c, at.sequence, at.first + i) / c->args->pool_size;
-        s.least[i] = s.largest[i] = -INFINITY;
+        s.least[i] = c->floor;
+        s.largest[i] = -INFINITY;
     }
     memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_blocks, 64) * sizeof *s.chosen);
     at.end = ba_min(at.end, most_seen(&s, 0, at.queries));
@@ -346,6 +348,25 @@ static ba_status check_kv_lens(const select_tokens_call *c) {
     return BA_OK;
 }
 
+/* Checks the weights of all queries that are valid: others are not read. */
+static ba_status check_weights(const select_tokens_call *c) {
+    const ba_tensor *t = &c->args->weights;
+    const int64_t step = ba_step(t, t->ndim - 1), size = ba_dtype_size(t->dtype);
+    for (int64_t b = 0, turn = 0; b < c->sequences; b++)
+        for (int64_t i = 0; i < valid_queries(c, b); i++) {
+            BA_TRY(ba_look_at_turn(turn++));
+            for (int64_t h = 0, row = row_of(c, t, b, i); h < c->heads; h++) {
+                const double weight = ba_get_real(t->data, row + h * step, size);
+                if (!isfinite(weight))
+                    return ba_fail(BA_ERROR_VALUE,
+                                   BA_ARG("weights") ": expected finite numbers, got %s for head %" PRId64 " of query %" PRId64
+                                                     " of sequence %" PRId64,
+                                   ba_number_text(weight, t->dtype).chars, h, i, b);
+            }
+        }
+    return BA_OK;
+}
+
 static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *c) {
     const bool packed = a->cu_q != NULL;
     const int rank = packed ? 3 : 4;
@@ -397,13 +418,17 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
     ba_tensor shape = {.dtype = ba_real_of(a->q.dtype), .ndim = rank - 1, .dims = {a->q.dims[0], a->q.dims[1], packed ? 0 : a->q.dims[2]}};
     if (!ba_given(&a->weights)) return ba_fail(BA_ERROR_VALUE, BA_ARG("weights") ": expected one number per query and head, got none");
     BA_TRY(ba_check_same("weights", &a->weights, &shape, false));
+    if (isinf(a->min_score))
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("min_score") ": expected a finite number, got %s", ba_number_text(a->min_score, BA_FLOAT64).chars);
+    c->floor = nextafter(a->min_score, -INFINITY);
     c->width = a->selected.ndim == rank - 1 ? a->selected.dims[rank - 2] : 1;
     c->top_k = c->width - (a->keep_tail != 0);
     if (c->top_k < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("top_k") ": expected at least 1, got %" PRId64, c->top_k);
     shape.dims[rank - 2] = c->width;
     if (ba_given(&a->scores)) BA_TRY(ba_check_output("scores", &a->scores, &shape, false));
     shape.dtype = BA_INT32;
-    return ba_check_output("selected", &a->selected, &shape, false);
+    BA_TRY(ba_check_output("selected", &a->selected, &shape, false));
+    return check_weights(c);
 }
 
 /* Lays out the memory of a call with this many workers. */
