@@ -351,6 +351,8 @@ typedef struct ba_select_tokens_args {
     ba_tensor q;                     /* (B, Sq, H, D), or packed (T, H, D): float32, float16, bfloat16 or float64; at most 512 heads, D up to 576 */
     ba_tensor k;                     /* (B, Skv, D), or packed (T, D), of the dtype of q. Pools that are not complete need no row */
     ba_tensor weights;               /* (B, Sq, H), or packed (T, H): real, that is float32, and float64 where q is float64; finite */
+    ba_tensor block_tables;          /* not given, or (B, W) int32 or int64: k is (num_blocks, page_size, D), and sequence b's key j is that of page
+                                      * block_tables[b][j / page_size] at j % page_size. kv_lens is given; pages of all its tokens are listed */
     const int64_t *cu_q, *cu_kv;     /* NULL, or of packed arrays batch + 1 cumulative numbers of the sequences' queries and keys */
     int64_t batch;                   /* number of sequences, with cu_q */
     const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. Not of packed arrays, but

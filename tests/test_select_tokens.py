@@ -179,6 +179,24 @@ def test_the_score_of_a_block_is_its_largest(size):
         assert np.array_equal(select.select_tokens(q, k, weights, 12, causal=True, block_size=size, num_threads=threads), found)
 
 
+@pytest.mark.parametrize("level", blitz_attn.isa_levels(available=True))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_give_the_bits_of_the_keys_side_by_side(dtype, level):
+    q, k, weights, options = problem(dtype, keys=144, batch=2)
+    pages = np.random.default_rng(0).permutation(20)[:18].reshape(2, 9)
+    cache = np.zeros((20, 16, 24), k.dtype)
+    cache[pages] = k.reshape(2, 9, 16, 24)
+    options |= {"kv_lens": [144, 77], "causal": True, "return_scores": True}
+    with blitz_attn.isa(level):
+        expected = select.select_tokens(q, k, weights, 12, **options)
+        check(q, cache, weights, 12, block_tables=pages, **{name: x for name, x in options.items() if name != "return_scores"})
+        packed = [x.reshape(-1, *x.shape[2:]) for x in (q, weights)]
+        found = (select.select_tokens(q, cache, weights, 12, block_tables=pages, **options),
+                 select.select_tokens(packed[0], cache, packed[1], 12, block_tables=pages, cu_seqlens_q=[0, 37, 74], **options))  # fmt: skip
+        for one in found:
+            assert all(x.tobytes() == y.tobytes() for x, y in zip(one, expected, strict=True))
+
+
 @pytest.mark.parametrize("more", [{}, {"block_size": 7}, {"pool_size": 3, "keep_tail": True}])
 def test_a_least_score(more):
     q, k, weights, _ = problem(keys=2000, batch=1)

@@ -20,16 +20,16 @@ __all__ = ["select_tokens"]
 def select_tokens(
     q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
     kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
-    q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1, keep_tail: bool = False,
-    block_size: int = 1, min_score: float | None = None, return_scores: Literal[False] = False, dtype: DType | None = None,
-    num_threads: int | None = None,
+    block_tables: Array | None = None, q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1,
+    keep_tail: bool = False, block_size: int = 1, min_score: float | None = None, return_scores: Literal[False] = False,
+    dtype: DType | None = None, num_threads: int | None = None,
 ) -> Any: ...  # fmt: skip
 @overload
 def select_tokens(
     q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
     kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
-    q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1, keep_tail: bool = False,
-    block_size: int = 1, min_score: float | None = None, return_scores: bool, dtype: DType | None = None,
+    block_tables: Array | None = None, q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1,
+    keep_tail: bool = False, block_size: int = 1, min_score: float | None = None, return_scores: bool, dtype: DType | None = None,
     num_threads: int | None = None,
 ) -> tuple[Any, Any]: ...  # fmt: skip
 def select_tokens(
@@ -44,6 +44,7 @@ def select_tokens(
     kv_lens: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
+    block_tables: Any = None,
     q_begin: Any = None,
     ascending: bool = False,
     pool_size: int = 1,
@@ -66,7 +67,7 @@ def select_tokens(
         D up to 576.
     k : array
         One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`. With `pool_size`, one per pool of tokens; a pool that is not
-        complete needs none.
+        complete needs none. With `block_tables`, pages of them, ``(num_blocks, page_size, D)``.
     weights : array of float
         ``(B, Sq, H)``, or ``(T, H)``. Read as float32, for float64 queries as float64. Finite; those behind `q_lens` are not read.
     top_k : int
@@ -77,9 +78,13 @@ def select_tokens(
         A query sees the tokens up to its own. The last query stands at the last token, unless `q_begin` says otherwise.
     q_lens, kv_lens : sequence of int, optional
         ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. Not with packed arrays, but that with a
-        `pool_size` above 1 `kv_lens` says how many tokens the pools of each sequence have. Default: all, in complete pools.
+        `pool_size` above 1 `kv_lens` says how many tokens the pools of each sequence have, and with `block_tables` its pages. Default: all,
+        in complete pools.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
         ``(B + 1,)``: where the sequences of packed arrays begin and end, as rows of q and of k (with `pool_size`, these are pools).
+    block_tables : array of int, optional
+        ``(B, W)``, int32 or int64: the pages of each sequence, for all of its tokens; `kv_lens` says how many these are. The queries are
+        batched, or packed with `cu_seqlens_q`.
     q_begin : int or sequence of int, optional
         The token number of the first query, where the queries are a part of their sequence: of all sequences, or ``(B,)``.
     ascending : bool
@@ -149,8 +154,9 @@ def select_tokens(
     selected, scores = np.empty(shape, np.int32), np.empty(shape, real) if with_scores else None
     numbers = converted(*floats(weights, "weights", None, strided=True), real)
     _core.select_tokens(
-        queries, _arrays.readable(k, "k"), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin,
-        ascending, pool_size, block_size, keep_tail, min_score, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+        queries, _arrays.readable(k, "k"), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv,
+        block_tables, q_begin, ascending, pool_size, block_size, keep_tail, min_score, dtype=_arrays.dtype_name(dtype),
+        num_threads=num_threads,
     )  # fmt: skip
     chosen = _arrays.as_kind_of(selected, q)
     return (chosen, _arrays.as_kind_of(scores, q)) if scores is not None else chosen

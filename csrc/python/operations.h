@@ -219,6 +219,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, kv_lens,       LENGTHS,      ARG_OPTIONAL,               kv_lens) \
     A(T, cu_seqlens_q,  LIST,         ARG_OPTIONAL,               cu_q) \
     A(T, cu_seqlens_kv, LIST,         ARG_OPTIONAL,               cu_kv) \
+    A(T, block_tables,  TABLES,       ARG_OPTIONAL,               block_tables) \
     A(T, q_begin,       PER_SEQUENCE, ARG_OPTIONAL,               q_begin) \
     A(T, ascending,     FLAG,         0,                          ascending) \
     A(T, pool_size,     INTEGER,      0,                          pool_size) \

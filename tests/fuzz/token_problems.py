@@ -47,11 +47,12 @@ def select_tokens(draw: Draw) -> None:
     scale = draw.pick("scale", (None, 0.25, 1.0, -0.5)) if not coarse else 0.25
     if scale is not None:
         options["scale"] = scale
-    packed, ragged = draw.flag("packed", 0.3), draw.flag("ragged")
+    packed, paged = draw.flag("packed", 0.3), draw.flag("paged", 0.3)
+    ragged = paged or draw.flag("ragged")
     q_lens = [draw.integer(f"q_lens[{b}]", 0, s_q, likely=(s_q,)) if packed or ragged else s_q for b in range(batch)]
     rows = [draw.integer(f"rows[{b}]", 0, s_kv, likely=(s_kv,)) if packed else s_kv for b in range(batch)]  # of k
     tokens = [n * pool for n in rows]
-    if ragged and (pool > 1 or not packed):
+    if paged or (ragged and (pool > 1 or not packed)):
         tokens = [draw.integer(f"kv_lens[{b}]", 0, n + pool - 1, likely=(n,)) for b, n in enumerate(tokens)]
         options["kv_lens"] = tokens
     if ragged and not packed:
@@ -62,9 +63,15 @@ def select_tokens(draw: Draw) -> None:
         options["q_begin"] = begins
     given = [stored(q, dtype), stored(k, dtype), stored(weights, "float64" if dtype == "float64" else "float32")]
     exact = [arrays.values_of(given[0], dtype), arrays.values_of(given[1], dtype), given[2].astype(np.float64)]
+    own = given[1]  # of each batch entry
     if packed:
+        rows = [n // pool for n in tokens] if paged else rows
         given = [np.concatenate([x[b, : n[b]] for b in range(batch)]) for x, n in zip(given, (q_lens, rows, q_lens), strict=True)]
         options |= {f"cu_seqlens_{name}": np.concatenate([[0], np.cumsum(n)]) for name, n in (("q", q_lens), ("kv", rows))}
+    together, joined = given[1], {name: x for name, x in options.items() if name != "kv_lens" or pool > 1 or not packed}
+    if paged:
+        given[1], options["block_tables"] = _paged(draw, own, [-(-n // pool) for n in tokens], dtype)
+        options.pop("cu_seqlens_kv", None)
     placed = [arrays.place(draw, name, x, last_contiguous=name != "weights") for name, x in zip(("q", "k", "weights"), given, strict=True)]
     named = {"dtype": dtype} if dtype == "bfloat16" else {}
     found, scores = select.select_tokens(*(x.array for x in placed), top_k, return_scores=True, **options, **named)
@@ -73,6 +80,10 @@ def select_tokens(draw: Draw) -> None:
         x.check_unchanged()
     if not np.array_equal(found, alone):
         raise Finding("other keys with one thread, or without scores")
+    if paged:
+        same = select.select_tokens(placed[0].array, together, placed[2].array, top_k, return_scores=True, **joined, **named)
+        if any(x.tobytes() != y.tobytes() for x, y in zip(same, (found, scores), strict=True)):
+            raise Finding("other bits from pages than from the same keys side by side")
     row = 0
     unit = 2.0**-50 if dtype == "float64" else 2.0**-21
     for b in range(batch):
@@ -93,6 +104,19 @@ def select_tokens(draw: Draw) -> None:
             cuts = range(0, complete, block)
             best, largest = (np.array([x[i : i + block].max() for i in cuts]) for x in (wanted, sizes))
             _check_row(keys, values, best, unit * (heads + dim) * largest, -np.inf if least is None else least, options["ascending"], coarse)
+
+
+def _paged(draw: Draw, k: np.ndarray, counts: list[int], dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Pages with the keys of each batch entry, NaN where there is none, and tables for so many keys."""
+    size = draw.pick("page_size", (16, 1, 3, 64))
+    pages = [-(-n // size) for n in counts]
+    order = draw.rng("pages").permutation(sum(pages) + draw.integer("spare pages", 0, 3))
+    own = np.split(order, np.cumsum(pages))[: len(k)]
+    cache = stored(np.full((len(order), size, k.shape[2]), np.nan), dtype)
+    for keys, numbers, count in zip(k, own, counts, strict=True):
+        at = np.arange(min(len(keys), count))
+        cache[numbers[at // size], at % size] = keys[at]
+    return cache, arrays.page_table(draw, "block_tables", own).array
 
 
 def _check_row(keys: np.ndarray, scores: np.ndarray, wanted: np.ndarray, slack: np.ndarray, least: float, ascending: bool, is_exact: bool) -> None:

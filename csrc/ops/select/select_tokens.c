@@ -15,6 +15,7 @@
 #include "core/status.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
+#include "ops/kv_cache/pages.h"
 #include "ops/levels.h"
 #include "ops/nsa/nsa.h"
 #include "ops/problem.h"
@@ -30,6 +31,7 @@ typedef struct select_tokens_call {
     const ba_select_tokens_args *args;
     ba_token_rows q, k;
     int64_t sequences, heads, dim;
+    bool paged; /* k is (pages, tokens of a page, 1, D), and block_tables has those of a sequence */
     double scale;
     double floor;                                  /* the largest number that is below min_score; NAN: each score is good enough */
     int64_t top_k, width;                          /* keys or blocks that a query gets, and places per row of the result: one more for a tail */
@@ -220,9 +222,19 @@ static void open_rows(const select_tokens_call *c, const select_tokens_scratch *
     else memcpy(s->rows, s->pointers, (size_t)rows * sizeof *s->rows);
 }
 
+static void point_at_keys(const select_tokens_call *c, int64_t sequence, int64_t begin, int64_t n, const void **rows) {
+    const int64_t size = c->k.tokens; /* of a page */
+    if (!c->paged)
+        for (int64_t i = 0; i < n; i++) rows[i] = ba_sequence_row(&c->k, c->args->cu_kv, sequence, begin + i, 0);
+    for (int64_t i = 0; c->paged && i < n;) {
+        const int64_t page = ba_table_page(&c->args->block_tables, sequence, (begin + i) / size), first = (begin + i) % size;
+        for (int64_t j = first; j < size && i < n; j++) rows[i++] = ba_row(&c->k, page, j, 0);
+    }
+}
+
 /* Scores `keys` keys from `begin` on, which are at most the lanes of a panel, for all queries of the tile. */
 static void score_panel(const select_tokens_call *c, const select_tokens_scratch *s, const item_of_tokens *at, int64_t begin, int64_t keys) {
-    for (int64_t j = 0; j < keys; j++) s->pointers[j] = ba_sequence_row(&c->k, c->args->cu_kv, at->sequence, begin + j, 0);
+    point_at_keys(c, at->sequence, begin, keys, s->pointers);
     c->panel_family->pack->queries[0](s->panel, s->pointers, keys, c->dim, c->scale);
     const ba_panel panel = {.q = s->panel};
     for (int64_t i = 0; i < at->queries; i += c->at_once) {
@@ -339,6 +351,11 @@ static void join_item(void *context, int64_t item, int worker) {
 /* Checks the lengths of keys, which count tokens. The last pool of each sequence may be incomplete, and then has no row. */
 static ba_status check_kv_lens(const select_tokens_call *c) {
     const int64_t pool = c->args->pool_size, *lens = c->args->kv_lens;
+    if (c->paged && !lens)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("kv_lens") ": expected one length per sequence with " BA_ARG("block_tables") ", got none");
+    if (c->paged && c->k.tokens < 1)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected pages of at least 1 token, got %s", ba_shape_text(&c->args->k).chars);
+    if (c->paged) return ba_check_table("block_tables", &c->args->block_tables, c->sequences, c->k.batch, "kv_lens", lens, pool, c->k.tokens);
     for (int64_t b = 0; lens && b < c->sequences; b++) {
         const int64_t limit = ba_sequence_length(c->args->cu_kv, c->k.tokens, b) * pool + pool - 1;
         if (lens[b] < 0 || lens[b] > limit)
@@ -371,19 +388,24 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
     const bool packed = a->cu_q != NULL;
     const int rank = packed ? 3 : 4;
     BA_TRY(ba_take_rows("q", &a->q, packed ? "(T, H, D)" : "(B, Sq, H, D)", packed, &c->q));
-    if (a->k.ndim != rank - 1)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected shape %s, got %s", packed ? "(T, D)" : "(B, Skv, D)", ba_shape_text(&a->k).chars);
+    c->paged = ba_given(&a->block_tables);
+    const bool k_packed = packed && !c->paged;
+    const char *const axes = c->paged ? "(num_blocks, page_size, D)" : packed ? "(T, D)" : "(B, Skv, D)";
     ba_tensor k = a->k; /* with an axis for its one head */
-    k.ndim = rank;
-    k.dims[rank - 1] = k.dims[rank - 2];
-    k.strides[rank - 1] = k.strides[rank - 2];
-    k.dims[rank - 2] = 1;
-    k.strides[rank - 2] = 0;
-    BA_TRY(ba_take_rows("k", &k, packed ? "(T, D)" : "(B, Skv, D)", packed, &c->k));
+    k.ndim = k_packed ? 3 : 4;
+    if (a->k.ndim != k.ndim - 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected shape %s, got %s", axes, ba_shape_text(&a->k).chars);
+    k.dims[k.ndim - 1] = k.dims[k.ndim - 2];
+    k.strides[k.ndim - 1] = k.strides[k.ndim - 2];
+    k.dims[k.ndim - 2] = 1;
+    k.strides[k.ndim - 2] = 0;
+    BA_TRY(ba_take_rows("k", &k, axes, k_packed, &c->k));
     if (c->k.dtype != c->q.dtype)
         return ba_fail(BA_ERROR_TYPE, BA_ARG("k") ": expected dtype %s like " BA_ARG("q") ", got %s", ba_dtype_name(c->q.dtype),
                        ba_dtype_name(c->k.dtype));
-    if (c->k.batch != c->q.batch || c->k.dim != c->q.dim)
+    if (c->paged && c->k.dim != c->q.dim)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected a last axis of %" PRId64 " like " BA_ARG("q") ", got %s", c->q.dim,
+                       ba_shape_text(&a->k).chars);
+    if (!c->paged && (c->k.batch != c->q.batch || c->k.dim != c->q.dim))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected %" PRId64 " batch entries and a last axis of %" PRId64 " like " BA_ARG("q") ", got %s",
                        c->q.batch, c->q.dim, ba_shape_text(&a->k).chars);
     c->heads = c->q.heads;
@@ -405,10 +427,12 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
     int64_t longest;
     if (packed) {
         BA_TRY(ba_check_cumulative("cu_seqlens_q", a->cu_q, a->batch, c->q.tokens, &longest));
-        BA_TRY(ba_check_cumulative("cu_seqlens_kv", a->cu_kv, a->batch, c->k.tokens, &longest));
+        if (!c->paged) BA_TRY(ba_check_cumulative("cu_seqlens_kv", a->cu_kv, a->batch, c->k.tokens, &longest));
         c->sequences = a->batch;
-    } else if (a->cu_kv) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_kv") ": expected none without " BA_ARG("cu_seqlens_q") ", got some");
-    if (packed && (a->q_lens || (a->kv_lens && a->pool_size == 1)))
+    }
+    if (c->paged && a->cu_kv) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_kv") ": expected none with " BA_ARG("block_tables") ", got some");
+    if (!packed && a->cu_kv) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_kv") ": expected none without " BA_ARG("cu_seqlens_q") ", got some");
+    if (packed && (a->q_lens || (a->kv_lens && a->pool_size == 1 && !c->paged)))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected none with packed arrays, whose cumulative lengths say it, got some",
                        a->q_lens ? "q_lens" : "kv_lens");
     BA_TRY(ba_check_lengths("q_lens", a->q_lens, c->sequences, c->q.tokens));
