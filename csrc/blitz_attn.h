@@ -348,8 +348,9 @@ BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists);
  *
  * With a block_size, results are numbers of blocks of so many keys. The score of a block is the largest of those of its keys that the query sees. */
 typedef struct ba_select_tokens_args {
-    ba_tensor q;                     /* (B, Sq, H, D), or packed (T, H, D): float32, float16, bfloat16 or float64; at most 512 heads, D up to 576 */
-    ba_tensor k;                     /* (B, Skv, D), or packed (T, D), of the dtype of q. Pools that are not complete need no row */
+    ba_tensor q; /* (B, Sq, H, D), or packed (T, H, D): float32, float16, bfloat16 or float64; at most 512 heads, D up to 576 */
+    ba_tensor k; /* (B, Skv, D), or packed (T, D), of the dtype of q, or with k_scale int8 or float8_e4m3. Pools that are not complete need no row */
+    ba_tensor k_scale;               /* float32, the axes of k without D: the factor of each int8 or float8_e4m3 key; not given with other keys */
     ba_tensor weights;               /* (B, Sq, H), or packed (T, H): real, that is float32, and float64 where q is float64; finite */
     ba_tensor block_tables;          /* not given, or (B, W) int32 or int64: k is (num_blocks, page_size, D), and sequence b's key j is that of page
                                       * block_tables[b][j / page_size] at j % page_size. kv_lens is given; pages of all its tokens are listed */

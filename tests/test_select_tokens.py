@@ -197,6 +197,21 @@ def test_pages_give_the_bits_of_the_keys_side_by_side(dtype, level):
             assert all(x.tobytes() == y.tobytes() for x, y in zip(one, expected, strict=True))
 
 
+@pytest.mark.parametrize("level", blitz_attn.isa_levels(available=True))
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3"])
+def test_keys_of_8_bits_give_what_their_float32_keys_give(kv_dtype, level):
+    q, k, weights, _ = problem()
+    values, scale = blitz_attn.quantize_kv(k, kv_dtype)
+    options = {"causal": True, "return_scores": True}
+    with blitz_attn.isa(level):
+        expected = select.select_tokens(q, blitz_attn.dequantize_kv(values, scale), weights, 12, **options)
+        found = select.select_tokens(q, values, weights, 12, k_scale=scale, kv_dtype=kv_dtype, **options)
+        assert all(x.tobytes() == y.tobytes() for x, y in zip(found, expected, strict=True))
+        for dtype in ("float16", "bfloat16"):
+            half, _, _, named = problem(dtype)
+            check(half, values, weights, 12, causal=True, k_scale=scale, kv_dtype=kv_dtype, **named)
+
+
 @pytest.mark.parametrize("more", [{}, {"block_size": 7}, {"pool_size": 3, "keep_tail": True}])
 def test_a_least_score(more):
     q, k, weights, _ = problem(keys=2000, batch=1)

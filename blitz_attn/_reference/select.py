@@ -13,6 +13,7 @@ from .._select.options import Options
 from .attend import Sequence, factor
 from .common import cuts, lengths, name_of, round_to, taken_by, to_float64, with_options_of
 from .dense import block_sparse_attention, sequences_of
+from .paged import dequantize_kv
 
 __all__ = ["select_and_attend_prefill", "select_blocks_prefill", "select_tokens"]
 
@@ -287,12 +288,13 @@ def select_and_attend_prefill(q, k, v, *, return_sabi=False, **options):
 
 def select_tokens(
     q, k, weights, top_k, *, scale=None, causal=False, q_lens=None, kv_lens=None, cu_seqlens_q=None, cu_seqlens_kv=None,
-    block_tables=None, q_begin=None, ascending=False, pool_size=1, keep_tail=False, block_size=1, min_score=None, return_scores=False,
-    dtype=None, num_threads=None,
+    block_tables=None, q_begin=None, ascending=False, pool_size=1, keep_tail=False, block_size=1, min_score=None, k_scale=None,
+    return_scores=False, dtype=None, kv_dtype=None, num_threads=None,
 ):  # fmt: skip
     """See `blitz_attn.select_tokens`."""
     kind = name_of(q, dtype)
-    q, k, weights = to_float64(q, dtype), to_float64(k, dtype), to_float64(weights)
+    q, weights = to_float64(q, dtype), to_float64(weights)
+    k = to_float64(k, dtype) if k_scale is None else dequantize_kv(k, k_scale)
     if cu_seqlens_q is not None:
         parts: list[Any] = [slice(*ends) for ends in pairwise(cuts("cu_seqlens_q", cu_seqlens_q, len(q)))]
     else:

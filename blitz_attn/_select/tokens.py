@@ -21,16 +21,16 @@ def select_tokens(
     q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
     kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
     block_tables: Array | None = None, q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1,
-    keep_tail: bool = False, block_size: int = 1, min_score: float | None = None, return_scores: Literal[False] = False,
-    dtype: DType | None = None, num_threads: int | None = None,
+    keep_tail: bool = False, block_size: int = 1, min_score: float | None = None, k_scale: Array | None = None,
+    return_scores: Literal[False] = False, dtype: DType | None = None, kv_dtype: DType | None = None, num_threads: int | None = None,
 ) -> Any: ...  # fmt: skip
 @overload
 def select_tokens(
     q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
     kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
     block_tables: Array | None = None, q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1,
-    keep_tail: bool = False, block_size: int = 1, min_score: float | None = None, return_scores: bool, dtype: DType | None = None,
-    num_threads: int | None = None,
+    keep_tail: bool = False, block_size: int = 1, min_score: float | None = None, k_scale: Array | None = None, return_scores: bool,
+    dtype: DType | None = None, kv_dtype: DType | None = None, num_threads: int | None = None,
 ) -> tuple[Any, Any]: ...  # fmt: skip
 def select_tokens(
     q: Any,
@@ -51,8 +51,10 @@ def select_tokens(
     keep_tail: bool = False,
     block_size: int = 1,
     min_score: float | None = None,
+    k_scale: Any = None,
     return_scores: bool = False,
     dtype: Any = None,
+    kv_dtype: Any = None,
     num_threads: int | None = None,
 ) -> Any:
     """The keys with the highest scores of an indexer, for each query: the "lightning indexer" of DeepSeek-V3.2.
@@ -67,7 +69,8 @@ def select_tokens(
         D up to 576.
     k : array
         One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`. With `pool_size`, one per pool of tokens; a pool that is not
-        complete needs none. With `block_tables`, pages of them, ``(num_blocks, page_size, D)``.
+        complete needs none. With `block_tables`, pages of them, ``(num_blocks, page_size, D)``. With `k_scale`, int8 or
+        float8_e4m3, for queries that are not float64.
     weights : array of float
         ``(B, Sq, H)``, or ``(T, H)``. Read as float32, for float64 queries as float64. Finite; those behind `q_lens` are not read.
     top_k : int
@@ -99,10 +102,13 @@ def select_tokens(
         Results are block numbers, for attention with ``block_shape=(1, block_size)``. Not together with `pool_size`.
     min_score : float, optional
         Only keys, pools or blocks with a score of at least this are chosen, still no more than `top_k`; a tail that is kept has none.
+    k_scale : array of float32, optional
+        The axes of `k` without the last: the factor of each 8-bit key, as `quantize_kv` makes it.
     return_scores : bool
         Also return the scores of the chosen keys.
-    dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits. Otherwise only checked.
+    dtype, kv_dtype : str or dtype, optional
+        ``dtype="bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits, and ``kv_dtype="float8_e4m3"`` what uint8 keys hold.
+        Otherwise only checked.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -154,9 +160,9 @@ def select_tokens(
     selected, scores = np.empty(shape, np.int32), np.empty(shape, real) if with_scores else None
     numbers = converted(*floats(weights, "weights", None, strided=True), real)
     _core.select_tokens(
-        queries, _arrays.readable(k, "k"), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv,
-        block_tables, q_begin, ascending, pool_size, block_size, keep_tail, min_score, dtype=_arrays.dtype_name(dtype),
-        num_threads=num_threads,
+        queries, _arrays.readable(k, "k", cache=True), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q,
+        cu_seqlens_kv, block_tables, q_begin, ascending, pool_size, block_size, keep_tail, min_score, k_scale,
+        dtype=_arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
     )  # fmt: skip
     chosen = _arrays.as_kind_of(selected, q)
     return (chosen, _arrays.as_kind_of(scores, q)) if scores is not None else chosen

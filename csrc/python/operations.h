@@ -209,7 +209,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 /* With scores, these are written, too. */
 #define SELECT_TOKENS(A, O, T) \
     A(T, q,             FLOATS,       ARG_NAMED,                  q) \
-    A(T, k,             FLOATS,       0,                          k) \
+    A(T, k,             CACHE,        0,                          k) \
     A(T, weights,       REALS,        0,                          weights) \
     A(T, selected,      TABLES,       ARG_WRITTEN,                selected) \
     A(T, scores,        REALS,        ARG_OPTIONAL | ARG_WRITTEN, scores) \
@@ -226,7 +226,8 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, block_size,    INTEGER,      0,                          block_size) \
     A(T, keep_tail,     FLAG,         0,                          keep_tail) \
     A(T, min_score,     SCALE,        ARG_OPTIONAL,               min_score) \
-    O(T, dtype, DTYPE) \
+    A(T, k_scale,       SCALES,       ARG_OPTIONAL,               k_scale) \
+    O(T, dtype, DTYPE) O(T, kv_dtype, KV_DTYPE) \
     A(T, num_threads,   THREADS,      ARG_OPTIONAL,               num_threads)
 
 /* ---- Native sparse attention ------------------------------------------------------------------------------------------------------ */

@@ -118,6 +118,8 @@ def _indexed(a: Arena, v: int) -> dict[str, Any]:
     if v & 16 and v & 8:
         call |= {"k": a.floats(5, 4, 8, dtype=dtype), "block_tables": a.integers([[3, 1, 0], [2, 99, 99]]), "kv_lens": [11, 4]}
         call.pop("cu_seqlens_kv", None)
+        if dtype != "float64":
+            call |= {"k": a.put(np.ones((5, 4, 8), np.int8)), "k_scale": a.floats(5, 4)}
     elif v & 16:
         call |= {"pool_size": 4, "keep_tail": bool(v & 2), "kv_lens": [43, 82] if v & 4 else [123, 7]}
     elif v & 1:

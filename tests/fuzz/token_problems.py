@@ -63,25 +63,32 @@ def select_tokens(draw: Draw) -> None:
         options["q_begin"] = begins
     given = [stored(q, dtype), stored(k, dtype), stored(weights, "float64" if dtype == "float64" else "float32")]
     exact = [arrays.values_of(given[0], dtype), arrays.values_of(given[1], dtype), given[2].astype(np.float64)]
-    own = given[1]  # of each batch entry
+    kind = draw.pick("keys", ("same", "same", "int8", "float8_e4m3")) if dtype != "float64" else "same"
+    named = {"dtype": dtype} if dtype == "bfloat16" else {}
+    if kind != "same":
+        given[1], scales, exact[1] = _quantised(draw, k, kind, coarse)
+        given.append(scales)
+        named |= {"kv_dtype": kind} if kind != "int8" else {}
+    own = given[1::2]  # of each batch entry
     if packed:
         rows = [n // pool for n in tokens] if paged else rows
-        given = [np.concatenate([x[b, : n[b]] for b in range(batch)]) for x, n in zip(given, (q_lens, rows, q_lens), strict=True)]
+        given = [np.concatenate([x[b, : n[b]] for b in range(batch)]) for x, n in zip(given, (q_lens, rows, q_lens, rows), strict=False)]
         options |= {f"cu_seqlens_{name}": np.concatenate([[0], np.cumsum(n)]) for name, n in (("q", q_lens), ("kv", rows))}
-    together, joined = given[1], {name: x for name, x in options.items() if name != "kv_lens" or pool > 1 or not packed}
+    together, joined = given[1::2], {name: x for name, x in options.items() if name != "kv_lens" or pool > 1 or not packed}
     if paged:
-        given[1], options["block_tables"] = _paged(draw, own, [-(-n // pool) for n in tokens], dtype)
+        given[1::2], options["block_tables"] = _paged(draw, own, [-(-n // pool) for n in tokens], kind if kind != "same" else dtype)
         options.pop("cu_seqlens_kv", None)
-    placed = [arrays.place(draw, name, x, last_contiguous=name != "weights") for name, x in zip(("q", "k", "weights"), given, strict=True)]
-    named = {"dtype": dtype} if dtype == "bfloat16" else {}
-    found, scores = select.select_tokens(*(x.array for x in placed), top_k, return_scores=True, **options, **named)
-    alone = select.select_tokens(*(x.array for x in placed), top_k, **options | {"num_threads": 1}, **named)
+    placed = [arrays.place(draw, name, x, last_contiguous=name in "qk") for name, x in zip(("q", "k", "weights", "k_scale"), given, strict=False)]
+    options |= {x.name: x.array for x in placed[3:]}
+    found, scores = select.select_tokens(*(x.array for x in placed[:3]), top_k, return_scores=True, **options, **named)
+    alone = select.select_tokens(*(x.array for x in placed[:3]), top_k, **options | {"num_threads": 1}, **named)
     for x in placed:
         x.check_unchanged()
     if not np.array_equal(found, alone):
         raise Finding("other keys with one thread, or without scores")
     if paged:
-        same = select.select_tokens(placed[0].array, together, placed[2].array, top_k, return_scores=True, **joined, **named)
+        joined |= dict(zip(("k_scale",), together[1:], strict=False))
+        same = select.select_tokens(placed[0].array, together[0], placed[2].array, top_k, return_scores=True, **joined, **named)
         if any(x.tobytes() != y.tobytes() for x, y in zip(same, (found, scores), strict=True)):
             raise Finding("other bits from pages than from the same keys side by side")
     row = 0
@@ -106,17 +113,32 @@ def select_tokens(draw: Draw) -> None:
             _check_row(keys, values, best, unit * (heads + dim) * largest, -np.inf if least is None else least, options["ascending"], coarse)
 
 
-def _paged(draw: Draw, k: np.ndarray, counts: list[int], dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Pages with the keys of each batch entry, NaN where there is none, and tables for so many keys."""
+def _quantised(draw: Draw, like: np.ndarray, kind: str, coarse: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys of 8 bits, their scales, and what both stand for."""
+    rng = draw.rng("bits")
+    bits = rng.integers(0, 256, like.shape, dtype=np.uint8)
+    if coarse:
+        bits = rng.choice(np.array([0, 1, 2, 254] if kind == "int8" else [0, 0x38, 0x40, 0xB8], np.uint8), like.shape)  # 0, 1, 2, ...
+    bits[(bits & 0x7F) == 0x7F] = 0x11
+    scales = np.full(like.shape[:2], 0.5, np.float32) if coarse else (0.5 + rng.random(like.shape[:2], np.float32)) * np.float32(0.01)
+    k = bits.view(np.int8) if kind == "int8" else bits
+    return k, scales, arrays.values_of(k, kind) * scales[..., None].astype(np.float64)
+
+
+def _paged(draw: Draw, keys: list[np.ndarray], counts: list[int], dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Pages with the keys of each batch entry, and with their scales, NaN where there is none; and tables for so many keys."""
     size = draw.pick("page_size", (16, 1, 3, 64))
     pages = [-(-n // size) for n in counts]
     order = draw.rng("pages").permutation(sum(pages) + draw.integer("spare pages", 0, 3))
-    own = np.split(order, np.cumsum(pages))[: len(k)]
-    cache = stored(np.full((len(order), size, k.shape[2]), np.nan), dtype)
-    for keys, numbers, count in zip(k, own, counts, strict=True):
-        at = np.arange(min(len(keys), count))
-        cache[numbers[at // size], at % size] = keys[at]
-    return cache, arrays.page_table(draw, "block_tables", own).array
+    own = np.split(order, np.cumsum(pages))[: len(counts)]
+    caches = []
+    for x, kind in zip(keys, (dtype, "float32"), strict=False):
+        shape = (len(order), size, *x.shape[2:])
+        caches.append(np.full(shape, 0x7F, x.dtype) if x.itemsize == 1 else stored(np.full(shape, np.nan), kind))
+        for rows, numbers, count in zip(x, own, counts, strict=True):
+            at = np.arange(min(len(rows), count))
+            caches[-1][numbers[at // size], at % size] = rows[at]
+    return caches, arrays.page_table(draw, "block_tables", own).array
 
 
 def _check_row(keys: np.ndarray, scores: np.ndarray, wanted: np.ndarray, slack: np.ndarray, least: float, ascending: bool, is_exact: bool) -> None:

@@ -29,9 +29,10 @@ typedef struct candidate {
 
 typedef struct select_tokens_call {
     const ba_select_tokens_args *args;
-    ba_token_rows q, k;
+    ba_token_rows q, k, k_scale;
     int64_t sequences, heads, dim;
-    bool paged; /* k is (pages, tokens of a page, 1, D), and block_tables has those of a sequence */
+    bool quantised; /* k is of 8 bits, and k_scale has a number per key */
+    bool paged;     /* k is (pages, tokens of a page, 1, D), and block_tables has those of a sequence */
     double scale;
     double floor;                                  /* the largest number that is below min_score; NAN: each score is good enough */
     int64_t top_k, width;                          /* keys or blocks that a query gets, and places per row of the result: one more for a tail */
@@ -44,6 +45,7 @@ typedef struct select_tokens_call {
     int64_t at_once;                               /* queries whose heads are scored together */
     int64_t *first_tile;                           /* [sequences + 1] */
     ba_pack_rows_fn pack;                          /* NULL: rows of q are read in place */
+    ba_pack_rows_fn widen;                         /* of 8-bit keys: makes reals, times the scales */
     const ba_attend_family *panel_family, *family; /* which packs keys, and which scores */
     int64_t real_size, lanes, scratch_bytes;
     char *scratch;
@@ -52,8 +54,9 @@ typedef struct select_tokens_call {
 } select_tokens_call;
 
 typedef struct select_tokens_scratch {
-    const void **pointers, **rows;
-    char *panel, *packed, *chunk, *row_max, *sums, *weights;
+    const void **pointers, **rows, **wide_rows;
+    float *scales;
+    char *panel, *wide, *packed, *chunk, *row_max, *sums, *weights;
     candidate *candidates; /* [query][room] */
     int64_t *counts;       /* [query] */
     int64_t *seen;         /* [query]: how many keys, from the first on, it may choose from */
@@ -70,6 +73,9 @@ static int64_t lay_out_worker(const select_tokens_call *c, char *base, select_to
     s->pointers = ba_take(base, &used, ba_max(c->lanes, tile_rows) * (int64_t)sizeof(void *));
     s->rows = ba_take(base, &used, tile_rows * (int64_t)sizeof(void *));
     s->panel = ba_take(base, &used, c->lanes * dim_pad(c) * c->panel_family->q_bytes);
+    s->wide_rows = ba_take(base, &used, c->quantised ? c->lanes * (int64_t)sizeof(void *) : 0);
+    s->scales = ba_take(base, &used, c->quantised ? c->lanes * (int64_t)sizeof(float) : 0);
+    s->wide = ba_take(base, &used, c->quantised ? c->lanes * ba_round_up(c->dim, BA_PACK_PAD) * real : 0);
     s->packed = ba_take(base, &used, c->pack ? tile_rows * ba_round_up(c->dim, BA_PACK_PAD) * real : 0);
     s->chunk = ba_take(base, &used, rows * ba_max(c->family->scratch_per_key, c->lanes * real));
     s->row_max = ba_take(base, &used, c->lanes * real);
@@ -222,20 +228,28 @@ static void open_rows(const select_tokens_call *c, const select_tokens_scratch *
     else memcpy(s->rows, s->pointers, (size_t)rows * sizeof *s->rows);
 }
 
-static void point_at_keys(const select_tokens_call *c, int64_t sequence, int64_t begin, int64_t n, const void **rows) {
-    const int64_t size = c->k.tokens; /* of a page */
-    if (!c->paged)
-        for (int64_t i = 0; i < n; i++) rows[i] = ba_sequence_row(&c->k, c->args->cu_kv, sequence, begin + i, 0);
-    for (int64_t i = 0; c->paged && i < n;) {
-        const int64_t page = ba_table_page(&c->args->block_tables, sequence, (begin + i) / size), first = (begin + i) % size;
-        for (int64_t j = first; j < size && i < n; j++) rows[i++] = ba_row(&c->k, page, j, 0);
+/* Packs n keys of a sequence as the lanes of the panel. */
+static void pack_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t sequence, int64_t first, int64_t n) {
+    for (int64_t i = 0; i < n;) {
+        int64_t batch = c->args->cu_kv ? 0 : sequence, row = first + i + (c->args->cu_kv ? c->args->cu_kv[sequence] : 0), end = n;
+        if (c->paged) {
+            batch = ba_table_page(&c->args->block_tables, sequence, row / c->k.tokens);
+            row %= c->k.tokens;
+            end = ba_min(n, i + c->k.tokens - row);
+        }
+        for (; i < end; i++, row++) {
+            s->pointers[i] = ba_row(&c->k, batch, row, 0);
+            if (c->quantised) s->scales[i] = *(const float *)(const void *)ba_row(&c->k_scale, batch, row, 0);
+        }
     }
+    const void **rows = s->pointers;
+    if (c->quantised) c->widen(s->wide, rows = s->wide_rows, s->pointers, s->scales, n, c->dim);
+    c->panel_family->pack->queries[0](s->panel, rows, n, c->dim, c->scale);
 }
 
 /* Scores `keys` keys from `begin` on, which are at most the lanes of a panel, for all queries of the tile. */
 static void score_panel(const select_tokens_call *c, const select_tokens_scratch *s, const item_of_tokens *at, int64_t begin, int64_t keys) {
-    point_at_keys(c, at->sequence, begin, keys, s->pointers);
-    c->panel_family->pack->queries[0](s->panel, s->pointers, keys, c->dim, c->scale);
+    pack_keys(c, s, at->sequence, begin, keys);
     const ba_panel panel = {.q = s->panel};
     for (int64_t i = 0; i < at->queries; i += c->at_once) {
         const int64_t queries = ba_min(c->at_once, at->queries - i);
@@ -384,30 +398,61 @@ static ba_status check_weights(const select_tokens_call *c) {
     return BA_OK;
 }
 
+/* Checks k and k_scale, except for the number of packed keys. */
+static ba_status take_keys(const ba_select_tokens_args *a, select_tokens_call *c) {
+    const ba_tensor *k = &a->k, *scale = &a->k_scale;
+    c->paged = ba_given(&a->block_tables);
+    c->quantised = ba_is_quantised(k->dtype) && a->q.dtype != BA_FLOAT64;
+    const bool packed = a->cu_q && !c->paged;
+    const int rank = packed ? 2 : 3;
+    const int64_t size = ba_dtype_size(k->dtype);
+    if (c->quantised) BA_TRY(ba_check_cache_dtype("k", k));
+    else BA_TRY(ba_check_float("k", k));
+    if (k->ndim != rank)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected shape %s, got %s",
+                       c->paged ? "(num_blocks, page_size, D)"
+                       : packed ? "(T, D)"
+                                : "(B, Skv, D)",
+                       ba_shape_text(k).chars);
+    if (k->dtype != a->q.dtype && !c->quantised)
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("k") ": expected dtype %s like " BA_ARG("q") ", got %s", ba_dtype_name(a->q.dtype),
+                       ba_dtype_name(k->dtype));
+    if (c->paged && k->dims[2] != c->q.dim)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected a last axis of %" PRId64 " like " BA_ARG("q") ", got %s", c->q.dim,
+                       ba_shape_text(k).chars);
+    if (!c->paged && (k->dims[rank - 1] != c->q.dim || (!packed && k->dims[0] != c->q.batch)))
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected %" PRId64 " batch entries and a last axis of %" PRId64 " like " BA_ARG("q") ", got %s",
+                       c->q.batch, c->q.dim, ba_shape_text(k).chars);
+    BA_TRY(ba_check_last_axis("k", k));
+    BA_TRY(ba_check_extent("k", k));
+    c->k = (ba_token_rows){.data = k->data,
+                           .dtype = k->dtype,
+                           .batch = packed ? 1 : k->dims[0],
+                           .tokens = k->dims[rank - 2],
+                           .heads = 1,
+                           .dim = k->dims[rank - 1],
+                           .batch_step = packed ? 0 : ba_step(k, 0) * size,
+                           .token_step = ba_step(k, rank - 2) * size};
+    const ba_tensor shape = {.dtype = BA_FLOAT32, .ndim = rank - 1, .dims = {k->dims[0], packed ? 0 : k->dims[1]}};
+    if (!c->quantised)
+        return !ba_given(scale) ? BA_OK
+                                : ba_fail(BA_ERROR_VALUE, BA_ARG("k_scale") ": expected none with %s " BA_ARG("k") ", got shape %s",
+                                          ba_dtype_name(k->dtype), ba_shape_text(scale).chars);
+    if (!ba_given(scale))
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k_scale") ": expected shape %s for %s " BA_ARG("k") ", got none", ba_shape_text(&shape).chars,
+                       ba_dtype_name(k->dtype));
+    BA_TRY(ba_check_same("k_scale", scale, &shape, false));
+    c->k_scale = (ba_token_rows){.data = scale->data,
+                                 .batch_step = packed ? 0 : ba_step(scale, 0) * (int64_t)sizeof(float),
+                                 .token_step = ba_step(scale, rank - 2) * (int64_t)sizeof(float)};
+    return BA_OK;
+}
+
 static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *c) {
     const bool packed = a->cu_q != NULL;
     const int rank = packed ? 3 : 4;
     BA_TRY(ba_take_rows("q", &a->q, packed ? "(T, H, D)" : "(B, Sq, H, D)", packed, &c->q));
-    c->paged = ba_given(&a->block_tables);
-    const bool k_packed = packed && !c->paged;
-    const char *const axes = c->paged ? "(num_blocks, page_size, D)" : packed ? "(T, D)" : "(B, Skv, D)";
-    ba_tensor k = a->k; /* with an axis for its one head */
-    k.ndim = k_packed ? 3 : 4;
-    if (a->k.ndim != k.ndim - 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected shape %s, got %s", axes, ba_shape_text(&a->k).chars);
-    k.dims[k.ndim - 1] = k.dims[k.ndim - 2];
-    k.strides[k.ndim - 1] = k.strides[k.ndim - 2];
-    k.dims[k.ndim - 2] = 1;
-    k.strides[k.ndim - 2] = 0;
-    BA_TRY(ba_take_rows("k", &k, axes, k_packed, &c->k));
-    if (c->k.dtype != c->q.dtype)
-        return ba_fail(BA_ERROR_TYPE, BA_ARG("k") ": expected dtype %s like " BA_ARG("q") ", got %s", ba_dtype_name(c->q.dtype),
-                       ba_dtype_name(c->k.dtype));
-    if (c->paged && c->k.dim != c->q.dim)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected a last axis of %" PRId64 " like " BA_ARG("q") ", got %s", c->q.dim,
-                       ba_shape_text(&a->k).chars);
-    if (!c->paged && (c->k.batch != c->q.batch || c->k.dim != c->q.dim))
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected %" PRId64 " batch entries and a last axis of %" PRId64 " like " BA_ARG("q") ", got %s",
-                       c->q.batch, c->q.dim, ba_shape_text(&a->k).chars);
+    BA_TRY(take_keys(a, c));
     c->heads = c->q.heads;
     c->dim = c->q.dim;
     if (c->heads > BA_MAX_CHUNK) return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at most %d heads, got %" PRId64, BA_MAX_CHUNK, c->heads);
@@ -505,9 +550,10 @@ ba_status ba_select_tokens(const ba_select_tokens_args *args) {
     const ba_kernels *kernels = ba_kernels_at(level);
     const ba_attend_family *own = ba_kernels_at(active)->attend[args->q.dtype];
     c.family = kernels->vector[real];
-    c.panel_family = kernels->vector[args->q.dtype];
+    c.panel_family = kernels->vector[c.quantised ? real : args->q.dtype];
     c.pack = kernels->cache[args->q.dtype]->pack;
-    if (own->panel->weigh_heads && !own->pack->keys) { /* reads rows in place */
+    if (c.quantised) c.widen = kernels->cache[args->k.dtype]->pack;
+    if (own->panel->weigh_heads && !own->pack->keys && (!c.quantised || args->q.dtype == real)) { /* reads rows in place */
         c.family = c.panel_family = own;
         c.pack = NULL;
     }
