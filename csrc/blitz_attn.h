@@ -348,16 +348,17 @@ BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists);
  *
  * With a block_size, results are numbers of blocks of so many keys. The score of a block is the largest of those of its keys that the query sees. */
 typedef struct ba_select_tokens_args {
-    ba_tensor q; /* (B, Sq, H, D), or packed (T, H, D): float32, float16, bfloat16 or float64; at most 512 heads, D up to 576 */
-    ba_tensor k; /* (B, Skv, D), or packed (T, D), of the dtype of q, or with k_scale int8 or float8_e4m3. Pools that are not complete need no row */
+    ba_tensor q;                     /* (B, Sq, H, D), or packed (T, H, D): float32, float16, bfloat16 or float64; at most 512 heads, D up to 576 */
+    ba_tensor k;                     /* (B, Skv, D), or packed (T, D), of the dtype of q, or int8 or float8_e4m3. Incomplete pools need no row */
     ba_tensor k_scale;               /* float32, the axes of k without D: the factor of each int8 or float8_e4m3 key; not given with other keys */
     ba_tensor weights;               /* (B, Sq, H), or packed (T, H): real, that is float32, and float64 where q is float64; finite */
     ba_tensor block_tables;          /* not given, or (B, W) int32 or int64: k is (num_blocks, page_size, D), and sequence b's key j is that of page
-                                      * block_tables[b][j / page_size] at j % page_size. kv_lens is given; pages of all its tokens are listed */
+                                      * block_tables[b][j / page_size] at j % page_size. kv_lens is given; pages of all its tokens are listed. cu_kv
+                                      * is NULL */
     const int64_t *cu_q, *cu_kv;     /* NULL, or of packed arrays batch + 1 cumulative numbers of the sequences' queries and keys */
     int64_t batch;                   /* number of sequences, with cu_q */
-    const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. Not of packed arrays, but
-                                      * that kv_lens may say how many tokens their pools have. NULL: all pools are complete */
+    const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. Of packed arrays there
+                                      * are none, but for kv_lens with block_tables, or with pools. NULL: all, in complete pools */
     const int64_t *q_begin;          /* NULL, or the token number of each sequence's query 0. NULL: the last query stands at the last key */
     double scale;                    /* NAN: 1 / sqrt(D) */
     int causal;                      /* 1: a query sees the keys up to its own token */

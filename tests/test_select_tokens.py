@@ -179,6 +179,19 @@ def test_the_score_of_a_block_is_its_largest(size):
         assert np.array_equal(select.select_tokens(q, k, weights, 12, causal=True, block_size=size, num_threads=threads), found)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_heads_make_products_as_they_are(dtype):
+    q, k, _, options = problem(dtype, heads=1)
+    other = q ^ np.uint16(0x8000) if dtype == "bfloat16" else -q
+    weights = np.broadcast_to(np.float32([1, -1]), (2, 37, 2))
+    found, scores = select.select_tokens(np.concatenate([q, other], axis=2), k, weights, 38, block_size=4, scale=1.0, return_scores=True, **options)
+    exact_q, exact_k = (reference.to_float64(x, dtype) for x in (q[:, :, 0], k))
+    largest = np.maximum.reduceat(exact_q @ exact_k.swapaxes(1, 2), np.arange(0, 150, 4), axis=2)
+    assert (largest < 0).any()
+    assert np.array_equal(found, np.argsort(-largest, axis=2))
+    np.testing.assert_allclose(scores, -np.sort(-largest, axis=2), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("level", blitz_attn.isa_levels(available=True))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_give_the_bits_of_the_keys_side_by_side(dtype, level):

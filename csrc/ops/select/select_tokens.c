@@ -237,14 +237,12 @@ static void pack_keys(const select_tokens_call *c, const select_tokens_scratch *
             row %= c->k.tokens;
             end = ba_min(n, i + c->k.tokens - row);
         }
-        for (; i < end; i++, row++) {
-            s->pointers[i] = ba_row(&c->k, batch, row, 0);
-            if (c->quantised) s->scales[i] = *(const float *)(const void *)ba_row(&c->k_scale, batch, row, 0);
-        }
+        for (int64_t j = i; c->quantised && j < end; j++) s->scales[j] = *(const float *)(const void *)ba_row(&c->k_scale, batch, row + j - i, 0);
+        const char *from = ba_row(&c->k, batch, row, 0);
+        for (int64_t j = 0; i < end; i++, j++) s->pointers[i] = from + j * c->k.token_step;
     }
-    const void **rows = s->pointers;
-    if (c->quantised) c->widen(s->wide, rows = s->wide_rows, s->pointers, s->scales, n, c->dim);
-    c->panel_family->pack->queries[0](s->panel, rows, n, c->dim, c->scale);
+    if (c->quantised) c->widen(s->wide, s->wide_rows, s->pointers, s->scales, n, c->dim);
+    c->panel_family->pack->queries[0](s->panel, c->quantised ? s->wide_rows : s->pointers, n, c->dim, c->scale);
 }
 
 /* Scores `keys` keys from `begin` on, which are at most the lanes of a panel, for all queries of the tile. */
