@@ -349,28 +349,36 @@ BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists);
  * made. Of equal scores the lower key wins, and NaN counts as minus infinity.
  *
  * With a pool_size, a key stands for a pool of so many tokens, and results are pool numbers. Lengths, q_begin and causal still count tokens. A query
- * may choose only pools of which it sees all tokens. The pool that it sees in part, if there is one, is its tail. */
+ * may choose only pools of which it sees all tokens. The pool that it sees in part, if there is one, is its tail.
+ *
+ * With a block_size, results are numbers of blocks of so many keys. The score of a block is the largest of those of its keys that the query sees. */
 typedef struct ba_select_tokens_args {
     ba_tensor q;                     /* (B, Sq, H, D), or packed (T, H, D): float32, float16, bfloat16 or float64; at most 512 heads, D up to 576 */
-    ba_tensor k;                     /* (B, Skv, D), or packed (T, D), of the dtype of q. Pools that are not complete need no row */
-    ba_tensor weights;               /* (B, Sq, H), or packed (T, H): real, that is float32, and float64 where q is float64 */
+    ba_tensor k;                     /* (B, Skv, D), or packed (T, D), of the dtype of q, or int8 or float8_e4m3. Incomplete pools need no row */
+    ba_tensor k_scale;               /* float32, the axes of k without D: the factor of each int8 or float8_e4m3 key; not given with other keys */
+    ba_tensor weights;               /* (B, Sq, H), or packed (T, H): real, that is float32, and float64 where q is float64; finite */
+    ba_tensor block_tables;          /* not given, or (B, W) int32 or int64: k is (num_blocks, page_size, D), and sequence b's key j is that of page
+                                      * block_tables[b][j / page_size] at j % page_size. kv_lens is given; pages of all its tokens are listed. cu_kv
+                                      * is NULL */
     const int64_t *cu_q, *cu_kv;     /* NULL, or with packed arrays batch + 1 cumulative numbers of the sequences' queries and keys */
     int64_t batch;                   /* number of sequences, with cu_q */
     const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. With packed arrays NULL,
-                                      * except that kv_lens may say how many tokens each sequence has where keys are pools. kv_lens NULL: all pools
-                                      * are complete */
+                                      * except that kv_lens says how many tokens each sequence has where keys are pools or lie in pages. kv_lens NULL:
+                                      * all, in complete pools */
     const int64_t *q_begin;          /* NULL, or the token number of each sequence's query 0. NULL: the last query stands at the last key */
     double scale;                    /* NAN: 1 / sqrt(D) */
     int causal;                      /* 1: a query sees the keys up to its own token */
     ba_tensor selected;              /* written: int32 (B, Sq, n), or packed (T, n): the n best keys of each query that it sees, then -1 */
     ba_tensor scores;                /* not given, or written: real, of the same shape: their scores, then minus infinity */
     int ascending;                   /* 1: keys rise in each row. 0: scores fall */
+    double min_score;                /* NAN, or the least score of a key, pool or block that may be chosen */
     int64_t pool_size;               /* tokens per key, at least 1 */
+    int64_t block_size;              /* keys per block, at least 1; 1 with a pool_size above 1 */
     int keep_tail;                   /* 1: the n - 1 best keys, and behind them the tail, with a score of infinity, where there is one */
     int num_threads;
 } ba_select_tokens_args;
 
-BA_API ba_select_tokens_args ba_select_tokens_args_init(void); /* a scale of NAN and a pool_size of 1; the rest is 0 */
+BA_API ba_select_tokens_args ba_select_tokens_args_init(void); /* scale and min_score NAN, pool_size and block_size 1; the rest is 0 */
 BA_API ba_status ba_select_tokens(const ba_select_tokens_args *args);
 
 /* ---- Native sparse attention: the steps around its three attention branches ----------------------------------- */

@@ -164,6 +164,89 @@ def test_attention_over_pools_and_their_tail():
     np.testing.assert_allclose(out, blitz_attn.block_sparse_attention(*heads, attn_mask=mask), atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [5, 16, 64, 1000])
+def test_the_score_of_a_block_is_its_largest(size):
+    q, k, weights, _ = problem(queries=9, keys=3000, batch=1)
+    keys, every = select.select_tokens(q, k, weights, 3000, causal=True, ascending=True, return_scores=True)  # of single keys
+    found, scores = check(q, k, weights, 12, causal=True, block_size=size)
+    for i in range(9):
+        own = every[0, i][keys[0, i] >= 0]
+        largest = np.array([own[j : j + size].max() for j in range(0, len(own), size)])
+        n = min(12, len(largest))
+        assert np.array_equal(found[0, i, :n], np.argsort(-largest, kind="stable")[:12])
+        assert np.array_equal(scores[0, i, :n], largest[found[0, i, :n]])
+    for threads in (2, 7):
+        assert np.array_equal(select.select_tokens(q, k, weights, 12, causal=True, block_size=size, num_threads=threads), found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_heads_make_products_as_they_are(dtype):
+    q, k, _, options = problem(dtype, heads=1)
+    other = q ^ np.uint16(0x8000) if dtype == "bfloat16" else -q
+    weights = np.broadcast_to(np.float32([1, -1]), (2, 37, 2))
+    found, scores = select.select_tokens(np.concatenate([q, other], axis=2), k, weights, 38, block_size=4, scale=1.0, return_scores=True, **options)
+    exact_q, exact_k = (reference.to_float64(x, dtype) for x in (q[:, :, 0], k))
+    largest = np.maximum.reduceat(exact_q @ exact_k.swapaxes(1, 2), np.arange(0, 150, 4), axis=2)
+    assert (largest < 0).any()
+    assert np.array_equal(found, np.argsort(-largest, axis=2))
+    np.testing.assert_allclose(scores, -np.sort(-largest, axis=2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", blitz_attn.isa_levels(available=True))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_give_the_bits_of_the_keys_side_by_side(dtype, level):
+    q, k, weights, options = problem(dtype, keys=144, batch=2)
+    pages = np.random.default_rng(0).permutation(20)[:18].reshape(2, 9)
+    cache = np.zeros((20, 16, 24), k.dtype)
+    cache[pages] = k.reshape(2, 9, 16, 24)
+    options |= {"kv_lens": [144, 77], "causal": True, "return_scores": True}
+    with blitz_attn.isa(level):
+        expected = select.select_tokens(q, k, weights, 12, **options)
+        check(q, cache, weights, 12, block_tables=pages, **{name: x for name, x in options.items() if name != "return_scores"})
+        packed = [x.reshape(-1, *x.shape[2:]) for x in (q, weights)]
+        found = (select.select_tokens(q, cache, weights, 12, block_tables=pages, **options),
+                 select.select_tokens(packed[0], cache, packed[1], 12, block_tables=pages, cu_seqlens_q=[0, 37, 74], **options))  # fmt: skip
+        for one in found:
+            assert all(x.tobytes() == y.tobytes() for x, y in zip(one, expected, strict=True))
+
+
+@pytest.mark.parametrize("level", blitz_attn.isa_levels(available=True))
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3"])
+def test_keys_of_8_bits_give_what_their_float32_keys_give(kv_dtype, level):
+    q, k, weights, _ = problem()
+    values, scale = blitz_attn.quantize_kv(k, kv_dtype)
+    options = {"causal": True, "return_scores": True}
+    with blitz_attn.isa(level):
+        expected = select.select_tokens(q, blitz_attn.dequantize_kv(values, scale), weights, 12, **options)
+        found = select.select_tokens(q, values, weights, 12, k_scale=scale, kv_dtype=kv_dtype, **options)
+        assert all(x.tobytes() == y.tobytes() for x, y in zip(found, expected, strict=True))
+        for dtype in ("float16", "bfloat16"):
+            half, _, _, named = problem(dtype)
+            check(half, values, weights, 12, causal=True, k_scale=scale, kv_dtype=kv_dtype, **named)
+
+
+@pytest.mark.parametrize("more", [{}, {"block_size": 7}, {"pool_size": 3, "keep_tail": True}])
+def test_a_least_score(more):
+    q, k, weights, _ = problem(keys=2000, batch=1)
+    found, scores = (x.reshape(37, -1) for x in select.select_tokens(q, k, weights, 40, causal=True, return_scores=True, **more))
+    least = float(np.median(scores[np.isfinite(scores)]))
+    fewer, their = (x.reshape(37, -1) for x in select.select_tokens(q, k, weights, 40, causal=True, return_scores=True, min_score=least, **more))
+    for row, own, part, theirs in zip(found, scores, fewer, their, strict=True):
+        kept = own >= least  # where it is equal, too
+        assert np.array_equal(part, np.pad(row[kept], (0, (~kept).sum()), constant_values=-1))
+        assert np.array_equal(theirs, np.pad(own[kept], (0, (~kept).sum()), constant_values=-np.inf))
+    assert 0 < (fewer < 0).sum() < fewer.size
+
+
+def test_weights_that_are_not_read_may_be_anything():
+    q, k, weights, _ = problem()
+    expected = select.select_tokens(q, k, weights, 9, q_lens=[37, 4])
+    weights[1, 4:] = np.nan
+    assert np.array_equal(select.select_tokens(q, k, weights, 9, q_lens=[37, 4]), expected)
+    with pytest.raises(ValueError, match="weights: expected finite numbers, got nan for head 0 of query 4 of sequence 1"):
+        select.select_tokens(q, k, weights, 9, q_lens=[37, 5])
+
+
 def test_memory_is_linear_in_tokens():
     """65536 x 65536 scores would take 17 GB."""
     q, k = np.ones((1, 1, 4, 8), np.float32), np.random.default_rng(0).standard_normal((1, 1 << 16, 8), dtype=np.float32)

@@ -13,6 +13,7 @@ from .._select.options import Options
 from .attend import Sequence, factor
 from .common import cuts, lengths, name_of, round_to, taken_by, to_float64, with_options_of
 from .dense import block_sparse_attention, sequences_of
+from .paged import dequantize_kv
 
 __all__ = ["select_and_attend_prefill", "select_blocks_prefill", "select_tokens"]
 
@@ -286,19 +287,26 @@ def select_and_attend_prefill(q, k, v, *, return_sabi=False, **options):
 
 
 def select_tokens(
-    q, k, weights, top_k, *, scale=None, causal=False, q_lens=None, kv_lens=None, cu_seqlens_q=None, cu_seqlens_kv=None, q_begin=None,
-    ascending=False, pool_size=1, keep_tail=False, return_scores=False, dtype=None, num_threads=None,
+    q, k, weights, top_k, *, scale=None, causal=False, q_lens=None, kv_lens=None, cu_seqlens_q=None, cu_seqlens_kv=None,
+    block_tables=None, q_begin=None, ascending=False, pool_size=1, keep_tail=False, block_size=1, min_score=None, k_scale=None,
+    return_scores=False, dtype=None, kv_dtype=None, num_threads=None,
 ):  # fmt: skip
     """See `blitz_attn.select_tokens`."""
     kind = name_of(q, dtype)
-    q, k, weights = to_float64(q, dtype), to_float64(k, dtype), to_float64(weights)
+    q, weights = to_float64(q, dtype), to_float64(weights)
+    k = to_float64(k, dtype) if k_scale is None else dequantize_kv(k, k_scale)
     if cu_seqlens_q is not None:
-        at_q, at_k = cuts("cu_seqlens_q", cu_seqlens_q, len(q)), cuts("cu_seqlens_kv", cu_seqlens_kv, len(k))
-        parts = [(slice(a, b), slice(c, d)) for (a, b), (c, d) in zip(pairwise(at_q), pairwise(at_k), strict=True)]
+        parts: list[Any] = [slice(*ends) for ends in pairwise(cuts("cu_seqlens_q", cu_seqlens_q, len(q)))]
     else:
-        parts = [(b, b) for b in range(len(q))]
-    q_sizes = lengths("q_lens", q_lens, [len(q[own]) for own, _ in parts])
-    kv_sizes = [len(k[own]) * pool_size for _, own in parts]
+        parts = list(range(len(q)))
+    if block_tables is not None:
+        keys_of = [k[pages].reshape(-1, k.shape[-1]) for pages in np.where(np.isin(block_tables, range(len(k))), block_tables, 0)]
+    elif cu_seqlens_q is not None:
+        keys_of = [k[a:b] for a, b in pairwise(cuts("cu_seqlens_kv", cu_seqlens_kv, len(k)))]
+    else:
+        keys_of = list(k)
+    q_sizes = lengths("q_lens", q_lens, [len(q[own]) for own in parts])
+    kv_sizes = [len(keys) * pool_size for keys in keys_of]
     if kv_lens is not None:  # the last pool need not be complete
         kv_sizes = lengths("kv_lens", kv_lens, [n + pool_size - 1 for n in kv_sizes])
     begins = [kv - n for n, kv in zip(q_sizes, kv_sizes, strict=True)]
@@ -306,14 +314,16 @@ def select_tokens(
         begins = np.broadcast_to(np.asarray(q_begin), len(parts)).tolist()
     shape = (*q.shape[:-2], top_k + bool(keep_tail))
     selected, scores = np.full(shape, -1, np.int32), np.full(shape, -np.inf)
-    for (own, keys), n, kv, begin in zip(parts, q_sizes, kv_sizes, begins, strict=True):
+    for own, keys, n, kv, begin in zip(parts, keys_of, q_sizes, kv_sizes, begins, strict=True):
         for i in range(n):
             seen = max(0, min(kv, begin + i + 1)) if causal else kv
             with np.errstate(all="ignore"):
-                products = factor(scale, q.shape[-1]) * (q[own][i] @ k[keys][: seen // pool_size].T)
+                products = factor(scale, q.shape[-1]) * (q[own][i] @ keys[: seen // pool_size].T)
                 found = weights[own][i] @ np.where(products < 0, 0, products)
             found = np.where(np.isnan(found), -np.inf, found)
-            best = np.argsort(-found, kind="stable")[:top_k]
+            found = np.maximum.reduceat(found, np.arange(0, len(found), block_size)) if len(found) else found  # of each block
+            best = np.argsort(-found, kind="stable")
+            best = best[found[best] >= (-np.inf if min_score is None else min_score)][:top_k]
             best = np.sort(best) if ascending else best
             selected[own][i, : len(best)], scores[own][i, : len(best)] = best, found[best]
             if keep_tail and seen % pool_size:

@@ -26,16 +26,21 @@ if TYPE_CHECKING:
         kv_lens: Integers | None
         cu_seqlens_q: Integers | None
         cu_seqlens_kv: Integers | None
+        block_tables: Array | None
         q_begin: IntOrIntegers | None
         ascending: bool
         pool_size: int
         keep_tail: bool
+        block_size: int
+        min_score: float | None
+        k_scale: Array | None
         num_threads: int | None
 
     class TokenOptions(TokenRules, total=False):
         """`blitz_attn.select_tokens`."""
 
         dtype: DType | None
+        kv_dtype: DType | None
 
 
 __all__ = ["select_tokens"]
@@ -69,12 +74,17 @@ def select_tokens(
     kv_lens: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
+    block_tables: Any = None,
     q_begin: Any = None,
     ascending: bool = False,
     pool_size: int = 1,
     keep_tail: bool = False,
+    block_size: int = 1,
+    min_score: float | None = None,
+    k_scale: Any = None,
     return_scores: bool = False,
     dtype: Any = None,
+    kv_dtype: Any = None,
     num_threads: int | None = None,
 ) -> Any:
     """The keys with the highest scores of an indexer, for each query: the "lightning indexer" of DeepSeek-V3.2.
@@ -89,20 +99,25 @@ def select_tokens(
         D up to 576.
     k : array
         One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`. With `pool_size`, one per pool of tokens; a pool that is not
-        complete needs none.
+        complete needs none. With `block_tables`, pages of them, ``(num_blocks, page_size, D)``. With `k_scale`, int8 or
+        float8_e4m3, for queries that are not float64.
     weights : array of float
-        ``(B, Sq, H)``, or ``(T, H)``. Read as float32, for float64 queries as float64.
+        ``(B, Sq, H)``, or ``(T, H)``. Read as float32, for float64 queries as float64. Finite; those behind `q_lens` are not read.
     top_k : int
-        How many keys each query gets, at least 1.
+        How many keys, pools or blocks each query gets, at least 1.
     scale : float, optional
         Factor of the products. Default: ``1 / sqrt(D)``. (A positive scale changes no choice, except by rounding.)
     causal : bool
         A query sees the tokens up to its own. The last query stands at the last token, unless `q_begin` says otherwise.
     q_lens, kv_lens : sequence of int, optional
-        ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. Not with packed arrays, except that with
-        a `pool_size` above 1, `kv_lens` says how many tokens the pools of each sequence have. Default: all, in complete pools.
+        ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. Not with packed arrays, except that
+        `kv_lens` says how many tokens the pools of each sequence have, with a `pool_size` above 1, or its pages, with `block_tables`.
+        Default: all, in complete pools.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
         ``(B + 1,)``: where the sequences of packed arrays begin and end, as rows of q and of k (with `pool_size`, these are pools).
+    block_tables : array of int, optional
+        ``(B, W)``, int32 or int64: the pages of each sequence, for all of its tokens; `kv_lens` says how many these are. The queries are
+        batched, or packed with `cu_seqlens_q`.
     q_begin : int or sequence of int, optional
         The token number of the first query, where the queries are a part of their sequence: one for all sequences, or ``(B,)``.
     ascending : bool
@@ -112,10 +127,18 @@ def select_tokens(
         Results are pool numbers, for attention with ``block_shape=(1, pool_size)``. `kv_lens`, `q_begin` and `causal` count tokens.
     keep_tail : bool
         The pool that a query sees only in part, if there is one, is always in its row, behind the chosen ones. Rows are one place longer.
+    block_size : int
+        Choose blocks of so many keys, as MiniMax-M3 does. The score of a block is the largest of those of its keys that the query sees.
+        Results are block numbers, for attention with ``block_shape=(1, block_size)``. Not together with `pool_size`.
+    min_score : float, optional
+        Only keys, pools or blocks with a score of at least this are chosen, still no more than `top_k`; a tail that is kept has none.
+    k_scale : array of float32, optional
+        The axes of `k` without the last: the factor of each 8-bit key, as `quantize_kv` makes it.
     return_scores : bool
         Also return the scores of the chosen keys.
-    dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits. Otherwise only checked.
+    dtype, kv_dtype : str or dtype, optional
+        ``dtype="bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits, and ``kv_dtype="float8_e4m3"`` what uint8 keys hold.
+        Otherwise only checked.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -123,7 +146,7 @@ def select_tokens(
     -------
     selected : array of int32
         ``(B, Sq, top_k)``, or ``(T, top_k)``, with `keep_tail` one more: the keys, counted from the first of the sequence. Of equal scores,
-        the lower key comes first; NaN counts as minus infinity. A row with fewer visible keys ends with -1.
+        the lower key comes first; NaN counts as minus infinity. A row with fewer keys to choose from ends with -1.
     scores : array
         With `return_scores`, of the same shape: float32, for float64 queries float64; infinity for a tail, minus infinity where there is
         no key.
@@ -131,12 +154,12 @@ def select_tokens(
     Raises
     ------
     TypeError, ValueError, MemoryError
-        An array of a wrong dtype or shape, lengths out of range, or a number of keys below 1.
+        An array of a wrong dtype or shape, lengths out of range, weights that are not finite, or a `top_k` below 1 or above 2147483647.
 
     See Also
     --------
     block_sparse_attention : takes the result as a list of blocks of one query and one key: ``sabi=selected[:, None], block_shape=(1, 1)``,
-        or ``(1, pool_size)``.
+        or those of pools or blocks.
     blitz_attn.reference.select_tokens : the same in plain float64 NumPy.
 
     References
@@ -164,8 +187,9 @@ def select_tokens(
     selected, scores = np.empty(shape, np.int32), np.empty(shape, real) if with_scores else None
     numbers = converted(*floats(weights, "weights", None, strided=True), real)
     _core.select_tokens(
-        queries, _arrays.readable(k, "k"), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin,
-        ascending, pool_size, keep_tail, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+        queries, _arrays.readable(k, "k", cache=True), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q,
+        cu_seqlens_kv, block_tables, q_begin, ascending, pool_size, block_size, keep_tail, min_score, k_scale,
+        dtype=_arrays.dtype_name(dtype), kv_dtype=_arrays.dtype_name(kv_dtype, "kv_dtype"), num_threads=num_threads,
     )  # fmt: skip
     chosen = _arrays.as_kind_of(selected, q)
     return (chosen, _arrays.as_kind_of(scores, q)) if scores is not None else chosen

@@ -209,7 +209,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 /* Writes selected and, where it is given, scores. */
 #define SELECT_TOKENS(A, O, T) \
     A(T, q,             FLOATS,       ARG_NAMED,                  q) \
-    A(T, k,             FLOATS,       0,                          k) \
+    A(T, k,             CACHE,        0,                          k) \
     A(T, weights,       REALS,        0,                          weights) \
     A(T, selected,      TABLES,       ARG_WRITTEN,                selected) \
     A(T, scores,        REALS,        ARG_OPTIONAL | ARG_WRITTEN, scores) \
@@ -219,11 +219,15 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, kv_lens,       LENGTHS,      ARG_OPTIONAL,               kv_lens) \
     A(T, cu_seqlens_q,  LIST,         ARG_OPTIONAL,               cu_q) \
     A(T, cu_seqlens_kv, LIST,         ARG_OPTIONAL,               cu_kv) \
+    A(T, block_tables,  TABLES,       ARG_OPTIONAL,               block_tables) \
     A(T, q_begin,       PER_SEQUENCE, ARG_OPTIONAL,               q_begin) \
     A(T, ascending,     FLAG,         0,                          ascending) \
     A(T, pool_size,     INTEGER,      0,                          pool_size) \
+    A(T, block_size,    INTEGER,      0,                          block_size) \
     A(T, keep_tail,     FLAG,         0,                          keep_tail) \
-    O(T, dtype, DTYPE) \
+    A(T, min_score,     SCALE,        ARG_OPTIONAL,               min_score) \
+    A(T, k_scale,       SCALES,       ARG_OPTIONAL,               k_scale) \
+    O(T, dtype, DTYPE) O(T, kv_dtype, KV_DTYPE) \
     A(T, num_threads,   THREADS,      ARG_OPTIONAL,               num_threads)
 
 /* ---- Native sparse attention ------------------------------------------------------------------------------------------------------ */

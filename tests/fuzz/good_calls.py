@@ -115,8 +115,15 @@ def _indexed(a: Arena, v: int) -> dict[str, Any]:
         call = {"q": a.floats(2, 10, 3, 8, dtype=dtype), "k": a.floats(2, 30, 8, dtype=dtype), "weights": a.floats(2, 10, 3, dtype=real)}
         call |= {"q_lens": [10, 4], "kv_lens": a.integers([30, 5], "int64")}
     call |= {"top_k": 7, "causal": bool(v & 1), "ascending": bool(v & 2)}
-    if v & 16:
-        call |= {"pool_size": 4, "keep_tail": bool(v & 8), "kv_lens": [43, 82] if v & 4 else [123, 7]}
+    if v & 16 and v & 8:
+        call |= {"k": a.floats(5, 4, 8, dtype=dtype), "block_tables": a.integers([[3, 1, 0], [2, 99, 99]]), "kv_lens": [11, 4]}
+        call.pop("cu_seqlens_kv", None)
+        if dtype != "float64":
+            call |= {"k": a.put(np.ones((5, 4, 8), np.int8)), "k_scale": a.floats(5, 4)}
+    elif v & 16:
+        call |= {"pool_size": 4, "keep_tail": bool(v & 2), "kv_lens": [43, 82] if v & 4 else [123, 7]}
+    elif v & 1:
+        call |= {"block_size": 4, "min_score": 0.25}
     return call | ({"q_begin": [3, -2], "scale": 0.5, "return_scores": True, "num_threads": 2} if v & 8 else {})
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["select_tokens"]
 
-_NOT_TAKEN = ("dtype",)
+_NOT_TAKEN = ("dtype", "kv_dtype")
 
 # ---- The operator -------------------------------------------------------------------------------------------------
 
@@ -59,7 +59,9 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
         CPU tensors: see `blitz_attn.select_tokens` for shapes and dtypes.
     top_k : int
         How many keys each query gets.
-    scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin, ascending, pool_size, keep_tail
+    scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_tables, q_begin, ascending
+        See `blitz_attn.select_tokens`. Under `torch.compile`, arrays are tensors.
+    pool_size, keep_tail, block_size, min_score, k_scale
         See `blitz_attn.select_tokens`. Under `torch.compile`, arrays are tensors.
     return_scores : bool
         Also return the scores of the chosen keys. They have no gradient.

@@ -21,7 +21,8 @@ ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout
     return BA_OK;
 }
 
-ba_status ba_check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const int64_t *tokens, int64_t unit, int64_t units) {
+ba_status ba_check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const char *lens_name, const int64_t *tokens,
+                         int64_t unit, int64_t units) {
     int64_t page_tokens, most_tokens;
     if (__builtin_mul_overflow(unit, units, &page_tokens)) page_tokens = BA_MOST_TOKENS;
     if (t->dtype != BA_INT32 && t->dtype != BA_INT64)
@@ -33,14 +34,14 @@ ba_status ba_check_table(const char *name, const ba_tensor *t, int64_t batch, in
     for (int64_t b = 0, turn = 0; b < batch; b++) {
         BA_TRY(ba_look_at_turn(b));
         if (tokens[b] > BA_MOST_TOKENS)
-            return ba_fail(BA_ERROR_VALUE, BA_ARG("seq_lens") ": expected at most %d tokens, got %" PRId64 " at [%" PRId64 "]", BA_MOST_TOKENS,
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected at most %d tokens, got %" PRId64 " at [%" PRId64 "]", lens_name, BA_MOST_TOKENS,
                            tokens[b], b);
         const int64_t needed = ba_ceil_div(tokens[b], page_tokens);
         if (tokens[b] < 0 || needed > t->dims[1])
             return ba_fail(BA_ERROR_VALUE,
-                           BA_ARG("seq_lens") ": expected 0 to the %" PRId64 " tokens that the %" PRId64
-                                              " pages of " BA_ARG("%s") " cover, got %" PRId64 " at [%" PRId64 "]",
-                           most_tokens, t->dims[1], name, tokens[b], b);
+                           BA_ARG("%s") ": expected 0 to the %" PRId64 " tokens that the %" PRId64 " pages of " BA_ARG("%s") " cover, got %" PRId64
+                                                                                                                             " at [%" PRId64 "]",
+                           lens_name, most_tokens, t->dims[1], name, tokens[b], b);
         for (int64_t i = 0; i < needed; i++) {
             BA_TRY(ba_look_at_turn(turn++));
             const int64_t page = ba_table_page(t, b, i);

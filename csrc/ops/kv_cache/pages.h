@@ -31,8 +31,9 @@ ba_status ba_take_pages(const char *name, const ba_tensor *t, ba_kv_layout layou
 /* The same for a cache, which may also be quantised, and whose layout is checked, too. */
 ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out);
 
-/* Checks a table of pages: for each request b, it must have pages for tokens[b] tokens, and these must be among the `count` pages of the array. A
- * page holds unit * units tokens, a product that may exceed int64. */
-ba_status ba_check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const int64_t *tokens, int64_t unit, int64_t units);
+/* Checks a table of pages: for each request b, it must have pages for tokens[b] tokens, which sentences call `lens_name`, and these must be among the
+ * `count` pages of the array. A page holds unit * units tokens, a product that may exceed int64. */
+ba_status ba_check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const char *lens_name, const int64_t *tokens,
+                         int64_t unit, int64_t units);
 
 #endif

@@ -110,8 +110,8 @@ ba_status ba_open_summaries(const ba_quest_metadata_args *a, const ba_page_table
             return ba_fail(BA_ERROR_VALUE, BA_ARG("start_lens") ": expected lengths of at least 0, got %" PRId64 " at [%" PRId64 "]", a->begin[b], b);
     BA_TRY(ba_check_threads(a->num_threads));
     if (opened) BA_TRY(ba_check_page_numbers(opened, c->k.count));
-    else BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c->k.count, a->end, c->k.rows, 1));
-    BA_TRY(ba_check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, a->end, c->k.rows, rows));
+    else BA_TRY(ba_check_table("block_tables", &a->block_tables, a->batch, c->k.count, "seq_lens", a->end, c->k.rows, 1));
+    BA_TRY(ba_check_table("metadata_block_tables", &a->metadata_tables, a->batch, count, "seq_lens", a->end, c->k.rows, rows));
     c->rows = rows;
     return BA_OK;
 }

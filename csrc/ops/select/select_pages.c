@@ -480,8 +480,8 @@ static ba_status check_requests(const ba_select_args *a, const select_pages_call
     if (!a->seq_lens) return ba_fail(BA_ERROR_VALUE, BA_ARG("seq_lens") ": expected one length per request, got none");
     if (c->opened && tokens) BA_TRY(ba_check_page_numbers(c->opened, c->a.count));
     else
-        BA_TRY(ba_check_table(tokens ? "block_tables" : "metadata_block_tables", &a->tables, a->batch, c->a.count, a->seq_lens, a->page_size,
-                              tokens ? 1 : c->a.rows));
+        BA_TRY(ba_check_table(tokens ? "block_tables" : "metadata_block_tables", &a->tables, a->batch, c->a.count, "seq_lens", a->seq_lens,
+                              a->page_size, tokens ? 1 : c->a.rows));
     return c->opened ? BA_OK : ba_check_queries(a->cu_q, a->seq_lens, NULL, a->batch, a->q.dims[0]);
 }
 

@@ -4,7 +4,7 @@
  * S[head][lane] by attention's kernels, then scores[query][lane] by the kernel weigh_heads. What may be among a query's best goes into a buffer that
  * has room for a little more than twice as many candidates as the result has places. A full buffer is cut to as many of its best as there are places,
  * and only scores above the least of these come in from then on. So no array has a score of each pair. Keys come in rising order: of equal scores,
- * those that come later lose. */
+ * those that come later lose. Where blocks of keys are chosen, the largest score so far of one block waits until the block ends. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -15,6 +15,7 @@
 #include "core/status.h"
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
+#include "ops/kv_cache/pages.h"
 #include "ops/levels.h"
 #include "ops/nsa/nsa.h"
 #include "ops/problem.h"
@@ -28,19 +29,23 @@ typedef struct candidate {
 
 typedef struct select_tokens_call {
     const ba_select_tokens_args *args;
-    ba_token_rows q, k;
+    ba_token_rows q, k, k_scale;
     int64_t sequences, heads, dim;
+    bool quantised; /* k is of 8 bits, and k_scale has a number per key */
+    bool paged;     /* k is (pages, tokens of a page, 1, D), and block_tables has those of a sequence */
     double scale;
-    int64_t top_k, width;                          /* keys that a query gets, and places per row of the result: one more for a tail */
-    int64_t most;                                  /* candidates that stay: top_k, or as many as there are keys where these are fewer */
+    double floor;                                  /* the largest number that is below min_score; NAN: each score is good enough */
+    int64_t top_k, width;                          /* keys or blocks that a query gets, and places per row of the result: one more for a tail */
+    int64_t most;                                  /* candidates that stay: top_k, or as many as there are where these are fewer */
     int64_t room;                                  /* candidates per query */
     int64_t tile;                                  /* queries of an item */
-    int64_t part_keys;                             /* keys of an item: a multiple of the lanes */
+    int64_t part_keys;                             /* keys of an item: whole blocks, and a multiple of the lanes where these are single keys */
     int64_t parts;                                 /* of each sequence; those of shorter ones may be empty */
-    int64_t most_keys;                             /* of the longest sequence */
+    int64_t most_keys, most_blocks;                /* of the longest sequence */
     int64_t at_once;                               /* queries whose heads are scored together */
     int64_t *first_tile;                           /* [sequences + 1] */
     ba_pack_rows_fn pack;                          /* NULL: rows of q are read in place */
+    ba_pack_rows_fn widen;                         /* makes reals of 8-bit keys, times their scales */
     const ba_attend_family *panel_family, *family; /* the family that packs keys, and the one that computes scores */
     int64_t real_size, lanes, scratch_bytes;
     char *scratch;
@@ -49,13 +54,15 @@ typedef struct select_tokens_call {
 } select_tokens_call;
 
 typedef struct select_tokens_scratch {
-    const void **pointers, **rows;
-    char *panel, *packed, *chunk, *row_max, *sums, *weights;
+    const void **pointers, **rows, **wide_rows;
+    float *scales;
+    char *panel, *wide, *packed, *chunk, *row_max, *sums, *weights;
     candidate *candidates; /* [query][room] */
     int64_t *counts;       /* [query] */
     int64_t *seen;         /* [query]: how many keys, from the first on, it may choose from */
-    double *least;         /* [query]: once `most` candidates are there, only scores above this one come in */
-    uint64_t *chosen;      /* a bit per key */
+    double *least;         /* [query]: only scores above this one come in; NAN: each does */
+    double *largest;       /* [query]: of the block that has begun */
+    uint64_t *chosen;      /* a bit per block */
 } select_tokens_scratch;
 
 static int64_t dim_pad(const select_tokens_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->panel_family->dim_pad); }
@@ -66,6 +73,9 @@ static int64_t lay_out_worker(const select_tokens_call *c, char *base, select_to
     s->pointers = ba_take(base, &used, ba_max(c->lanes, tile_rows) * (int64_t)sizeof(void *));
     s->rows = ba_take(base, &used, tile_rows * (int64_t)sizeof(void *));
     s->panel = ba_take(base, &used, c->lanes * dim_pad(c) * c->panel_family->q_bytes);
+    s->wide_rows = ba_take(base, &used, c->quantised ? c->lanes * (int64_t)sizeof(void *) : 0);
+    s->scales = ba_take(base, &used, c->quantised ? c->lanes * (int64_t)sizeof(float) : 0);
+    s->wide = ba_take(base, &used, c->quantised ? c->lanes * ba_round_up(c->dim, BA_PACK_PAD) * real : 0);
     s->packed = ba_take(base, &used, c->pack ? tile_rows * ba_round_up(c->dim, BA_PACK_PAD) * real : 0);
     s->chunk = ba_take(base, &used, rows * ba_max(c->family->scratch_per_key, c->lanes * real));
     s->row_max = ba_take(base, &used, c->lanes * real);
@@ -75,7 +85,8 @@ static int64_t lay_out_worker(const select_tokens_call *c, char *base, select_to
     s->counts = ba_take(base, &used, c->tile * (int64_t)sizeof *s->counts);
     s->seen = ba_take(base, &used, c->tile * (int64_t)sizeof *s->seen);
     s->least = ba_take(base, &used, c->tile * (int64_t)sizeof *s->least);
-    s->chosen = ba_take(base, &used, ba_ceil_div(c->most_keys, 64) * (int64_t)sizeof *s->chosen);
+    s->largest = ba_take(base, &used, c->tile * (int64_t)sizeof *s->largest);
+    s->chosen = ba_take(base, &used, ba_ceil_div(c->most_blocks, 64) * (int64_t)sizeof *s->chosen);
     return used;
 }
 
@@ -125,23 +136,44 @@ static void sort(candidate *all, int64_t n, bool by_key) {
     }
 }
 
+/* Adds a candidate behind `count` others, all of which have lower keys or blocks, and returns how many there are now. */
+static inline int64_t add_candidate(const select_tokens_call *c, candidate *all, int64_t count, double *least, double score, int64_t key) {
+    if (score <= *least) return count;
+    all[count++] = (candidate){score, (int32_t)key};
+    if (count < c->room) return count;
+    keep_best(all, count, c->most);
+    *least = INFINITY;
+    for (int64_t i = 0; i < c->most; i++) *least = fmin(*least, all[i].score);
+    return c->most;
+}
+
 /* Takes the scores of the first n lanes, of which lane 0 is key `first`. */
-static void add_candidates(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
-    candidate *all = s->candidates + query * c->room;
+static void add_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
     int64_t count = s->counts[query];
     for (int64_t i = 0; i < n; i++) {
         double score = ba_get_real(scores, i, c->real_size);
         if (isnan(score)) score = -INFINITY;
-        if (count >= c->most && score <= s->least[query]) continue;
-        all[count++] = (candidate){score, (int32_t)(first + i)};
-        if (count == c->room) {
-            keep_best(all, count, c->most);
-            count = c->most;
-            s->least[query] = INFINITY;
-            for (int64_t j = 0; j < count; j++) s->least[query] = fmin(s->least[query], all[j].score);
-        }
+        count = add_candidate(c, s->candidates + query * c->room, count, s->least + query, score, first + i);
     }
     s->counts[query] = count;
+}
+
+/* The same where blocks are chosen: one is a candidate when its last key has come. `end` is the end of the query's keys in this part. */
+static void add_blocks(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first,
+                       int64_t end) {
+    const int64_t size = c->args->block_size;
+    for (int64_t i = 0; i < n;) {
+        const int64_t block = (first + i) / size, block_end = ba_min(end, (block + 1) * size);
+        double largest = s->largest[query];
+        for (; i < ba_min(n, block_end - first); i++) {
+            const double score = ba_get_real(scores, i, c->real_size);
+            if (score > largest) largest = score; /* which NaN is not */
+        }
+        s->largest[query] = largest;
+        if (first + i < block_end) return;
+        s->counts[query] = add_candidate(c, s->candidates + query * c->room, s->counts[query], s->least + query, largest, block);
+        s->largest[query] = -INFINITY;
+    }
 }
 
 /* ---- An item: the queries of a tile and the keys of a part ------------------------------------------------------------ */
@@ -196,10 +228,26 @@ static void open_rows(const select_tokens_call *c, const select_tokens_scratch *
     else memcpy(s->rows, s->pointers, (size_t)rows * sizeof *s->rows);
 }
 
+/* Packs n keys of a sequence as the lanes of the panel. */
+static void pack_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t sequence, int64_t first, int64_t n) {
+    for (int64_t i = 0; i < n;) {
+        int64_t batch = c->args->cu_kv ? 0 : sequence, row = first + i + (c->args->cu_kv ? c->args->cu_kv[sequence] : 0), end = n;
+        if (c->paged) {
+            batch = ba_table_page(&c->args->block_tables, sequence, row / c->k.tokens);
+            row %= c->k.tokens;
+            end = ba_min(n, i + c->k.tokens - row);
+        }
+        for (int64_t j = i; c->quantised && j < end; j++) s->scales[j] = *(const float *)(const void *)ba_row(&c->k_scale, batch, row + j - i, 0);
+        const char *from = ba_row(&c->k, batch, row, 0);
+        for (int64_t j = 0; i < end; i++, j++) s->pointers[i] = from + j * c->k.token_step;
+    }
+    if (c->quantised) c->widen(s->wide, s->wide_rows, s->pointers, s->scales, n, c->dim);
+    c->panel_family->pack->queries[0](s->panel, c->quantised ? s->wide_rows : s->pointers, n, c->dim, c->scale);
+}
+
 /* Scores `keys` keys from `begin` on, which are at most the lanes of a panel, for all queries of the tile. */
 static void score_panel(const select_tokens_call *c, const select_tokens_scratch *s, const item_of_tokens *at, int64_t begin, int64_t keys) {
-    for (int64_t j = 0; j < keys; j++) s->pointers[j] = ba_sequence_row(&c->k, c->args->cu_kv, at->sequence, begin + j, 0);
-    c->panel_family->pack->queries[0](s->panel, s->pointers, keys, c->dim, c->scale);
+    pack_keys(c, s, at->sequence, begin, keys);
     const ba_panel panel = {.q = s->panel};
     for (int64_t i = 0; i < at->queries; i += c->at_once) {
         const int64_t queries = ba_min(c->at_once, at->queries - i);
@@ -213,8 +261,12 @@ static void score_panel(const select_tokens_call *c, const select_tokens_scratch
         if (most_seen(s, i, queries) <= begin) continue;
         c->family->panel->scores[0](&panel, &chunk, s->row_max);
         c->family->panel->weigh_heads(s->sums, s->chunk, s->weights + i * c->heads * c->real_size, queries, c->heads);
-        for (int64_t q = 0; q < queries; q++)
-            add_candidates(c, s, i + q, s->sums + q * c->lanes * c->real_size, ba_min(keys, s->seen[i + q] - begin), begin);
+        for (int64_t q = 0; q < queries; q++) {
+            const void *scores = s->sums + q * c->lanes * c->real_size;
+            const int64_t seen = s->seen[i + q], n = ba_min(keys, seen - begin);
+            if (c->args->block_size == 1) add_keys(c, s, i + q, scores, n, begin);
+            else add_blocks(c, s, i + q, scores, n, begin, ba_min(at->end, seen));
+        }
     }
 }
 
@@ -264,9 +316,10 @@ static void score_item(void *context, int64_t item, int worker) {
     for (int64_t i = 0; i < at.queries; i++) {
         s.counts[i] = 0;
         s.seen[i] = tokens_seen(c, at.sequence, at.first + i) / c->args->pool_size;
-        s.least[i] = -INFINITY;
+        s.least[i] = c->floor;
+        s.largest[i] = -INFINITY;
     }
-    memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_keys, 64) * sizeof *s.chosen);
+    memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_blocks, 64) * sizeof *s.chosen);
     at.end = ba_min(at.end, most_seen(&s, 0, at.queries));
     if (at.begin < at.end) open_rows(c, &s, &at);
     for (int64_t key = at.begin; key < at.end; key += c->lanes) {
@@ -294,7 +347,7 @@ static void join_item(void *context, int64_t item, int worker) {
     if (query >= at.queries) return;
     select_tokens_scratch s;
     lay_out_worker(c, c->scratch + worker * c->scratch_bytes, &s);
-    memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_keys, 64) * sizeof *s.chosen);
+    memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_blocks, 64) * sizeof *s.chosen);
     candidate *all = c->best + item * c->parts * c->most;
     int64_t count = 0;
     for (int64_t part = 0; part < c->parts; part++) { /* side by side */
@@ -310,6 +363,11 @@ static void join_item(void *context, int64_t item, int worker) {
 /* Checks the lengths of keys, which count tokens. The last pool of each sequence may be incomplete, and then has no row. */
 static ba_status check_kv_lens(const select_tokens_call *c) {
     const int64_t pool = c->args->pool_size, *lens = c->args->kv_lens;
+    if (c->paged && !lens)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("kv_lens") ": expected one length per sequence with " BA_ARG("block_tables") ", got none");
+    if (c->paged && c->k.tokens < 1)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected pages of at least 1 token, got %s", ba_shape_text(&c->args->k).chars);
+    if (c->paged) return ba_check_table("block_tables", &c->args->block_tables, c->sequences, c->k.batch, "kv_lens", lens, pool, c->k.tokens);
     for (int64_t b = 0; lens && b < c->sequences; b++) {
         const int64_t limit = ba_sequence_length(c->args->cu_kv, c->k.tokens, b) * pool + pool - 1;
         if (lens[b] < 0 || lens[b] > limit)
@@ -319,30 +377,89 @@ static ba_status check_kv_lens(const select_tokens_call *c) {
     return BA_OK;
 }
 
+/* Checks the weights of all queries that are valid: others are not read. */
+static ba_status check_weights(const select_tokens_call *c) {
+    const ba_tensor *t = &c->args->weights;
+    const int64_t step = ba_step(t, t->ndim - 1), size = ba_dtype_size(t->dtype);
+    for (int64_t b = 0, turn = 0; b < c->sequences; b++)
+        for (int64_t i = 0; i < valid_queries(c, b); i++) {
+            BA_TRY(ba_look_at_turn(turn++));
+            for (int64_t h = 0, row = row_of(c, t, b, i); h < c->heads; h++) {
+                const double weight = ba_get_real(t->data, row + h * step, size);
+                if (!isfinite(weight))
+                    return ba_fail(BA_ERROR_VALUE,
+                                   BA_ARG("weights") ": expected finite numbers, got %s for head %" PRId64 " of query %" PRId64
+                                                     " of sequence %" PRId64,
+                                   ba_number_text(weight, t->dtype).chars, h, i, b);
+            }
+        }
+    return BA_OK;
+}
+
+/* Checks k and k_scale, except for the number of packed keys. */
+static ba_status take_keys(const ba_select_tokens_args *a, select_tokens_call *c) {
+    const ba_tensor *k = &a->k, *scale = &a->k_scale;
+    c->paged = ba_given(&a->block_tables);
+    c->quantised = ba_is_quantised(k->dtype) && a->q.dtype != BA_FLOAT64;
+    const bool packed = a->cu_q && !c->paged;
+    const int rank = packed ? 2 : 3;
+    const int64_t size = ba_dtype_size(k->dtype);
+    if (c->quantised) BA_TRY(ba_check_cache_dtype("k", k));
+    else BA_TRY(ba_check_float("k", k));
+    if (k->ndim != rank)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected shape %s, got %s",
+                       c->paged ? "(num_blocks, page_size, D)"
+                       : packed ? "(T, D)"
+                                : "(B, Skv, D)",
+                       ba_shape_text(k).chars);
+    if (k->dtype != a->q.dtype && !c->quantised)
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("k") ": expected dtype %s like " BA_ARG("q") ", got %s", ba_dtype_name(a->q.dtype),
+                       ba_dtype_name(k->dtype));
+    if (c->paged && k->dims[2] != c->q.dim)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected a last axis of %" PRId64 " like " BA_ARG("q") ", got %s", c->q.dim,
+                       ba_shape_text(k).chars);
+    if (!c->paged && (k->dims[rank - 1] != c->q.dim || (!packed && k->dims[0] != c->q.batch)))
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected %" PRId64 " batch entries and a last axis of %" PRId64 " like " BA_ARG("q") ", got %s",
+                       c->q.batch, c->q.dim, ba_shape_text(k).chars);
+    BA_TRY(ba_check_last_axis("k", k));
+    BA_TRY(ba_check_extent("k", k));
+    c->k = (ba_token_rows){.data = k->data,
+                           .dtype = k->dtype,
+                           .batch = packed ? 1 : k->dims[0],
+                           .tokens = k->dims[rank - 2],
+                           .heads = 1,
+                           .dim = k->dims[rank - 1],
+                           .batch_step = packed ? 0 : ba_step(k, 0) * size,
+                           .token_step = ba_step(k, rank - 2) * size};
+    const ba_tensor shape = {.dtype = BA_FLOAT32, .ndim = rank - 1, .dims = {k->dims[0], packed ? 0 : k->dims[1]}};
+    if (!c->quantised)
+        return !ba_given(scale) ? BA_OK
+                                : ba_fail(BA_ERROR_VALUE, BA_ARG("k_scale") ": expected none with %s " BA_ARG("k") ", got shape %s",
+                                          ba_dtype_name(k->dtype), ba_shape_text(scale).chars);
+    if (!ba_given(scale))
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k_scale") ": expected shape %s for %s " BA_ARG("k") ", got none", ba_shape_text(&shape).chars,
+                       ba_dtype_name(k->dtype));
+    BA_TRY(ba_check_same("k_scale", scale, &shape, false));
+    c->k_scale = (ba_token_rows){.data = scale->data,
+                                 .batch_step = packed ? 0 : ba_step(scale, 0) * (int64_t)sizeof(float),
+                                 .token_step = ba_step(scale, rank - 2) * (int64_t)sizeof(float)};
+    return BA_OK;
+}
+
 static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *c) {
     const bool packed = a->cu_q != NULL;
     const int rank = packed ? 3 : 4;
     BA_TRY(ba_take_rows("q", &a->q, packed ? "(T, H, D)" : "(B, Sq, H, D)", packed, &c->q));
-    if (a->k.ndim != rank - 1)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected shape %s, got %s", packed ? "(T, D)" : "(B, Skv, D)", ba_shape_text(&a->k).chars);
-    ba_tensor k = a->k; /* with an axis for its one head */
-    k.ndim = rank;
-    k.dims[rank - 1] = k.dims[rank - 2];
-    k.strides[rank - 1] = k.strides[rank - 2];
-    k.dims[rank - 2] = 1;
-    k.strides[rank - 2] = 0;
-    BA_TRY(ba_take_rows("k", &k, packed ? "(T, D)" : "(B, Skv, D)", packed, &c->k));
-    if (c->k.dtype != c->q.dtype)
-        return ba_fail(BA_ERROR_TYPE, BA_ARG("k") ": expected dtype %s like " BA_ARG("q") ", got %s", ba_dtype_name(c->q.dtype),
-                       ba_dtype_name(c->k.dtype));
-    if (c->k.batch != c->q.batch || c->k.dim != c->q.dim)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected %" PRId64 " batch entries and a last axis of %" PRId64 " like " BA_ARG("q") ", got %s",
-                       c->q.batch, c->q.dim, ba_shape_text(&a->k).chars);
+    BA_TRY(take_keys(a, c));
     c->heads = c->q.heads;
     c->dim = c->q.dim;
     if (c->heads > BA_MAX_CHUNK) return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at most %d heads, got %" PRId64, BA_MAX_CHUNK, c->heads);
     if (a->pool_size < 1 || a->pool_size > BA_MOST_TOKENS)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("pool_size") ": expected 1 to %d tokens, got %" PRId64, BA_MOST_TOKENS, a->pool_size);
+    if (a->block_size < 1 || a->block_size > BA_MOST_TOKENS)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("block_size") ": expected 1 to %d keys, got %" PRId64, BA_MOST_TOKENS, a->block_size);
+    if (a->block_size > 1 && a->pool_size > 1)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("block_size") ": expected 1 with a " BA_ARG("pool_size") " above 1, got %" PRId64, a->block_size);
     if (c->k.tokens > BA_MOST_TOKENS / a->pool_size)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected at most %d tokens, got %" PRId64 " times %" PRId64, BA_MOST_TOKENS, c->k.tokens,
                        a->pool_size);
@@ -353,10 +470,12 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
     int64_t longest;
     if (packed) {
         BA_TRY(ba_check_cumulative("cu_seqlens_q", a->cu_q, a->batch, c->q.tokens, &longest));
-        BA_TRY(ba_check_cumulative("cu_seqlens_kv", a->cu_kv, a->batch, c->k.tokens, &longest));
+        if (!c->paged) BA_TRY(ba_check_cumulative("cu_seqlens_kv", a->cu_kv, a->batch, c->k.tokens, &longest));
         c->sequences = a->batch;
-    } else if (a->cu_kv) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_kv") ": expected none without " BA_ARG("cu_seqlens_q") ", got some");
-    if (packed && (a->q_lens || (a->kv_lens && a->pool_size == 1)))
+    }
+    if (c->paged && a->cu_kv) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_kv") ": expected none with " BA_ARG("block_tables") ", got some");
+    if (!packed && a->cu_kv) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_kv") ": expected none without " BA_ARG("cu_seqlens_q") ", got some");
+    if (packed && (a->q_lens || (a->kv_lens && a->pool_size == 1 && !c->paged)))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected none with packed arrays, whose cumulative lengths give the lengths, got some",
                        a->q_lens ? "q_lens" : "kv_lens");
     BA_TRY(ba_check_lengths("q_lens", a->q_lens, c->sequences, c->q.tokens));
@@ -366,6 +485,9 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
     ba_tensor shape = {.dtype = ba_real_of(a->q.dtype), .ndim = rank - 1, .dims = {a->q.dims[0], a->q.dims[1], packed ? 0 : a->q.dims[2]}};
     if (!ba_given(&a->weights)) return ba_fail(BA_ERROR_VALUE, BA_ARG("weights") ": expected one number per query and head, got none");
     BA_TRY(ba_check_same("weights", &a->weights, &shape, false));
+    if (isinf(a->min_score))
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("min_score") ": expected a finite number, got %s", ba_number_text(a->min_score, BA_FLOAT64).chars);
+    c->floor = nextafter(a->min_score, -INFINITY);
     c->width = a->selected.ndim == rank - 1 ? a->selected.dims[rank - 2] : 1;
     c->top_k = c->width - (a->keep_tail != 0);
     if (c->top_k < 1)
@@ -374,7 +496,8 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
     shape.dims[rank - 2] = c->width;
     if (ba_given(&a->scores)) BA_TRY(ba_check_output("scores", &a->scores, &shape, false));
     shape.dtype = BA_INT32;
-    return ba_check_output("selected", &a->selected, &shape, false);
+    BA_TRY(ba_check_output("selected", &a->selected, &shape, false));
+    return check_weights(c);
 }
 
 /* Lays out the memory of a call with this many workers. */
@@ -400,17 +523,18 @@ static int cut_call(select_tokens_call *c, int64_t *tiles) {
     c->tile = ba_min(most_queries, c->at_once * ba_max(1, ba_work.tokens.tile_rows / (c->at_once * c->heads)));
     *tiles = 0;
     for (int64_t b = 0; b < c->sequences; b++) *tiles += tiles_of(c, b);
+    c->most_blocks = ba_ceil_div(c->most_keys, c->args->block_size);
     c->parts = 1;
     c->part_keys = ba_max(1, c->most_keys);
     const int threads = ba_is_small(work, ba_work.small_products) ? 1 : ba_threads_for(c->args->num_threads);
     if (*tiles > 0 && *tiles < threads * ba_work.tokens.tiles) { /* so few tiles that threads share the keys of each */
         const int64_t panels = ba_ceil_div(c->most_keys, c->lanes), least = ba_ceil_div(ba_work.tokens.part_keys, c->lanes);
         const int64_t wanted = ba_min(ba_ceil_div(threads * ba_work.tokens.tiles, *tiles), panels / ba_max(1, least));
-        c->part_keys = ba_max(1, ba_ceil_div(panels, ba_max(1, wanted))) * c->lanes;
+        c->part_keys = ba_round_up(ba_max(1, ba_ceil_div(panels, ba_max(1, wanted))) * c->lanes, c->args->block_size);
         c->parts = ba_max(1, ba_ceil_div(c->most_keys, c->part_keys));
     }
-    c->most = ba_max(1, ba_min(c->top_k, c->most_keys));
-    c->room = ba_min(2 * c->most + c->lanes, ba_max(1, c->most_keys));
+    c->most = ba_max(1, ba_min(c->top_k, c->most_blocks));
+    c->room = ba_min(2 * c->most + c->lanes, ba_max(1, c->most_blocks));
     return threads;
 }
 
@@ -426,9 +550,10 @@ ba_status ba_select_tokens(const ba_select_tokens_args *args) {
     const ba_kernels *kernels = ba_kernels_at(level);
     const ba_attend_family *own = ba_kernels_at(active)->attend[args->q.dtype];
     c.family = kernels->vector[real];
-    c.panel_family = kernels->vector[args->q.dtype];
+    c.panel_family = kernels->vector[c.quantised ? real : args->q.dtype];
     c.pack = kernels->cache[args->q.dtype]->pack;
-    if (own->panel->weigh_heads && !own->pack->keys) { /* reads rows in place */
+    if (c.quantised) c.widen = kernels->cache[args->k.dtype]->pack;
+    if (own->panel->weigh_heads && !own->pack->keys && (!c.quantised || args->q.dtype == real)) { /* reads rows in place */
         c.family = c.panel_family = own;
         c.pack = NULL;
     }

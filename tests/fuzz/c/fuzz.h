@@ -89,6 +89,7 @@ bool fz_next(int64_t *at, const int64_t *dims, int ndim);          /* moves to t
     OP(GATE_BACKWARD, "gate_backward")                                                                                                               \
     OP(NSA_SELECT, "nsa_select")                                                                                                                     \
     OP(CHOOSE, "select_prefill")                                                                                                                     \
+    OP(SELECT_TOKENS, "select_tokens")                                                                                                               \
     OP(LIST_KEPT, "list_kept")                                                                                                                       \
     OP(MERGE, "merge_states")                                                                                                                        \
     OP(APPEND, "append_kv")                                                                                                                          \
@@ -159,6 +160,7 @@ void fz_gate(void);
 void fz_gate_backward(void);
 void fz_nsa_select(void);
 void fz_choose(void);
+void fz_select_tokens(void);
 void fz_settings(void);
 
 /* ---- Oracles (oracle.c): brute force, written from the header's text alone ------------------------------------------------ */

@@ -20,7 +20,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static void (*const operations[])(void) = {
-        fz_attention,      fz_attention,     fz_attention, fz_paged,      fz_paged,       fz_merge,
+        fz_attention,      fz_select_tokens, fz_attention, fz_paged,      fz_paged,       fz_merge,
         fz_select,         fz_quantise,      fz_gate,      fz_nsa_select, fz_block_means, fz_block_means_backward,
         fz_quest_metadata, fz_gate_backward, fz_settings,  fz_choose,     fz_choose,      fz_append};
     fz_open(data, size);
@@ -44,6 +44,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "%s\n", argv[i]);
         LLVMFuzzerTestOneInput(data, size);
     }
+    fz_print_counts();
     return 0;
 }
 #endif
