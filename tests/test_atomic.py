@@ -297,6 +297,7 @@ NEED_NO_CASE = {
     "distributed/attention.py _Call": OF_ONE_CALL,
     "distributed/decode.py DecodePlan": "changes while it is made",
     "distributed/decode.py Shards": "changes while it is made",
+    "integrations/_transformers/dsa.py _Selection": OF_ONE_CALL,
     "integrations/_torch/native.py NativeSparseAttention": "saves what the gradient needs, for autograd",
     "distributed/_lazy.py computed_once": "changes while its class is made",
 }

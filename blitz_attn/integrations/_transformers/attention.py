@@ -462,7 +462,7 @@ def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
 
 def _is_absorbed(layer: _Layer, latents: Latents) -> bool:
     """Whether latents are attended as they are where that is cheaper. Otherwise they are expanded, and the call is one like any other."""
-    if layer.indices is None or layer.differentiated or autocast_dtype() is not None or latents.width > _MOST_NUMBERS:
+    if layer.indices is None or layer.differentiated or autocast_dtype() is not None or latents.width > _MOST_HEAD_DIM:
         return False
     if not isinstance(layer.mask, RuleMask) or _why_not(layer) is not None or 0 in layer.query.shape:
         return False
