@@ -1,25 +1,30 @@
 #!/usr/bin/env python3
-"""One layer of DeepSeek-V3.2, whose indexer chooses 2048 tokens for each query: time and memory, by length and by way of attending.
+"""One layer of a model that was trained to be sparse, by length and by way of attending: time and memory.
 
     python examples/trained_sparse.py --tokens 4096 8192 16384 | tee layer.csv
     python examples/trained_sparse.py --draw layer.csv -o layer.png
+    python examples/trained_sparse.py --family qwen4_exp --ways sdpa ours --tokens 1024 4096
 
-The layer has the dimensions of the released model (128 heads over one latent of 512 + 64 numbers per token, an indexer of 64 heads) and
-random weights; its MLP is left small. Each row is measured in a process of its own: a prompt of so many tokens ("prompt"), or one new
-token after them ("step"), by transformers' own attention ("eager", "sdpa"), by this library over the tokens that the model chose
-("lists"), or with `trained_sparse` ("ours"), where this library also chooses the tokens, and attends to the latents. A row has no numbers
-where its way needs more memory than the machine has, or than --memory allows.
+The layer has the attention dimensions of the released model and random weights; its hidden size and its MLP are left small. DeepSeek-V3.2
+has 128 heads over one latent of 512 + 64 numbers per token, and an indexer of 64 heads that chooses 2048 tokens for each query. Each row
+is measured in a process of its own: a prompt of so many tokens ("prompt"), or one new token after them ("step"), by transformers' own
+attention ("eager", "sdpa"), by this library inside the model's own code ("blitz_attn"), or with `trained_sparse` ("ours"), where this
+library also chooses the tokens. "dense" is "ours" with a budget that covers all tokens. `seconds` is the time of the whole layer.
+`attention` is processor time of its attention without projections. `MiB` is the most memory that the layer takes beyond what its model and
+its cache take. A row has no numbers where its way needs more memory than --memory allows, or is not for this model.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,121 +32,171 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 
-WAYS = {"eager": "eager", "sdpa": "sdpa", "lists": "blitz_attn", "ours": "blitz_attn"}  # attn_implementation
-COLUMNS = ("what", "way", "dtype", "tokens", "threads", "seconds", "MiB")
+WAYS = {"eager": "eager", "sdpa": "sdpa", "blitz_attn": "blitz_attn", "dense": "blitz_attn", "ours": "blitz_attn"}  # attn_implementation
+COLUMNS = ("family", "what", "way", "dtype", "tokens", "threads", "seconds", "attention", "MiB")
 MIB = 1 << 20
 
+# Of each family: the beginning of its classes' names, the option that is its budget, and the configuration of one layer.
+SMALL = {"num_hidden_layers": 1, "vocab_size": 128, "hidden_size": 1024, "intermediate_size": 16, "pad_token_id": 0}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek_v32": ("DeepseekV32", "index_topk", {"first_k_dense_replace": 1}),
+    "glm5_next": ("Glm5NextText", "index_topk", {
+        "layer_types": ["indexed_attention"], "indexer_types": ["full"], "mlp_layer_types": ["dense"], "moe_intermediate_size": 16,
+    }),
+    "qwen4_exp": ("Qwen4ExpText", "indexer_budget", {
+        "layer_types": ["indexed_attention"], "num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8, "hc_mult": 2, "indexer_n_heads": 16, "indexer_kv_heads": 1,
+        "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+    }),
+    "deepseek_v4": ("DeepseekV4", "index_topk", {
+        "layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"], "n_routed_experts": 1, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16, "hc_mult": 2,
+    }),
+}  # fmt: skip
 
-def make_model(way: str, dtype: Any) -> Any:
+
+def make_model(family: str, way: str, dtype: Any) -> Any:
     import torch
-    from transformers import DeepseekV32Config, DeepseekV32Model
 
-    from blitz_attn.integrations.transformers import register
-
-    register()
+    kind, budget, options = FAMILIES[family]
+    config = getattr(importlib.import_module(f"transformers.models.{family}.configuration_{family}"), f"{kind}Config")
+    model = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), f"{kind}Model")
+    given = {name: x for name, x in (SMALL | options).items() if hasattr(config, name)}
+    made = config(**given, **({budget: 1 << 20} if way == "dense" else {}), attn_implementation=WAYS[way])
     torch.manual_seed(0)
-    config = DeepseekV32Config(num_hidden_layers=1, vocab_size=8, intermediate_size=8, first_k_dense_replace=1, pad_token_id=0)
-    config._attn_implementation = WAYS[way]
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return DeepseekV32Model(config).eval()
+        return model(made).eval()
     finally:
         torch.set_default_dtype(before)
 
 
-def filled_cache(model: Any, tokens: int, dtype: Any) -> Any:
-    """A cache as a prompt of so many tokens leaves it, with random numbers."""
+def filled_cache(model: Any, family: str, tokens: int, dtype: Any) -> Any:
+    """A cache after a prompt of so many tokens: random numbers where their shapes are known here, else what `trained_sparse` leaves."""
     import torch
     from transformers import DynamicCache
 
+    from blitz_attn.integrations.transformers import trained_sparse
+
     config = model.config
     cache = DynamicCache(config=config)
-    latent, rotated = (torch.randn(1, 1, tokens, n, dtype=dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim))
-    cache.update(latent, rotated, 0)
-    cache.update_indexer(torch.randn(1, tokens, config.index_head_dim, dtype=dtype), 0)
+    if family == "deepseek_v32":
+        latent, rotated = (torch.randn(1, 1, tokens, n, dtype=dtype) for n in (config.kv_lora_rank, config.qk_rope_head_dim))
+        cache.update(latent, rotated, 0)
+        cache.update_indexer(torch.randn(1, tokens, config.index_head_dim, dtype=dtype), 0)
+        return cache
+    own = config._attn_implementation
+    model.set_attn_implementation("blitz_attn")
+    with trained_sparse(model):
+        model(torch.randint(1, 128, (1, tokens)), cache=cache, use_cache=True)
+    model.set_attn_implementation(own)
     return cache
+
+
+def count_attention(attention: Any) -> list[float]:
+    """Where the processor seconds of a layer's attention without its projections are added up."""
+    import torch
+
+    spent = [0.0]
+
+    def add(sign: int) -> Any:
+        return lambda *_: spent.__setitem__(0, spent[0] + sign * time.process_time())
+
+    attention.register_forward_pre_hook(add(-1))
+    attention.register_forward_hook(add(1))
+    for part in attention.modules():
+        if isinstance(part, torch.nn.Linear) and part is not getattr(attention, "kv_b_proj", None):  # which expands keys and values
+            part.register_forward_pre_hook(add(1))
+            part.register_forward_hook(add(-1))
+    return spent
 
 
 def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(what: str, way: str, dtype_name: str, tokens: int, threads: int) -> tuple[float, int]:
-    """Seconds of the layer, the least of some calls, and the memory beyond that of the model and of its cache."""
+def measure(family: str, what: str, way: str, dtype_name: str, tokens: int, threads: int) -> tuple[float, float, int]:
+    """Seconds of the layer and processor seconds of its attention, the least of some calls, and the bytes that it takes."""
     import torch
 
     import blitz_attn
+    from blitz_attn.integrations.transformers import register, trained_sparse
+
+    register()
     torch.set_num_threads(threads)
     blitz_attn.set_num_threads(threads)
     dtype = getattr(torch, dtype_name)
-    model = make_model(way, dtype)
-    if way == "ours":
-        from blitz_attn.integrations.transformers import trained_sparse
-
-        trained_sparse(model)
+    model, cache = make_model(family, way, dtype), None
+    spent = count_attention(model.layers[0].self_attn)
+    ids = torch.randint(1, 128, (1, tokens if what == "prompt" else 1))
     with torch.no_grad():
-        if what == "prompt":
-            x, cache = torch.randn(1, tokens, model.config.hidden_size, dtype=dtype), None
-        else:
-            x, cache = torch.randn(1, 1, model.config.hidden_size, dtype=dtype), filled_cache(model, tokens, dtype)
-        model(inputs_embeds=x[:, :1], use_cache=False)
-        before, best, spent = peak(), float("inf"), 0.0
-        while spent < 2:
-            begin = time.perf_counter()
-            model(inputs_embeds=x, past_key_values=cache, use_cache=cache is not None)
-            best, spent = min(best, time.perf_counter() - begin), spent + time.perf_counter() - begin
-            if cache is not None:
-                cache.crop(-1)
-    return best, peak() - before
+        if what == "step":
+            cache = filled_cache(model, family, tokens, dtype)
+        if way in ("dense", "ours"):
+            trained_sparse(model)
+        model(ids[:, :1], use_cache=False)
+        before, best, least, used = peak(), float("inf"), float("inf"), 0.0
+        while used < 2:
+            spent[0], begin = 0.0, time.perf_counter()
+            model(ids, cache=cache, use_cache=cache is not None)
+            seconds = time.perf_counter() - begin
+            best, least, used = min(best, seconds), min(least, spent[0]), used + seconds
+    return best, least, peak() - before
 
 
 def run(row: Sequence[Any], memory: int) -> list[str]:
-    """Seconds and bytes of a row, measured in a process that may take so many MiB; empty where it ended otherwise."""
+    """What `measure` returns for a row, in a process that may take so many MiB; empty where that process failed."""
     limit = memory * MIB
     done = subprocess.run(
         [sys.executable, __file__, "--row", *map(str, row)],
         capture_output=True, text=True, check=False, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )  # fmt: skip
     found = done.stdout.split()
-    if done.returncode or len(found) != 2:
+    if done.returncode or len(found) != 3:
         lines = done.stderr.strip().splitlines()
         reason = lines[-1] if lines else f"ended by signal {-done.returncode}"
         print(f"trained_sparse.py: {' '.join(map(str, row))}: {reason}", file=sys.stderr)
-        return ["", ""]
-    return found
+        return ["", "", ""]
+    return [f"{float(found[0]):.4g}", f"{float(found[1]):.4g}", str(int(found[2]) // MIB)]
 
 
 def draw(table: Path, picture: Path) -> None:
+    """A line of panels for each family and dtype of a table."""
     from matplotlib.figure import Figure
 
     with table.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["seconds"]]
-    dtypes = sorted({row["dtype"] for row in rows})
-    figure = Figure(figsize=(12, 0.6 + 3.4 * len(dtypes)), layout="constrained")
+    lines = sorted({(row["family"], row["dtype"]) for row in rows})
+    figure = Figure(figsize=(12, 0.6 + 3.4 * len(lines)), layout="constrained")
     panels = (
-        ("prompt", "seconds", "prompt: seconds"),
-        ("step", "seconds", "one new token: seconds"),
+        ("prompt", "attention", "prompt: seconds of attention"),
+        ("step", "attention", "one new token: seconds of attention"),
         ("prompt", "MiB", "prompt: MiB beyond the model"),
     )
-    for line, dtype in zip(figure.subplots(len(dtypes), 3, squeeze=False), dtypes, strict=True):
-        for axis, (what, column, title) in zip(line, panels, strict=True):
+    for axes, line in zip(figure.subplots(len(lines), 3, squeeze=False), lines, strict=True):
+        for axis, (what, column, title) in zip(axes, panels, strict=True):
             for way in WAYS:
-                of_line = (r for r in rows if (r["what"], r["way"], r["dtype"]) == (what, way, dtype))
-                points = sorted((int(r["tokens"]), float(r[column])) for r in of_line)
+                of_way = (r for r in rows if (r["family"], r["dtype"], r["what"], r["way"]) == (*line, what, way))
+                points = sorted((int(r["tokens"]), float(r[column])) for r in of_way)
                 if points:
                     axis.plot(*zip(*points, strict=True), marker="o", label=way, linewidth=2.4 if way == "ours" else 1.2)
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
-            axis.set_title(f"{title}, {dtype}", fontsize=10)
+            axis.set_title(f"{title}, {line[0]}, {line[1]}", fontsize=9)
             axis.set_xlabel("tokens")
             axis.grid(alpha=0.3)
-        line[0].legend()
-    figure.savefig(picture, dpi=110)
+        axes[0].legend()
+    figure.savefig(picture, dpi=100)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=FAMILIES, default="deepseek_v32", help="the model (%(default)s)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384], help="lengths (%(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ways of attending (all)")
     parser.add_argument("--what", nargs="+", choices=["prompt", "step"], default=["prompt", "step"], help="what is measured (both)")
@@ -150,25 +205,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, default=20480, metavar="MIB", help="address space of a measured process (%(default)s)")
     parser.add_argument("--draw", type=Path, metavar="CSV", help="draw a table that was printed, and measure nothing")
     parser.add_argument("-o", "--output", type=Path, default=Path("trained_sparse.png"), help="picture of --draw (%(default)s)")
-    parser.add_argument("--row", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--row", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.draw:
         draw(args.draw, args.output)
         return 0
     if args.row:
-        what, way, dtype, tokens, threads = args.row
-        print(*measure(what, way, dtype, int(tokens), int(threads)))
+        family, what, way, dtype, tokens, threads = args.row
+        print(*measure(family, what, way, dtype, int(tokens), int(threads)))
         return 0
     writer = csv.writer(sys.stdout)
     writer.writerow(COLUMNS)
-    for what in args.what:
-        for dtype in args.dtypes:
-            for way in args.ways:
-                for tokens in args.tokens:
-                    row = (what, way, dtype, tokens, args.threads)
-                    seconds, size = run(row, args.memory)
-                    writer.writerow((*row, seconds and f"{float(seconds):.4g}", size and int(size) // MIB))
-                    sys.stdout.flush()
+    for row in product([args.family], args.what, args.ways, args.dtypes, args.tokens, [args.threads]):
+        writer.writerow((*row, *run(row, args.memory)))
+        sys.stdout.flush()
     return 0
 
 
