@@ -296,7 +296,7 @@ def select_tokens(
     q, weights = to_float64(q, dtype), to_float64(weights)
     k = to_float64(k, dtype) if k_scale is None else dequantize_kv(k, k_scale)
     if cu_seqlens_q is not None:
-        parts: list[Any] = [slice(*ends) for ends in pairwise(cuts("cu_seqlens_q", cu_seqlens_q, len(q)))]
+        parts = [slice(*ends) for ends in pairwise(cuts("cu_seqlens_q", cu_seqlens_q, len(q)))]
     else:
         parts = list(range(len(q)))
     if block_tables is not None:
