@@ -341,24 +341,30 @@ BA_API ba_status ba_list_kept(const ba_tensor *kept, const ba_tensor *lists);
 
 /* Chooses, for each query, the keys with the highest scores of an indexer: small heads that share one key per token (the "lightning indexer" of
  * DeepSeek-V3.2). The score of query i and key j is the sum over heads h of weights[i, h] * max(0, scale * q[i, h] . k[j]). No array of all scores is
- * made. Of equal scores the lower key wins, and NaN counts as minus infinity. */
+ * made. Of equal scores the lower key wins, and NaN counts as minus infinity.
+ *
+ * With a pool_size, a key stands for a pool of so many tokens, and results are pool numbers. Lengths, q_begin and causal still count tokens. A query
+ * may choose a pool of which it sees all tokens. One that it sees in part is its tail. */
 typedef struct ba_select_tokens_args {
     ba_tensor q;                     /* (B, Sq, H, D), or packed (T, H, D): float32, float16, bfloat16 or float64; at most 512 heads, D up to 576 */
-    ba_tensor k;                     /* (B, Skv, D), or packed (T, D), of the dtype of q */
+    ba_tensor k;                     /* (B, Skv, D), or packed (T, D), of the dtype of q. Pools that are not complete need no row */
     ba_tensor weights;               /* (B, Sq, H), or packed (T, H): real, that is float32, and float64 where q is float64 */
     const int64_t *cu_q, *cu_kv;     /* NULL, or of packed arrays batch + 1 cumulative numbers of the sequences' queries and keys */
     int64_t batch;                   /* number of sequences, with cu_q */
-    const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and keys of each batch entry; not of packed arrays. Other queries get no key */
+    const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. Not of packed arrays, but
+                                      * that kv_lens may say how many tokens their pools have. NULL: all pools are complete */
     const int64_t *q_begin;          /* NULL, or the token number of each sequence's query 0. NULL: the last query stands at the last key */
     double scale;                    /* NAN: 1 / sqrt(D) */
     int causal;                      /* 1: a query sees the keys up to its own token */
     ba_tensor selected;              /* written: int32 (B, Sq, n), or packed (T, n): the n best keys of each query that it sees, then -1 */
     ba_tensor scores;                /* not given, or written: real, of the same shape: their scores, then minus infinity */
     int ascending;                   /* 1: keys rise in each row. 0: scores fall */
+    int64_t pool_size;               /* tokens per key, at least 1 */
+    int keep_tail;                   /* 1: the n - 1 best keys, and behind them the tail, with a score of infinity, where there is one */
     int num_threads;
 } ba_select_tokens_args;
 
-BA_API ba_select_tokens_args ba_select_tokens_args_init(void); /* a scale of NAN; the rest is 0 */
+BA_API ba_select_tokens_args ba_select_tokens_args_init(void); /* a scale of NAN and a pool_size of 1; the rest is 0 */
 BA_API ba_status ba_select_tokens(const ba_select_tokens_args *args);
 
 /* ---- Native sparse attention: the steps around its three attention branches ----------------------------------- */

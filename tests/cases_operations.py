@@ -103,7 +103,7 @@ def choosing(threads):
             lambda: select.scores(q, k, per_kv_head=True, **options), refused=lambda: select.scores(q, k, chooser=select.Pooled(5), **options)
         ),
         "select_tokens": Operation(
-            lambda: select.select_tokens(*indexer, 9, causal=True, return_scores=True, num_threads=threads),
+            lambda: select.select_tokens(*indexer, 9, causal=True, pool_size=3, keep_tail=True, return_scores=True, num_threads=threads),
             refused=lambda: select.select_tokens(*indexer, 9, kv_lens=[81, 1]),
         ),
         "list_from_scores": Operation(

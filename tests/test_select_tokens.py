@@ -25,7 +25,7 @@ def check(q, k, weights, top_k, **options):
     found, scores = select.select_tokens(q, k, weights, top_k, return_scores=True, **options)
     exact_keys, exact = reference.select_tokens(q, k, weights, top_k, return_scores=True, **options)
     bound = 1e-12 if q.dtype == np.float64 else 2e-5
-    by_score = -np.sort(-scores, axis=-1) if options.get("ascending") else scores
+    by_score = -np.sort(-scores, axis=-1) if options.get("ascending") or options.get("keep_tail") else scores
     expected = -np.sort(-exact, axis=-1)
     assert (np.isfinite(by_score) == np.isfinite(expected)).all()
     some = np.isfinite(expected)
@@ -126,6 +126,42 @@ def test_attention_over_what_is_chosen():
     np.put_along_axis(mask, np.where(selected[0] < 0, 60, selected[0]), True, axis=1)
     expected = blitz_attn.block_sparse_attention(*heads, attn_mask=mask[:, :60], causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pools_and_their_tail(packed):
+    """A query at token t may choose the pools that end by t, and has the tokens since the last of them as its tail."""
+    q, k, weights, _ = problem(queries=23, keys=6, batch=1)
+    options = {"causal": True, "pool_size": 4, "kv_lens": [27]}  # 6 complete pools, and 3 tokens that have no row
+    if packed:
+        q, k, weights = (x[0] for x in (q, k, weights))
+        options |= {"cu_seqlens_q": [0, 23], "cu_seqlens_kv": [0, 6]}
+    found, scores = (x.reshape(23, -1) for x in check(q, k, weights, 3, keep_tail=True, **options))
+    rising = select.select_tokens(q, k, weights, 3, keep_tail=True, ascending=True, **options).reshape(23, -1)
+    chosen = select.select_tokens(q, k, weights, 3, **options).reshape(23, -1)
+    for i, row in enumerate(found):
+        tokens = 5 + i  # that the query sees
+        n = min(3, tokens // 4)
+        assert (row[:n] < tokens // 4).all()
+        assert np.array_equal(np.delete(row, n if tokens % 4 else 3), chosen[i])
+        assert row[n] == (tokens // 4 if tokens % 4 else -1)
+        assert scores[i, n] == (np.inf if tokens % 4 else -np.inf)
+        assert np.array_equal(rising[i, : n + 1], [*np.sort(row[:n]), row[n]])
+    if not packed:
+        part = select.select_tokens(q[:, 5:9], k, weights[:, 5:9], 3, keep_tail=True, q_begin=9, **options)
+        assert np.array_equal(part[0], found[5:9])
+
+
+def test_attention_over_pools_and_their_tail():
+    rng = np.random.default_rng(2)
+    q, k, weights, _ = problem(queries=30, keys=7, batch=1)
+    selected = select.select_tokens(q, k, weights, 3, causal=True, pool_size=4, kv_lens=[30], keep_tail=True)
+    heads = [rng.standard_normal((1, 2, 30, 16), dtype=np.float32) for _ in range(3)]
+    out = blitz_attn.block_sparse_attention(*heads, selected[:, None], block_shape=(1, 4), causal=True)
+    mask = np.zeros((30, 9), bool)
+    np.put_along_axis(mask, selected[0], True, axis=1)
+    mask = np.repeat(mask[:, :8], 4, axis=1)[:, :30] & np.tri(30, dtype=bool)
+    np.testing.assert_allclose(out, blitz_attn.block_sparse_attention(*heads, attn_mask=mask), atol=1e-5)
 
 
 def test_memory_is_linear_in_tokens():

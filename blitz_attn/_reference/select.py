@@ -287,7 +287,7 @@ def select_and_attend_prefill(q, k, v, *, return_sabi=False, **options):
 
 def select_tokens(
     q, k, weights, top_k, *, scale=None, causal=False, q_lens=None, kv_lens=None, cu_seqlens_q=None, cu_seqlens_kv=None, q_begin=None,
-    ascending=False, return_scores=False, dtype=None, num_threads=None,
+    ascending=False, pool_size=1, keep_tail=False, return_scores=False, dtype=None, num_threads=None,
 ):  # fmt: skip
     """See `blitz_attn.select_tokens`."""
     kind = name_of(q, dtype)
@@ -297,21 +297,26 @@ def select_tokens(
         parts = [(slice(a, b), slice(c, d)) for (a, b), (c, d) in zip(pairwise(at_q), pairwise(at_k), strict=True)]
     else:
         parts = [(b, b) for b in range(len(q))]
-    rooms = [len(q[own]) for own, _ in parts], [len(k[own]) for _, own in parts]
-    q_sizes, kv_sizes = lengths("q_lens", q_lens, rooms[0]), lengths("kv_lens", kv_lens, rooms[1])
+    q_sizes = lengths("q_lens", q_lens, [len(q[own]) for own, _ in parts])
+    kv_sizes = [len(k[own]) * pool_size for _, own in parts]
+    if kv_lens is not None:  # the last pool need not be complete
+        kv_sizes = lengths("kv_lens", kv_lens, [n + pool_size - 1 for n in kv_sizes])
     begins = [kv - n for n, kv in zip(q_sizes, kv_sizes, strict=True)]
     if q_begin is not None:
         begins = np.broadcast_to(np.asarray(q_begin), len(parts)).tolist()
-    selected, scores = np.full((*q.shape[:-2], top_k), -1, np.int32), np.full((*q.shape[:-2], top_k), -np.inf)
+    shape = (*q.shape[:-2], top_k + bool(keep_tail))
+    selected, scores = np.full(shape, -1, np.int32), np.full(shape, -np.inf)
     for (own, keys), n, kv, begin in zip(parts, q_sizes, kv_sizes, begins, strict=True):
         for i in range(n):
             seen = max(0, min(kv, begin + i + 1)) if causal else kv
             with np.errstate(all="ignore"):
-                products = factor(scale, q.shape[-1]) * (q[own][i] @ k[keys][:seen].T)
+                products = factor(scale, q.shape[-1]) * (q[own][i] @ k[keys][: seen // pool_size].T)
                 found = weights[own][i] @ np.where(products < 0, 0, products)
             found = np.where(np.isnan(found), -np.inf, found)
             best = np.argsort(-found, kind="stable")[:top_k]
             best = np.sort(best) if ascending else best
             selected[own][i, : len(best)], scores[own][i, : len(best)] = best, found[best]
+            if keep_tail and seen % pool_size:
+                selected[own][i, len(best)], scores[own][i, len(best)] = seen // pool_size, np.inf
     real = np.float64 if kind == "float64" else np.float32
     return (selected, scores.astype(real)) if return_scores else selected

@@ -20,15 +20,15 @@ __all__ = ["select_tokens"]
 def select_tokens(
     q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
     kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
-    q_begin: IntOrIntegers | None = None, ascending: bool = False, return_scores: Literal[False] = False, dtype: DType | None = None,
-    num_threads: int | None = None,
+    q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1, keep_tail: bool = False,
+    return_scores: Literal[False] = False, dtype: DType | None = None, num_threads: int | None = None,
 ) -> Any: ...  # fmt: skip
 @overload
 def select_tokens(
     q: Array, k: Array, weights: Array, top_k: int, *, scale: float | None = None, causal: bool = False, q_lens: Integers | None = None,
     kv_lens: Integers | None = None, cu_seqlens_q: Integers | None = None, cu_seqlens_kv: Integers | None = None,
-    q_begin: IntOrIntegers | None = None, ascending: bool = False, return_scores: bool, dtype: DType | None = None,
-    num_threads: int | None = None,
+    q_begin: IntOrIntegers | None = None, ascending: bool = False, pool_size: int = 1, keep_tail: bool = False, return_scores: bool,
+    dtype: DType | None = None, num_threads: int | None = None,
 ) -> tuple[Any, Any]: ...  # fmt: skip
 def select_tokens(
     q: Any,
@@ -44,6 +44,8 @@ def select_tokens(
     cu_seqlens_kv: Any = None,
     q_begin: Any = None,
     ascending: bool = False,
+    pool_size: int = 1,
+    keep_tail: bool = False,
     return_scores: bool = False,
     dtype: Any = None,
     num_threads: int | None = None,
@@ -59,7 +61,8 @@ def select_tokens(
         Queries of the indexer, ``(B, Sq, H, D)``, or with `cu_seqlens_q` ``(T, H, D)``: float32, float16, bfloat16 or float64; H up to 512,
         D up to 576.
     k : array
-        One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`.
+        One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`. With `pool_size`, one per pool of tokens; a pool that is not
+        complete needs none.
     weights : array of float
         ``(B, Sq, H)``, or ``(T, H)``. Read as float32, for float64 queries as float64.
     top_k : int
@@ -67,15 +70,21 @@ def select_tokens(
     scale : float, optional
         Factor of the products. Default: ``1 / sqrt(D)``. (Where it is positive it changes no choice, but for rounding.)
     causal : bool
-        A query sees the keys up to its own token. The last query stands at the last key, unless `q_begin` says otherwise.
+        A query sees the tokens up to its own. The last query stands at the last token, unless `q_begin` says otherwise.
     q_lens, kv_lens : sequence of int, optional
-        ``(B,)``: valid queries and keys of each batch entry. Queries behind them get no key.
+        ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. Not with packed arrays, but that with a
+        `pool_size` above 1 `kv_lens` says how many tokens the pools of each sequence have. Default: all, in complete pools.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
-        ``(B + 1,)``: where the sequences of packed arrays begin and end.
+        ``(B + 1,)``: where the sequences of packed arrays begin and end, as rows of q and of k (with `pool_size`, these are pools).
     q_begin : int or sequence of int, optional
         The token number of the first query, where the queries are a part of their sequence: of all sequences, or ``(B,)``.
     ascending : bool
         Keys rise in each row. Default: their scores fall.
+    pool_size : int
+        How many tokens a key stands for: GLM-5.3 and Qwen's QSA choose pools. A query may choose a pool when it sees all of its tokens.
+        Results are pool numbers, for attention with ``block_shape=(1, pool_size)``. `kv_lens`, `q_begin` and `causal` count tokens.
+    keep_tail : bool
+        The pool that a query sees only in part, if there is one, is always in its row, behind the chosen ones. Rows are one place longer.
     return_scores : bool
         Also return the scores of the chosen keys.
     dtype : str or dtype, optional
@@ -86,10 +95,11 @@ def select_tokens(
     Returns
     -------
     selected : array of int32
-        ``(B, Sq, top_k)``, or ``(T, top_k)``: the keys, counted from the first of the sequence. Of equal scores, the lower key comes first;
-        NaN counts as minus infinity. A row with fewer visible keys ends with -1.
+        ``(B, Sq, top_k)``, or ``(T, top_k)``, with `keep_tail` one more: the keys, counted from the first of the sequence. Of equal scores,
+        the lower key comes first; NaN counts as minus infinity. A row with fewer visible keys ends with -1.
     scores : array
-        With `return_scores`, of the same shape: float32, for float64 queries float64; minus infinity where there is no key.
+        With `return_scores`, of the same shape: float32, for float64 queries float64; infinity for a tail, minus infinity where there is
+        no key.
 
     Raises
     ------
@@ -98,7 +108,8 @@ def select_tokens(
 
     See Also
     --------
-    block_sparse_attention : takes the result as a list of blocks of one query and one key: ``sabi=selected[:, None], block_shape=(1, 1)``.
+    block_sparse_attention : takes the result as a list of blocks of one query and one key: ``sabi=selected[:, None], block_shape=(1, 1)``,
+        or ``(1, pool_size)``.
     blitz_attn.reference.select_tokens : the same in plain float64 NumPy.
 
     References
@@ -121,6 +132,7 @@ def select_tokens(
     width, with_scores = _arrays.integer(top_k, "top_k"), _arrays.flag(return_scores, "return_scores")
     if not 1 <= width < 1 << 31:
         raise ValueError(f"top_k: expected 1 to 2147483647 keys, got {width}")
+    width += _arrays.flag(keep_tail, "keep_tail")
     q, k, weights = _arrays.detached(q, k, weights)
     queries = _arrays.readable(q, "q")
     real = "float64" if getattr(_arrays.dtype_of(q), "itemsize", 4) == 8 else "float32"
@@ -129,7 +141,7 @@ def select_tokens(
     numbers = converted(*floats(weights, "weights", None, strided=True), real)
     _core.select_tokens(
         queries, _arrays.readable(k, "k"), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, q_begin,
-        ascending, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
+        ascending, pool_size, keep_tail, dtype=_arrays.dtype_name(dtype), num_threads=num_threads,
     )  # fmt: skip
     chosen = _arrays.as_kind_of(selected, q)
     return (chosen, _arrays.as_kind_of(scores, q)) if scores is not None else chosen

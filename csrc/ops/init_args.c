@@ -20,7 +20,7 @@ ba_select_prefill_args ba_select_prefill_args_init(void) {
 
 ba_nsa_select_args ba_nsa_select_args_init(void) { return (ba_nsa_select_args){.scale = NAN}; }
 
-ba_select_tokens_args ba_select_tokens_args_init(void) { return (ba_select_tokens_args){.scale = NAN}; }
+ba_select_tokens_args ba_select_tokens_args_init(void) { return (ba_select_tokens_args){.scale = NAN, .pool_size = 1}; }
 
 double ba_default_scale(int64_t head_dim) {
     BA_IN_USUAL_MODE;

@@ -221,6 +221,8 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, cu_seqlens_kv, LIST,         ARG_OPTIONAL,               cu_kv) \
     A(T, q_begin,       PER_SEQUENCE, ARG_OPTIONAL,               q_begin) \
     A(T, ascending,     FLAG,         0,                          ascending) \
+    A(T, pool_size,     INTEGER,      0,                          pool_size) \
+    A(T, keep_tail,     FLAG,         0,                          keep_tail) \
     O(T, dtype, DTYPE) \
     A(T, num_threads,   THREADS,      ARG_OPTIONAL,               num_threads)
 

@@ -115,6 +115,8 @@ def _indexed(a: Arena, v: int) -> dict[str, Any]:
         call = {"q": a.floats(2, 10, 3, 8, dtype=dtype), "k": a.floats(2, 30, 8, dtype=dtype), "weights": a.floats(2, 10, 3, dtype=real)}
         call |= {"q_lens": [10, 4], "kv_lens": a.integers([30, 5], "int64")}
     call |= {"top_k": 7, "causal": bool(v & 1), "ascending": bool(v & 2)}
+    if v & 16:
+        call |= {"pool_size": 4, "keep_tail": bool(v & 8), "kv_lens": [43, 82] if v & 4 else [123, 7]}
     return call | ({"q_begin": [3, -2], "scale": 0.5, "return_scores": True, "num_threads": 2} if v & 8 else {})
 
 

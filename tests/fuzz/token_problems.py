@@ -37,26 +37,30 @@ def select_tokens(draw: Draw) -> None:
     make = (lambda *shape: rng.integers(-2, 3, shape).astype(float)) if coarse else (lambda *shape: rng.standard_normal(shape))
     q, k, weights = make(batch, s_q, heads, dim), make(batch, s_kv, dim), make(batch, s_q, heads)
     top_k = draw.integer("top_k", 1, 220, likely=(1, 8, s_kv))
+    pool = draw.pick("pool_size", (1, 1, 2, 4, 7))
     options: dict[str, Any] = {"causal": draw.flag("causal"), "ascending": draw.flag("ascending"), "num_threads": checks.threads(draw)}
+    options |= {"pool_size": pool, "keep_tail": draw.flag("keep_tail")} if pool > 1 or draw.flag("pools of one") else {}
     scale = draw.pick("scale", (None, 0.25, 1.0, -0.5)) if not coarse else 0.25
     if scale is not None:
         options["scale"] = scale
-    lens = {name: [draw.integer(f"{name}[{b}]", 0, n, likely=(n,)) for b in range(batch)] for name, n in (("q_lens", s_q), ("kv_lens", s_kv))}
-    packed = draw.flag("packed", 0.3)
-    if not packed and not draw.flag("ragged"):
-        lens = {"q_lens": [s_q] * batch, "kv_lens": [s_kv] * batch}
-    elif not packed:
-        options |= lens
-    begins = [kv - n for n, kv in zip(lens["q_lens"], lens["kv_lens"], strict=True)]
+    packed, ragged = draw.flag("packed", 0.3), draw.flag("ragged")
+    q_lens = [draw.integer(f"q_lens[{b}]", 0, s_q, likely=(s_q,)) if packed or ragged else s_q for b in range(batch)]
+    rows = [draw.integer(f"rows[{b}]", 0, s_kv, likely=(s_kv,)) if packed else s_kv for b in range(batch)]  # of k
+    tokens = [n * pool for n in rows]
+    if ragged and (pool > 1 or not packed):
+        tokens = [draw.integer(f"kv_lens[{b}]", 0, n + pool - 1, likely=(n,)) for b, n in enumerate(tokens)]
+        options["kv_lens"] = tokens
+    if ragged and not packed:
+        options["q_lens"] = q_lens
+    begins = [kv - n for n, kv in zip(q_lens, tokens, strict=True)]
     if draw.flag("begins", 0.3):
-        begins = [draw.integer(f"begin[{b}]", -5, 220) for b in range(batch)]
+        begins = [draw.integer(f"begin[{b}]", -5, 220 * pool) for b in range(batch)]
         options["q_begin"] = begins
     given = [stored(q, dtype), stored(k, dtype), stored(weights, "float64" if dtype == "float64" else "float32")]
     exact = [arrays.values_of(given[0], dtype), arrays.values_of(given[1], dtype), given[2].astype(np.float64)]
     if packed:
-        which = ("q_lens", "kv_lens", "q_lens")
-        given = [np.concatenate([x[b, : lens[name][b]] for b in range(batch)]) for x, name in zip(given, which, strict=True)]
-        options |= {f"cu_seqlens_{name}": np.concatenate([[0], np.cumsum(lens[f"{name}_lens"])]) for name in ("q", "kv")}
+        given = [np.concatenate([x[b, : n[b]] for b in range(batch)]) for x, n in zip(given, (q_lens, rows, q_lens), strict=True)]
+        options |= {f"cu_seqlens_{name}": np.concatenate([[0], np.cumsum(n)]) for name, n in (("q", q_lens), ("kv", rows))}
     placed = [arrays.place(draw, name, x, last_contiguous=name != "weights") for name, x in zip(("q", "k", "weights"), given, strict=True)]
     named = {"dtype": dtype} if dtype == "bfloat16" else {}
     found, scores = select.select_tokens(*(x.array for x in placed), top_k, return_scores=True, **options, **named)
@@ -68,14 +72,21 @@ def select_tokens(draw: Draw) -> None:
     row = 0
     unit = 2.0**-50 if dtype == "float64" else 2.0**-21
     for b in range(batch):
-        for i in range(lens["q_lens"][b] if packed else s_q):
+        for i in range(q_lens[b] if packed else s_q):
             at = (row,) if packed else (b, i)
             row += 1
-            seen = 0 if i >= lens["q_lens"][b] else lens["kv_lens"][b]
+            seen = 0 if i >= q_lens[b] else tokens[b]
             if options["causal"]:
                 seen = max(0, min(seen, begins[b] + i + 1))
-            wanted, sizes = _exact(exact[0][b, i], exact[1][b], exact[2][b, i], scale if scale is not None else dim**-0.5, seen)
-            _check_row(found[at], scores[at], wanted, unit * (heads + dim) * sizes, options["ascending"], coarse)
+            complete, rest = divmod(seen, pool)
+            wanted, sizes = _exact(exact[0][b, i], exact[1][b], exact[2][b, i], scale if scale is not None else dim**-0.5, complete)
+            keys, values = found[at], scores[at]
+            if options.get("keep_tail"):
+                place = min(top_k, complete) if rest else top_k
+                if keys[place] != (complete if rest else -1) or values[place] != (np.inf if rest else -np.inf):
+                    raise Finding(f"tail {keys[place]} with score {values[place]} of a query that sees {seen} tokens")
+                keys, values = np.delete(keys, place), np.delete(values, place)
+            _check_row(keys, values, wanted, unit * (heads + dim) * sizes, options["ascending"], coarse)
 
 
 def _check_row(keys: np.ndarray, scores: np.ndarray, wanted: np.ndarray, slack: np.ndarray, ascending: bool, is_exact: bool) -> None:

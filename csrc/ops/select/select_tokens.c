@@ -30,8 +30,8 @@ typedef struct select_tokens_call {
     ba_token_rows q, k;
     int64_t sequences, heads, dim;
     double scale;
-    int64_t width;                                 /* places per row of the result */
-    int64_t most;                                  /* candidates that may stay: as many as there are places, or keys */
+    int64_t top_k, width;                          /* keys that a query gets, and places per row of the result: one more for a tail */
+    int64_t most;                                  /* candidates that may stay: top_k, or as many as there are keys */
     int64_t room;                                  /* candidates per query */
     int64_t tile;                                  /* queries of an item */
     int64_t part_keys;                             /* keys of an item: a multiple of the lanes */
@@ -52,6 +52,7 @@ typedef struct select_tokens_scratch {
     char *panel, *packed, *chunk, *row_max, *sums, *weights;
     candidate *candidates; /* [query][room] */
     int64_t *counts;       /* [query] */
+    int64_t *seen;         /* [query]: how many keys, from the first on, it may choose from */
     double *least;         /* [query]: no score up to this one comes in */
     uint64_t *chosen;      /* a bit per key */
 } select_tokens_scratch;
@@ -71,6 +72,7 @@ static int64_t lay_out_worker(const select_tokens_call *c, char *base, select_to
     s->weights = ba_take(base, &used, tile_rows * real);
     s->candidates = ba_take(base, &used, c->tile * c->room * (int64_t)sizeof *s->candidates);
     s->counts = ba_take(base, &used, c->tile * (int64_t)sizeof *s->counts);
+    s->seen = ba_take(base, &used, c->tile * (int64_t)sizeof *s->seen);
     s->least = ba_take(base, &used, c->tile * (int64_t)sizeof *s->least);
     s->chosen = ba_take(base, &used, ba_ceil_div(c->most_keys, 64) * (int64_t)sizeof *s->chosen);
     return used;
@@ -151,23 +153,25 @@ typedef struct item_of_tokens {
 
 static int64_t queries_of(const select_tokens_call *c, int64_t n) { return ba_sequence_length(c->args->cu_q, c->q.tokens, n); }
 static int64_t valid_queries(const select_tokens_call *c, int64_t n) { return c->args->q_lens ? c->args->q_lens[n] : queries_of(c, n); }
-static int64_t keys_of(const select_tokens_call *c, int64_t n) {
-    return c->args->kv_lens ? c->args->kv_lens[n] : ba_sequence_length(c->args->cu_kv, c->k.tokens, n);
+static int64_t tokens_of(const select_tokens_call *c, int64_t n) {
+    return c->args->kv_lens ? c->args->kv_lens[n] : ba_sequence_length(c->args->cu_kv, c->k.tokens, n) * c->args->pool_size;
 }
+/* Keys that may be chosen: only complete pools have one. */
+static int64_t keys_of(const select_tokens_call *c, int64_t n) { return tokens_of(c, n) / c->args->pool_size; }
 
-/* How many keys, from the first on, a query sees. */
-static int64_t seen_by(const select_tokens_call *c, int64_t n, int64_t query) {
-    const int64_t keys = keys_of(c, n);
+/* How many tokens, from the first on, a query sees. */
+static int64_t tokens_seen(const select_tokens_call *c, int64_t n, int64_t query) {
+    const int64_t tokens = tokens_of(c, n);
     if (query >= valid_queries(c, n)) return 0;
-    if (!c->args->causal) return keys;
-    const int64_t begin = c->args->q_begin ? c->args->q_begin[n] : keys - valid_queries(c, n);
-    return ba_max(0, ba_min(keys, begin + query + 1));
+    if (!c->args->causal) return tokens;
+    const int64_t begin = c->args->q_begin ? c->args->q_begin[n] : tokens - valid_queries(c, n);
+    return ba_max(0, ba_min(tokens, begin + query + 1));
 }
 
-/* The most keys that one of n queries of a tile sees, from its query number i on. Those behind the valid ones see none. */
-static int64_t most_seen(const select_tokens_call *c, const item_of_tokens *at, int64_t i, int64_t n) {
+/* The most keys that one of n queries of a tile may choose from, from its query number i on. */
+static int64_t most_seen(const select_tokens_scratch *s, int64_t i, int64_t n) {
     int64_t most = 0;
-    for (int64_t end = i + n; i < end; i++) most = ba_max(most, seen_by(c, at->sequence, at->first + i));
+    for (int64_t end = i + n; i < end; i++) most = ba_max(most, s->seen[i]);
     return most;
 }
 
@@ -205,17 +209,15 @@ static void score_panel(const select_tokens_call *c, const select_tokens_scratch
                                 .v_rows = s->rows + i * c->heads,
                                 .scale = c->scale,
                                 .scratch = s->chunk};
-        if (most_seen(c, at, i, queries) <= begin) continue;
+        if (most_seen(s, i, queries) <= begin) continue;
         c->family->panel->scores[0](&panel, &chunk, s->row_max);
         c->family->panel->weigh_heads(s->sums, s->chunk, s->weights + i * c->heads * c->real_size, queries, c->heads);
-        for (int64_t q = 0; q < queries; q++) {
-            const int64_t seen = seen_by(c, at->sequence, at->first + i + q) - begin;
-            add_candidates(c, s, i + q, s->sums + q * c->lanes * c->real_size, ba_min(keys, seen), begin);
-        }
+        for (int64_t q = 0; q < queries; q++)
+            add_candidates(c, s, i + q, s->sums + q * c->lanes * c->real_size, ba_min(keys, s->seen[i + q] - begin), begin);
     }
 }
 
-/* Writes the candidates of a query, of which it keeps the best, as a row of the result. */
+/* Writes the candidates of a query, of which it keeps the best, as a row of the result, and the tail behind them. */
 static void write_row(const select_tokens_call *c, const select_tokens_scratch *s, int64_t sequence, int64_t query, candidate *all, int64_t count) {
     const ba_tensor *selected = &c->args->selected, *scores = &c->args->scores;
     const int64_t kept = ba_min(count, c->most), to = row_of(c, selected, sequence, query), step = ba_step(selected, selected->ndim - 1);
@@ -231,9 +233,13 @@ static void write_row(const select_tokens_call *c, const select_tokens_scratch *
         for (int64_t i = 0; i < kept; i++) keys[i * step] = all[i].key;
     }
     for (int64_t i = kept; i < c->width; i++) keys[i * step] = -1;
+    const int64_t seen = tokens_seen(c, sequence, query), pool = c->args->pool_size;
+    const bool has_tail = c->args->keep_tail && seen % pool != 0;
+    if (has_tail) keys[kept * step] = (int32_t)(seen / pool);
     if (!ba_given(scores)) return;
     const int64_t row = row_of(c, scores, sequence, query), stride = ba_step(scores, scores->ndim - 1);
     for (int64_t i = 0; i < c->width; i++) ba_set_real(scores->data, row + i * stride, i < kept ? all[i].score : -INFINITY, c->real_size);
+    if (has_tail) ba_set_real(scores->data, row + kept * stride, INFINITY, c->real_size);
 }
 
 static int64_t tiles_of(const select_tokens_call *c, int64_t n) { return ba_ceil_div(queries_of(c, n), c->tile); }
@@ -256,10 +262,11 @@ static void score_item(void *context, int64_t item, int worker) {
     lay_out_worker(c, c->scratch + worker * c->scratch_bytes, &s);
     for (int64_t i = 0; i < at.queries; i++) {
         s.counts[i] = 0;
+        s.seen[i] = tokens_seen(c, at.sequence, at.first + i) / c->args->pool_size;
         s.least[i] = -INFINITY;
     }
     memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_keys, 64) * sizeof *s.chosen);
-    at.end = ba_min(at.end, most_seen(c, &at, 0, at.queries));
+    at.end = ba_min(at.end, most_seen(&s, 0, at.queries));
     if (at.begin < at.end) open_rows(c, &s, &at);
     for (int64_t key = at.begin; key < at.end; key += c->lanes) {
         if (ba_stopped()) return;
@@ -299,6 +306,18 @@ static void join_item(void *context, int64_t item, int worker) {
 
 /* ---- The call ----------------------------------------------------------------------------------------------------------- */
 
+/* Checks the lengths of keys, which count tokens. The last pool of each sequence may be incomplete, and then has no row. */
+static ba_status check_kv_lens(const select_tokens_call *c) {
+    const int64_t pool = c->args->pool_size, *lens = c->args->kv_lens;
+    for (int64_t b = 0; lens && b < c->sequences; b++) {
+        const int64_t limit = ba_sequence_length(c->args->cu_kv, c->k.tokens, b) * pool + pool - 1;
+        if (lens[b] < 0 || lens[b] > limit)
+            return ba_fail(BA_ERROR_VALUE, BA_ARG("kv_lens") ": expected lengths from 0 to %" PRId64 ", got %" PRId64 " at [%" PRId64 "]", limit,
+                           lens[b], b);
+    }
+    return BA_OK;
+}
+
 static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *c) {
     const bool packed = a->cu_q != NULL;
     const int rank = packed ? 3 : 4;
@@ -321,8 +340,13 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
     c->heads = c->q.heads;
     c->dim = c->q.dim;
     if (c->heads > BA_MAX_CHUNK) return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at most %d heads, got %" PRId64, BA_MAX_CHUNK, c->heads);
-    if (c->k.tokens > BA_MOST_TOKENS || c->q.tokens > BA_MOST_TOKENS)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected at most %d tokens, got %" PRId64, BA_MOST_TOKENS, ba_max(c->k.tokens, c->q.tokens));
+    if (a->pool_size < 1 || a->pool_size > BA_MOST_TOKENS)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("pool_size") ": expected 1 to %d tokens, got %" PRId64, BA_MOST_TOKENS, a->pool_size);
+    if (c->k.tokens > BA_MOST_TOKENS / a->pool_size)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected at most %d tokens, got %" PRId64 " times %" PRId64, BA_MOST_TOKENS, c->k.tokens,
+                       a->pool_size);
+    if (c->q.tokens > BA_MOST_TOKENS)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected at most %d tokens, got %" PRId64, BA_MOST_TOKENS, c->q.tokens);
     BA_TRY(ba_take_scale(a->q.dtype, c->dim, a->scale, &c->scale));
     c->sequences = c->q.batch;
     int64_t longest;
@@ -331,18 +355,19 @@ static ba_status check_call(const ba_select_tokens_args *a, select_tokens_call *
         BA_TRY(ba_check_cumulative("cu_seqlens_kv", a->cu_kv, a->batch, c->k.tokens, &longest));
         c->sequences = a->batch;
     } else if (a->cu_kv) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_kv") ": expected none without " BA_ARG("cu_seqlens_q") ", got some");
-    if (packed && (a->q_lens || a->kv_lens))
+    if (packed && (a->q_lens || (a->kv_lens && a->pool_size == 1)))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected none with packed arrays, whose cumulative lengths say it, got some",
                        a->q_lens ? "q_lens" : "kv_lens");
     BA_TRY(ba_check_lengths("q_lens", a->q_lens, c->sequences, c->q.tokens));
-    BA_TRY(ba_check_lengths("kv_lens", a->kv_lens, c->sequences, c->k.tokens));
+    BA_TRY(check_kv_lens(c));
     BA_TRY(ba_check_begins(a->q_begin, c->sequences));
     BA_TRY(ba_check_threads(a->num_threads));
     ba_tensor shape = {.dtype = ba_real_of(a->q.dtype), .ndim = rank - 1, .dims = {a->q.dims[0], a->q.dims[1], packed ? 0 : a->q.dims[2]}};
     if (!ba_given(&a->weights)) return ba_fail(BA_ERROR_VALUE, BA_ARG("weights") ": expected one number per query and head, got none");
     BA_TRY(ba_check_same("weights", &a->weights, &shape, false));
     c->width = a->selected.ndim == rank - 1 ? a->selected.dims[rank - 2] : 1;
-    if (c->width < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("top_k") ": expected at least 1, got %" PRId64, c->width);
+    c->top_k = c->width - (a->keep_tail != 0);
+    if (c->top_k < 1) return ba_fail(BA_ERROR_VALUE, BA_ARG("top_k") ": expected at least 1, got %" PRId64, c->top_k);
     shape.dims[rank - 2] = c->width;
     if (ba_given(&a->scores)) BA_TRY(ba_check_output("scores", &a->scores, &shape, false));
     shape.dtype = BA_INT32;
@@ -381,7 +406,7 @@ static int cut_call(select_tokens_call *c, int64_t *tiles) {
         c->part_keys = ba_max(1, ba_ceil_div(panels, ba_max(1, wanted))) * c->lanes;
         c->parts = ba_max(1, ba_ceil_div(c->most_keys, c->part_keys));
     }
-    c->most = ba_max(1, ba_min(c->width, c->most_keys));
+    c->most = ba_max(1, ba_min(c->top_k, c->most_keys));
     c->room = ba_min(2 * c->most + c->lanes, ba_max(1, c->most_keys));
     return threads;
 }
