@@ -54,15 +54,16 @@ FAMILIES = {
 
 
 @functools.cache
-def small_model(name, topk=6):
-    """A model with random weights, large enough for attention, and for the choice, to be far from uniform."""
+def small_model(name, topk=6, index_heads=8):
+    """A model with random weights, large enough for attention, and for the choice, to be far from uniform. Many heads of the indexer leave no
+    score at 0."""
     config, kind, options = FAMILIES[name]
     try:
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         config = getattr(importlib.import_module(f"transformers.models.{name}.configuration_{name}"), config)
     except ImportError:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    given = {**SMALL, **options, "index_topk": topk}
+    given = {**SMALL, **options, "index_topk": topk, "index_n_heads": index_heads}
     torch.manual_seed(0)
     with torch.no_grad():
         model = getattr(module, kind)(config(**{key: x for key, x in given.items() if x is not None})).eval()

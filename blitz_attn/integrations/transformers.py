@@ -18,7 +18,9 @@ from ._transformers.config import SparseConfig, configure
 if TYPE_CHECKING:
     from transformers import Cache, PretrainedConfig, PreTrainedModel
 
-__all__ = ["SparseConfig", "configure", "paged_cache", "register"]
+    from ._transformers.trained import Trained
+
+__all__ = ["SparseConfig", "configure", "paged_cache", "register", "trained_sparse"]
 
 
 def __dir__() -> list[str]:
@@ -44,7 +46,7 @@ def register() -> None:
     Sinks and softcaps are exact; blocks are chosen by scores without the softcap. Packed sequences are taken
     from ``position_ids`` that begin again, as transformers does, or from ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Blocks that a model
     chooses itself (``block_indices`` of MiniMax-M3) are used as they are, whatever the configuration, and so are tokens (``indices`` of
-    DeepSeek-V3.2 and its kin).
+    DeepSeek-V3.2 and its kin); `trained_sparse` replaces the model's own code that chooses tokens.
 
     Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.
@@ -121,3 +123,63 @@ def paged_cache(model: PreTrainedModel | PretrainedConfig, *, page_size: int = 6
     from ._transformers.cache import PagedCache, PagedPair
 
     return (PagedPair if getattr(config, "is_encoder_decoder", False) else PagedCache)(config, page_size)
+
+
+def trained_sparse(model: PreTrainedModel) -> Trained:
+    """Let a model that was trained to choose its tokens do so here: DeepSeek-V3.2 and its kin.
+
+    With ``attn_implementation="blitz_attn"``, such a model attends to its own tokens anyway, but its code around attention makes a score
+    for each head, query and key, and the keys and values of all heads for all tokens of the cache. Both are replaced, on the modules of
+    this model alone: tokens are chosen by `blitz_attn.select_tokens`, and the compressed keys and values are attended as they are, with the
+    projection that would expand them folded into queries and outputs. They are expanded where that costs less: for the first tokens of a
+    prompt. While another implementation is set, the model's own code runs.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model of the architectures deepseek_v32, glm_moe_dsa, mistral_large4, hy_v4, hy_v4_vl, axk2 or dots3_note, or one with such a
+        model inside.
+
+    Returns
+    -------
+    Trained
+        ``undo()`` gives the model its own code back, and so does the end of a ``with`` statement. Calls may be nested: the last one to be
+        undone does it.
+
+    Raises
+    ------
+    TypeError
+        `model` is no module of torch.
+    ValueError
+        It has no attention of these architectures.
+
+    Notes
+    -----
+    What runs is logged once, on the logger ``blitz_attn.integrations.transformers``, and so is the reason where a layer is left to the
+    model's own code: projections that are no plain linear layers (quantised, or with adapters), a release of transformers with another
+    formula, packed sequences, masks that are matrices, autocast. `on_unsupported` of the configuration holds for calls.
+    The model's own code also runs under `torch.compile`, and expands keys and values where attention is differentiated: call the model
+    under `torch.no_grad`. Of tokens with equal scores, the first ones are taken. Results differ from those of the model's own code by
+    rounding, and so do those of chunks from those of a whole prompt.
+
+    Examples
+    --------
+    >>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+    >>> from blitz_attn.integrations.transformers import register, trained_sparse
+    >>> register()
+    >>> config = DeepseekV32Config(
+    ...     vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16,
+    ...     q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, index_topk=4, index_n_heads=2, index_head_dim=16,
+    ...     mlp_layer_types=["dense"], attn_implementation="blitz_attn",
+    ... )
+    >>> model = DeepseekV32ForCausalLM(config)
+    >>> with trained_sparse(model):
+    ...     tokens = model.generate(max_new_tokens=8, eos_token_id=None)
+    >>> tokens.shape
+    torch.Size([1, 9])
+    """
+    from ._transformers.trained import replace_methods
+
+    if not hasattr(model, "modules"):
+        raise TypeError(f"model: expected a model of transformers, got {shown(model)}")
+    return replace_methods(model)

@@ -22,9 +22,10 @@ from ..torch import block_sparse_attention as differentiable_attention
 from .cache import keeps_few_keys, pages_of
 from .config import SparseConfig, config_of, config_of_text
 from .fallbacks import tell
+from .latents import Latents, latents_of
 from .masks import MATRIX, Call, RuleMask, Rules, TracedMask, additive
 from .operators import NUMBERS, Traced, attend_in_graph, register_operator
-from .tokens import all_seen, as_lists, as_mask, check_indices, pays_as_lists, pieces
+from .tokens import all_seen, as_lists, as_mask, check_indices, is_exact, pays_as_lists, pieces
 
 __all__ = ["attend_dense", "attend_sparse"]
 
@@ -60,6 +61,7 @@ class _Layer:
     rest: dict[str, Any]
     config: SparseConfig
     sparse: bool
+    exact: bool = False  # whether `indices` were made here
 
     @property
     def differentiated(self) -> bool:
@@ -279,7 +281,7 @@ def _rules_of(layer: _Layer) -> Rules:
         return Rules(0, layer.query.shape[2], False, None, None, (0,) * batch, (keys,) * batch)
     if layer.mask is not None:
         rules: Rules = layer.mask.rules
-        return rules if len(rules.starts) == batch else replace(rules, starts=rules.starts * batch, ends=rules.ends * batch)
+        return rules.of_batch(batch)
     return Rules(0, layer.query.shape[2], _is_causal(layer), None, None, (0,) * batch, (keys,) * batch)
 
 
@@ -429,7 +431,8 @@ def _arguments_of(layer: _Layer, rules: Rules, call: Call, queries: slice = slic
 def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
     """Attention to the tokens that the model itself chose for each query. What else the configuration would choose is left to the model."""
     batch, queries, keys = layer.query.shape[0], layer.query.shape[2], layer.key.shape[2]
-    check_indices(layer.indices, batch, queries, keys)
+    if not layer.exact:
+        check_indices(layer.indices, batch, queries, keys)
     indices = layer.indices.expand(batch, -1, -1)
     whole = []
     for call in rules.calls():
@@ -439,8 +442,10 @@ def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
             chosen, longest = indices[call.entries, rows] - call.start, k.shape[1]
             lists, shape = None, (128, 128)
             few = longest <= chosen.shape[2]  # and may all be listed
-            if not few and pays_as_lists(q.shape[1], longest, chosen.shape[2]):
-                lists, shape = as_lists(chosen, longest), (1, 1)
+            if few and layer.exact:
+                pass  # and are
+            elif not few and pays_as_lists(q.shape[1], longest, chosen.shape[2], q.shape[2] // k.shape[2]):
+                lists, shape = chosen.clamp(min=-1).unsqueeze(1) if layer.exact else as_lists(chosen, longest), (1, 1)
             else:
                 seen = as_mask(chosen, longest)
                 if not few or not all_seen(seen, piece, rules.causal):
@@ -450,6 +455,51 @@ def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
             parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
         whole.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
     return whole[0] if len(whole) == 1 else torch.cat(whole)
+
+
+def _is_absorbed(layer: _Layer, latents: Latents) -> bool:
+    """Whether latents are attended as they are where that is cheaper. Otherwise they are expanded, and the call is one like any other."""
+    if layer.indices is None or layer.differentiated or autocast_dtype() is not None or latents.width > _MOST_NUMBERS:
+        return False
+    if not isinstance(layer.mask, RuleMask) or _why_not(layer) is not None or 0 in layer.query.shape:
+        return False
+    rules = _rules_of(layer)
+    return rules.causal and rules.window is None and rules.ranges is None
+
+
+def _attend_latents(layer: _Layer, latents: Latents) -> Any:
+    """Attention to chosen tokens: the first queries of a prompt with expanded keys and values, where that costs less, others absorbed."""
+    rules, lists, queries = _rules_of(layer), layer.indices, layer.query.shape[2]
+    most = lists.shape[2]
+
+    def attend(begin: int, end: int, query: Any, key: Any, value: Any) -> Any:
+        part = replace(layer, query=query, key=key, value=value, indices=lists[:, begin:end])
+        return _attend_chosen_tokens(part, replace(rules, offset=rules.offset + begin, q_length=end - begin))
+
+    split, parts = latents.rows_expanded(rules.offset + 1, queries, most), []
+    if split:
+        parts.append(attend(0, split, layer.query[:, :, :split], *latents.expanded(rules.offset + split)))
+    keys = rules.offset + queries
+    few = layer.exact and 2 * (queries - split) * most <= keys
+    key: Any = None if few or split == queries else latents.joined(keys)
+    step = latents.rows_at_once()
+    for begin in range(split, queries, step):
+        end = min(begin + step, queries)
+        query = latents.folded(layer.query[:, :, begin:end])
+        if few:
+            out = _attend_gathered(layer, latents, query, lists[:, begin:end])
+        else:
+            out = attend(begin, end, query, key, key[..., : latents.nope.shape[3]])
+        parts.append(latents.unfolded(out))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _attend_gathered(layer: _Layer, latents: Latents, query: Any, lists: Any) -> Any:
+    """Few queries, each with its own keys: an entry of a batch for each."""
+    key, width = latents.gathered(lists), latents.nope.shape[3]
+    options = {"layout": "BSND", "scale": layer.scaling, "kv_lens": (lists >= 0).sum(-1).flatten().tolist()}
+    rows = query.transpose(1, 2).flatten(0, 1).unsqueeze(1)
+    return _attend_lists(layer, rows, key, key[..., :width], None, (128, 128), options).reshape(*lists.shape[:2], -1, width)
 
 
 def _sum_of(layer: _Layer) -> Any:
@@ -554,8 +604,13 @@ def _attention(sparse: bool) -> Any:
     ) -> tuple[Any, Any]:  # fmt: skip
         layer = _Layer(
             module, query, key, value, attention_mask, scaling, dropout, _numbers_of(rest), s_aux, block_indices, indices, is_causal, rest,
-            config_of(module), sparse,
+            config_of(module), sparse, is_exact(indices),
         )  # fmt: skip
+        latents = latents_of(key)
+        if latents is not None:
+            if _is_absorbed(layer, latents):
+                return _attend_latents(layer, latents), None
+            layer.key, layer.value = latents.expanded(key.shape[2])
         if isinstance(attention_mask, TracedMask) and not torch.compiler.is_compiling():  # the graph has ended between mask and attention
             layer.mask = attention_mask.as_rules()
         _of_one_batch(layer)

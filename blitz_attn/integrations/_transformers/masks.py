@@ -68,6 +68,10 @@ class Rules:
         """Whether positions of queries and keys are compared. Otherwise, as in bidirectional and cross attention, queries see all keys."""
         return self.causal or self.window is not None or self.ranges is not None
 
+    def of_batch(self, batch: int) -> Rules:
+        """The rules of a batch, where they may be given once for all entries."""
+        return self if len(self.starts) == batch else replace(self, starts=self.starts * batch, ends=self.ends * batch)
+
     def calls(self) -> Iterator[Call]:
         """Calls that cover the batch: neighbours whose keys begin at the same place share one.
 
@@ -329,10 +333,10 @@ _SHAPE_ALONE = frozenset({_aten.empty_like, _aten.full_like, _aten.ones_like, _a
 
 
 class RuleMask(torch.Tensor):
-    """A mask of shape (B, 1, Sq, Skv) that holds rules instead of elements.
+    """A mask of shape (B, 1, Sq, Skv), or (B, Sq, Skv) as indexers take it, that holds rules instead of elements.
 
     It is a tensor, so that transformers and models hand it on like any other mask. An operation of torch on it makes the elements,
-    True where a query sees a key, and works on those. Parts of a mask are masks without rules. Scores and position biases to which a
+    True where a query sees a key, and works on those. Other parts of a mask are masks without rules. Scores and position biases to which a
     mask is added get 0 and the smallest finite number instead. Operations whose meaning depends on the numbers that a model expects in
     its mask are refused.
 
@@ -369,6 +373,9 @@ class RuleMask(torch.Tensor):
         if function is _aten.alias.default:
             mask = arguments[0]
             return RuleMask(tuple(mask.shape), mask.rules, mask.reason, mask._arguments, mask._made)
+        if function is _aten.select.int and arguments[0].dim() == 4 and arguments[1:] == (1, 0):
+            mask = arguments[0]
+            return RuleMask((mask.shape[0], *mask.shape[2:]), mask.rules, mask.reason, mask._arguments, mask._made)
         options = options or {}
 
         def made(x: Any) -> Any:
@@ -403,8 +410,10 @@ class RuleMask(torch.Tensor):
         """The mask as transformers makes it for `sdpa`."""
         if not self._made:
             skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            self._made.append(masking_utils.sdpa_mask(**(self._arguments | skip)).expand(self.shape))
-        return self._made[0]
+            shape = (self.shape[0], 1, *self.shape[-2:])
+            self._made.append(masking_utils.sdpa_mask(**(self._arguments | skip)).expand(shape))
+        made = self._made[0]
+        return made if made.dim() == self.dim() else made[:, 0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"RuleMask({tuple(self.shape)}, {self.rules or self.reason})"

@@ -13,7 +13,7 @@ import torch
 
 from .masks import Call, Rules
 
-__all__ = ["all_seen", "as_lists", "as_mask", "check_indices", "pays_as_lists", "pieces"]
+__all__ = ["all_seen", "as_lists", "as_mask", "check_indices", "is_exact", "mark_exact", "pays_as_lists", "pieces"]
 
 _MOST_BYTES = 1 << 26  # that the mask of one call takes, and making it
 _ROWS = 128  # queries of a piece are a multiple, since masks are read in blocks of so many
@@ -72,14 +72,14 @@ def all_seen(seen: Any, call: Call, causal: bool) -> bool:
     return True
 
 
-def pays_as_lists(queries: int, keys: int, listed: int) -> bool:
-    """Whether attention over lists of single tokens costs less than attention to all keys with a mask.
+def pays_as_lists(queries: int, keys: int, listed: int, group: int = 1) -> bool:
+    """Whether attention over lists of single tokens costs less than attention to all keys with a mask. `group`: heads that share a key.
 
-    Each head has keys and values of its own in these models, and a list gathers them anew for each query. Measured with 192 and 128 numbers
-    in a head, in float32 and bfloat16, a listed pair of query and key costs 1.3 times as much as a masked one for 1 query, 5 to 7 for 4,
-    18 to 26 for 16, and 38 to 47 for prompts.
+    Where each head has keys and values of its own, a list gathers them anew for each query. Measured with 192 and 128 numbers in a head, in
+    float32 and bfloat16, a listed pair of query and key costs 1.3 times as much as a masked one for 1 query, 5 to 7 for 4, 18 to 26 for 16,
+    and 38 to 47 for prompts. With 128 heads on one key of 576 numbers it costs as much.
     """
-    return 2 * keys >= listed * min(3 * queries, 80)
+    return 2 * keys >= listed * max(2, min(3 * queries, 80) // group)
 
 
 def as_lists(indices: Any, keys: int) -> Any:
@@ -91,3 +91,17 @@ def as_lists(indices: Any, keys: int) -> Any:
         chosen[..., 1:] = chosen[..., 1:].masked_fill(again, keys)
         chosen = chosen.sort(dim=-1).values
     return chosen.masked_fill(chosen == keys, -1).unsqueeze(1).contiguous()
+
+
+_EXACT = "_blitz_attn_exact"
+
+
+def mark_exact(indices: Any) -> Any:
+    """Note on lists that they were made here: they name all tokens, or each rises and names once what its query sees, all where it can."""
+    setattr(indices, _EXACT, True)
+    return indices
+
+
+def is_exact(indices: Any) -> bool:
+    """Whether lists were made here."""
+    return getattr(indices, _EXACT, False)

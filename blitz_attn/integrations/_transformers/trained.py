@@ -1,0 +1,141 @@
+"""Models that were trained to choose what they attend to: their own methods are replaced, on single modules, by ones that run here.
+
+A table has a function for each module of attention that is known, by the file and the name of its class. The function looks at the module,
+and returns what replaces its methods, by name: ``"expand_kv"``, or ``"indexer.forward"`` for that of a module inside. It raises
+`UnsuitedError` where a release of transformers has something that it does not know.
+
+A replacement is called as ``replacement(own, module, *arguments, **options)``, where ``own`` is the module's own method. It is not called
+while torch.compile traces, nor while the model's ``attn_implementation`` is none of this library's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType, TracebackType
+from typing import Any
+
+import torch
+
+from .fallbacks import tell
+
+__all__ = ["Trained", "UnsuitedError", "replace_methods"]
+
+Adapters = Callable[[Any], dict[str, Callable[..., Any]]]
+_NAMES = ("blitz_attn", "blitz_attn_sparse")
+_RECORD = "_blitz_attn_trained"
+
+
+class UnsuitedError(Exception):
+    """Why a module is left on its own path: what follows "because of" in the log."""
+
+
+def families() -> dict[tuple[str, str], Adapters]:
+    """All modules that are known: the last part of the name of the file of their class, and the name of the class."""
+    from .dsa import ADAPTERS as DSA
+
+    return DSA
+
+
+@dataclass
+class _Record:
+    """What a module keeps about its replaced methods."""
+
+    config: Any  # of the attention that it belongs to: modules inside may have a copy, which does not follow
+    uses: int = 0
+    before: dict[str, Any] = field(default_factory=dict)  # what the instance had in place of the methods of its class
+    put: dict[str, Any] = field(default_factory=dict)
+
+
+def _own(module: Any, name: str) -> Any:
+    """A method as it was before it was replaced."""
+    before = getattr(module, _RECORD).before
+    return before[name] if name in before else functools.partial(getattr(type(module), name), module)
+
+
+def _method(name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose module is its first argument, so that a copy of the module calls its own."""
+
+    def method(module: Any, *arguments: Any, **options: Any) -> Any:
+        own, record = _own(module, name), getattr(module, _RECORD)
+        if torch.compiler.is_compiling() or not record.uses or record.config._attn_implementation not in _NAMES:
+            return own(*arguments, **options)
+        return replacement(own, module, *arguments, **options)
+
+    return method
+
+
+def _put(attention: Any, methods: dict[str, Callable[..., Any]]) -> None:
+    vars(attention)[_RECORD] = _Record(attention.config)
+    for path, replacement in methods.items():
+        place, _, name = path.rpartition(".")
+        module = attention.get_submodule(place)
+        record = vars(module).setdefault(_RECORD, _Record(attention.config))
+        if name in record.put:  # beneath what something else has put there since
+            continue
+        if name in vars(module):
+            record.before[name] = vars(module)[name]
+        record.put[name] = vars(module)[name] = MethodType(_method(name, replacement), module)
+
+
+def _take_away(module: Any) -> None:
+    """Methods that something else has replaced in the meantime stay, and reach the module's own from now on."""
+    record: _Record = vars(module)[_RECORD]
+    record.uses -= 1
+    if record.uses or any(vars(module).get(name) is not method for name, method in record.put.items()):
+        return
+    for name in record.put:
+        del vars(module)[name]
+    vars(module).update(record.before)
+    del vars(module)[_RECORD]
+
+
+class Trained:
+    """Modules whose methods are replaced until `undo`, or until a ``with`` statement over it ends."""
+
+    def __init__(self, modules: list[Any]) -> None:
+        self._modules = modules
+
+    def undo(self) -> None:
+        """Give the modules their own methods back, once nothing else that replaced them is in use. Calling this again changes nothing."""
+        while self._modules:
+            _take_away(self._modules.pop())
+
+    def __enter__(self) -> Trained:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.undo()
+
+
+def replace_methods(model: Any) -> Trained:
+    """Replace the methods of all modules of a model that are known; those that do not suit are named in the log."""
+    known, found = families(), {}
+    counts: dict[str, list[int]] = {}
+    for module in model.modules():
+        adapters = known.get((type(module).__module__.rpartition(".")[2], type(module).__name__))
+        if adapters is None:
+            continue
+        count = counts.setdefault(type(module).__name__, [0, 0])
+        count[1] += 1
+        try:
+            found[module] = {} if _RECORD in vars(module) else adapters(module)
+        except UnsuitedError as error:
+            tell(f"{type(module).__name__}: the model's own code instead of blitz_attn, because of {error}")
+            continue
+        count[0] += 1
+    if not counts:
+        expected = "a model that was trained to choose its tokens, of a family that is known here"
+        raise ValueError(f"model: expected {expected}, got {type(model).__name__}")
+    replaced = []
+    for module, methods in found.items():
+        if _RECORD not in vars(module):
+            _put(module, methods)
+        for part in module.modules():
+            if _RECORD in vars(part):
+                vars(part)[_RECORD].uses += 1
+                replaced.append(part)
+    text = ", ".join(f"{some} of {count} {name}" for name, (some, count) in counts.items())
+    tell(f"{type(model).__name__}: tokens that the model chooses are chosen and attended by blitz_attn ({text})")
+    return Trained(replaced)
