@@ -46,7 +46,8 @@ def register() -> None:
     Sinks and softcaps are exact; blocks are chosen by scores without the softcap. Packed sequences are taken
     from ``position_ids`` that begin again, as transformers does, or from ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Blocks that a model
     chooses itself (``block_indices`` of MiniMax-M3) are used as they are, whatever the configuration, and so are tokens (``indices`` of
-    DeepSeek-V3.2 and its kin); `trained_sparse` replaces the model's own code that chooses tokens.
+    DeepSeek-V3.2 and its kin) and the masks in which GLM-5.3, Qwen4 and DeepSeek-V4 say what they chose; `trained_sparse` replaces the
+    model's own code that chooses.
 
     Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.
@@ -55,7 +56,7 @@ def register() -> None:
     bias), torch computes it, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
     Models with attention code of their own run that code. Code that adds the mask to scores (BLOOM, XGLM, RoFormer) gets the numbers that
     it adds with ``"eager"``, and `on_unsupported` of the configuration for all models holds. Code that needs numbers in the mask for
-    anything else (MPT, DeepSeek-V4) gets a ValueError, and so does all such code under `torch.compile`. transformers itself refuses some
+    anything else (MPT) gets a ValueError, and so does all such code under `torch.compile`. transformers itself refuses some
     models (Falcon, GPT-Neo).
 
     Examples
@@ -127,7 +128,7 @@ def paged_cache(model: PreTrainedModel | PretrainedConfig, *, page_size: int = 6
 
 
 def trained_sparse(model: PreTrainedModel) -> Trained:
-    """Let a model that was trained to choose its tokens do so here: DeepSeek-V3.2 and its kin.
+    """Let a model that was trained to choose its tokens do so here: DeepSeek-V3.2 and its kin, GLM-5.3, Qwen4 and DeepSeek-V4.
 
     With ``attn_implementation="blitz_attn"``, such a model attends to its own tokens anyway, but its code around attention makes a score
     for each head, query and key, and the keys and values of all heads for all tokens of the cache. Both are replaced, on the modules of
@@ -135,11 +136,14 @@ def trained_sparse(model: PreTrainedModel) -> Trained:
     projection that would expand them folded into queries and outputs. They are expanded where that costs less: for the first tokens of a
     prompt. While another implementation is set, the model's own code runs.
 
+    GLM-5.3 and Qwen4 choose pools of tokens, and DeepSeek-V4 attends to a window and to compressed entries, of which it chooses some. Their
+    own code makes masks of all queries and keys; here, lists say what was chosen.
+
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A model of the architectures deepseek_v32, glm_moe_dsa, mistral_large4, hy_v4, hy_v4_vl, axk2 or dots3_note, or one with such a
-        model inside.
+        A model of the architectures deepseek_v32, glm_moe_dsa, mistral_large4, hy_v4, hy_v4_vl, axk2, dots3_note, glm5_next, qwen4_exp or
+        deepseek_v4, or one with such a model inside.
 
     Returns
     -------
@@ -158,7 +162,8 @@ def trained_sparse(model: PreTrainedModel) -> Trained:
     -----
     What runs is logged once, on the logger ``blitz_attn.integrations.transformers``, and so is the reason where a layer is left to the
     model's own code: projections that are no plain linear layers (quantised, or with adapters), a release of transformers with another
-    formula, packed sequences, masks that are matrices, autocast. `on_unsupported` of the configuration holds for calls.
+    formula (for the last three architectures: with other code of attention and indexer than 5.24 has), packed sequences, masks that are
+    matrices, autocast. `on_unsupported` of the configuration holds for calls.
     The model's own code also runs under `torch.compile`, and expands keys and values where attention is differentiated: call the model
     under `torch.no_grad`. Of tokens with equal scores, the first ones are taken. Results differ from those of the model's own code by
     rounding, and so do those of chunks from those of a whole prompt.
@@ -179,8 +184,9 @@ def trained_sparse(model: PreTrainedModel) -> Trained:
     >>> tokens.shape
     torch.Size([1, 9])
     """
+    from ._transformers import compressed, dsa, pools
     from ._transformers.trained import replace_methods
 
     if not hasattr(model, "modules"):
         raise TypeError(f"model: expected a model of transformers, got {shown(model)}")
-    return replace_methods(model)
+    return replace_methods(model, compressed.ADAPTERS | dsa.ADAPTERS | pools.ADAPTERS)

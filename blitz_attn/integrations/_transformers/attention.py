@@ -16,6 +16,7 @@ from ... import _arrays, _core
 from ..._select.choosers import rules_of
 from ..._select.prefill import select_blocks_prefill
 from ...block_sparse import block_sparse_attention
+from ...merge import merge_states
 from .._torch.masks import read_mask
 from .._torch.tensors import autocast_dtype, lowered
 from ..torch import block_sparse_attention as differentiable_attention
@@ -23,9 +24,9 @@ from .cache import keeps_few_keys, pages_of
 from .config import SparseConfig, config_of, config_of_text
 from .fallbacks import tell
 from .latents import Latents, latents_of
-from .masks import MATRIX, Call, RuleMask, Rules, TracedMask, additive
+from .masks import MATRIX, AdditiveMask, Call, RuleMask, Rules, TracedMask, additive
 from .operators import NUMBERS, Traced, attend_in_graph, register_operator
-from .tokens import all_seen, as_lists, as_mask, check_indices, is_exact, pays_as_lists, pieces
+from .tokens import Appended, Listed, all_seen, as_lists, as_mask, check_indices, is_exact, pays_as_blocks, pays_as_lists, pieces
 
 __all__ = ["attend_dense", "attend_sparse"]
 
@@ -35,10 +36,10 @@ _MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may ha
 
 # Arguments of models to the attention function that change nothing about attention, or that are computed.
 _HARMLESS = frozenset({
-    "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "labels", "logits_to_keep", "max_length_k",
-    "max_length_q", "num_items_in_batch", "num_logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits",
-    "past_key_value", "past_key_values", "position_bias", "position_embeddings", "position_ids", "return_dict", "seq_idx", "sliding_window",
-    "token_type_ids", "use_cache",
+    "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "input_ids", "is_causal", "labels", "logits_to_keep",
+    "max_length_k", "max_length_q", "num_items_in_batch", "num_logits_to_keep", "output_attentions", "output_hidden_states",
+    "output_router_logits", "past_key_value", "past_key_values", "position_bias", "position_embeddings", "position_ids", "return_dict",
+    "seq_idx", "sliding_window", "token_type_ids", "use_cache",
 })  # fmt: skip
 
 
@@ -81,6 +82,11 @@ class _Layer:
         elements = [self.mask.elements() if isinstance(self.mask, RuleMask) else self.mask] if self.by_elements else []
         bias = self.rest.get("position_bias")
         return elements if bias is None else [*elements, bias]
+
+    @property
+    def listed(self) -> Listed | None:
+        """What the model chose itself, where its mask says so."""
+        return self.mask.listed if isinstance(self.mask, RuleMask) else None
 
     @property
     def number(self) -> int | None:
@@ -145,6 +151,8 @@ def _why_not(layer: _Layer) -> str | None:
     packed = rules.sequences is not None or layer.rest.get("cu_seq_lens_q") is not None
     if layer.block_indices is not None and (packed or added or any(rules.starts)):
         return f"blocks chosen by the model beside {_without_rules(layer) or 'packed sequences or padding on the left'}"
+    if layer.listed is not None and (packed or added):
+        return "blocks chosen by the model beside packed sequences or a position bias"
     if layer.indices is not None and (packed or added):
         return f"tokens chosen by the model beside {_without_rules(layer) or 'packed sequences'}"
     if packed and added:
@@ -383,6 +391,8 @@ def _attend_pages(layer: _Layer, rules: Rules) -> Any:
 
 
 def _attend(layer: _Layer) -> tuple[Any, Any]:
+    if isinstance(layer.mask, AdditiveMask) and layer.mask.appended is not None and not _in_two_calls(layer):
+        layer.mask = RuleMask.of(layer.mask.elements())
     reason = _why_not(layer)
     if reason is not None:
         return _fall_back(layer, reason)
@@ -390,6 +400,8 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
         return layer.query[..., :1].expand(*layer.query.shape[:3], layer.value.shape[3]).transpose(1, 2), None
     layer.query, layer.key, layer.value = (_with_contiguous_rows(x) for x in (layer.query, layer.key, layer.value))
     rules = _rules_of(layer)
+    if isinstance(layer.mask, AdditiveMask) and layer.mask.appended is not None:
+        return _attend_two_sources(layer, rules, layer.mask.appended), None
     if layer.rest.get("cu_seq_lens_q") is not None:
         return _attend_packed(layer, rules, _cumulative(layer)), None
     if rules.sequences is not None:
@@ -399,6 +411,8 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
         return chosen, None
     if layer.indices is not None:
         return _attend_chosen_tokens(layer, rules), None
+    if layer.listed is not None:
+        return _attend_chosen_blocks(layer, rules, layer.listed), None
     added = _sum_of(layer)
     parts = []
     for call in rules.calls():
@@ -460,9 +474,58 @@ def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
     return whole[0] if len(whole) == 1 else torch.cat(whole)
 
 
+def _attend_chosen_blocks(layer: _Layer, rules: Rules, listed: Listed) -> Any:
+    """The same for the blocks that a mask holds."""
+    group, whole = layer.query.shape[1] // layer.key.shape[1], []
+    for call in rules.calls():
+        parts = []
+        for rows, piece in pieces(rules, call, listed.covers):
+            q, k, v, options = _arguments_of(layer, rules, piece, rows)
+            chosen, longest = listed.blocks[call.entries, rows], k.shape[1]
+            lists, shape = None, (128, 128)
+            if longest > listed.covers and pays_as_blocks(q.shape[1], longest, chosen.shape[2] * listed.size, group):
+                lists, shape = chosen.unsqueeze(1).contiguous(), (1, listed.size)
+            elif longest > listed.covers:
+                options |= read_mask(replace(listed, blocks=chosen).elements((0,), longest), q.shape[1], longest, q.dtype, lists=True)
+                lists, shape = options.pop("sabi", None), options.pop("block_shape", shape)
+            parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
+        whole.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+    return whole[0] if len(whole) == 1 else torch.cat(whole)
+
+
+def _in_two_calls(layer: _Layer) -> bool:
+    """Whether keys behind those of a mask are attended apart from those."""
+    rules = layer.mask.rules
+    alone = all(layer.rest.get(name) is None for name in ("cu_seq_lens_q", "position_bias"))
+    return rules is not None and rules.sequences is None and alone and not layer.differentiated
+
+
+def _attend_two_sources(layer: _Layer, rules: Rules, appended: Appended) -> Any:
+    """Attention to the keys of a mask and to those behind them, as one softmax. Sinks count with the first."""
+    first, queries = layer.key.shape[2] - appended.keys, layer.query.transpose(1, 2)
+    own = replace(layer, key=layer.key[:, :, :first], value=layer.value[:, :, :first])
+    given: dict[str, Any] = {"return_lse": True, "num_threads": layer.config.num_threads} | layer.numbers
+    given["out_dtype"] = None if queries.dtype == torch.float64 else "float32"
+    states = []
+    for call in rules.calls():
+        q, k, v, options = _arguments_of(own, rules, call)
+        states.append(block_sparse_attention(q, k, v, sinks=layer.sinks, **given, **options))
+    outs, lses = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*states, strict=True))
+    given |= {"layout": "BSND", "scale": layer.scaling}
+    if appended.chosen is None:
+        given["kv_ranges"] = torch.stack([torch.zeros_like(appended.count), appended.count], dim=-1)
+    else:
+        given |= {"sabi": appended.chosen.unsqueeze(1), "block_shape": (1, 1)}
+    more, more_lses = block_sparse_attention(queries, *(x[:, :, first:].transpose(1, 2) for x in (layer.key, layer.value)), **given)
+    lses, more_lses = (x.transpose(1, 2).contiguous() for x in (lses, more_lses))
+    return merge_states(outs, lses, more, more_lses)[0].to(queries.dtype)
+
+
 def _is_absorbed(layer: _Layer, latents: Latents) -> bool:
     """Whether latents are attended as they are where that is cheaper. Otherwise they are expanded, and the call is one like any other."""
-    if layer.indices is None or layer.differentiated or autocast_dtype() is not None or latents.width > _MOST_HEAD_DIM:
+    if (layer.indices is None and layer.listed is None) or latents.width > _MOST_HEAD_DIM:
+        return False
+    if layer.differentiated or autocast_dtype() is not None:
         return False
     if not isinstance(layer.mask, RuleMask) or _why_not(layer) is not None or 0 in layer.query.shape:
         return False
@@ -472,12 +535,14 @@ def _is_absorbed(layer: _Layer, latents: Latents) -> bool:
 
 def _attend_latents(layer: _Layer, latents: Latents) -> Any:
     """Attention to chosen tokens: the first queries of a prompt with expanded keys and values, where that costs less, others absorbed."""
-    rules, lists, queries = _rules_of(layer), layer.indices, layer.query.shape[2]
-    most = lists.shape[2]
+    rules, lists, listed, queries = _rules_of(layer), layer.indices, layer.listed, layer.query.shape[2]
+    most = lists.shape[2] if listed is None else listed.size * listed.blocks.shape[2]
 
     def attend(begin: int, end: int, query: Any, key: Any, value: Any) -> Any:
-        part = replace(layer, query=query, key=key, value=value, indices=lists[:, begin:end])
-        return _attend_chosen_tokens(part, replace(rules, offset=rules.offset + begin, q_length=end - begin))
+        part, some = replace(layer, query=query, key=key, value=value), replace(rules, offset=rules.offset + begin, q_length=end - begin)
+        if listed is not None:
+            return _attend_chosen_blocks(part, some, replace(listed, blocks=listed.blocks[:, begin:end]))
+        return _attend_chosen_tokens(replace(part, indices=lists[:, begin:end]), some)
 
     split, parts = latents.rows_expanded(rules.offset + 1, queries, most), []
     if split:
@@ -601,6 +666,11 @@ def _attend_in_operator(module: Traced, tensors: tuple[Any, Any, Any], mask: Any
 _library = register_operator(_attend_in_operator)
 
 
+def _chooses(module: Any) -> bool:
+    """Whether a layer was trained to choose what it attends to, or takes the choice of another layer. No configuration chooses there."""
+    return any(getattr(module, name, None) for name in ("indexer", "compressor", "skip_topk"))
+
+
 def _attention(sparse: bool) -> Any:
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, dropout: float = 0.0,
@@ -608,7 +678,7 @@ def _attention(sparse: bool) -> Any:
     ) -> tuple[Any, Any]:  # fmt: skip
         layer = _Layer(
             module, query, key, value, attention_mask, scaling, dropout, _numbers_of(rest), s_aux, block_indices, indices, is_causal, rest,
-            config_of(module), sparse, is_exact(indices),
+            config_of(module), sparse and not _chooses(module), is_exact(indices),
         )  # fmt: skip
         latents = latents_of(key)
         if latents is not None:

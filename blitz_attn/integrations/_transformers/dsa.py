@@ -17,11 +17,10 @@ import torch
 from ..._select.tokens import select_tokens
 from .._torch.tensors import autocast_dtype
 from .config import config_of
-from .fallbacks import tell
 from .latents import Latents, plain_weight
 from .masks import RuleMask
 from .tokens import mark_exact
-from .trained import Adapters, UnsuitedError
+from .trained import Table, UnsuitedError, leave
 
 __all__ = ["ADAPTERS"]
 
@@ -172,10 +171,10 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
     bound = inspect.signature(type(indexer).forward).bind(indexer, *arguments, **options)
     given = bound.arguments
     given.pop("self")
-    mask, cache, config = given["attention_mask"], given.get("cache"), config_of(indexer)
+    mask, cache = given["attention_mask"], given.get("cache")
     reason, call = _why_not(mask), None
     if reason is None:
-        call = _Selection(mask, cache, config.num_threads)
+        call = _Selection(mask, cache, config_of(indexer).num_threads)
         try:
             found = own(**given | {"attention_mask": call.hidden, "cache": call})
             if found is call.chosen:
@@ -185,9 +184,7 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
             reason = str(error)
         except (TypeError, ValueError) as error:  # what stands for keys has no such operation; or the model's own, which it raises again
             reason = f"a step of its indexer that is not known here ({type(error).__name__})"
-    if config.on_unsupported == "error":
-        raise ValueError(f"{type(indexer).__name__}: expected an indexer that blitz_attn can compute, got {reason}")
-    tell(f"{type(indexer).__name__}: tokens chosen by the model's own code instead of blitz_attn, because of {reason}")
+    leave(indexer, reason)
     if call is not None and call.keys is not None:
         given["cache"] = _Given(call.keys)
     return own(**given)
@@ -256,7 +253,7 @@ def _adapters(attention: Any) -> dict[str, Any]:
     return methods
 
 
-ADAPTERS: dict[tuple[str, str], Adapters] = {
+ADAPTERS: Table = {
     ("modeling_axk2", "AXK2Attention"): _adapters,
     ("modeling_deepseek_v32", "DeepseekV32Attention"): _adapters,
     ("modeling_dots3_note", "Dots3NoteTextAttention"): _adapters,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,10 @@ from transformers import masking_utils
 from .config import config_of
 from .fallbacks import tell
 
-__all__ = ["MATRIX", "Call", "RuleMask", "Rules", "TracedMask", "additive", "make_mask"]
+if TYPE_CHECKING:
+    from .tokens import Appended, Listed
+
+__all__ = ["MATRIX", "AdditiveMask", "Call", "RuleMask", "Rules", "TracedMask", "additive", "make_mask"]
 
 
 @dataclass(frozen=True)
@@ -346,10 +349,13 @@ class RuleMask(torch.Tensor):
         What attention needs.
     reason : str
         Why there are no rules.
+    listed : tokens.Listed or None
+        What the model chose among the keys that the rules show.
     """
 
     rules: Rules | None
     reason: str
+    listed: Listed | None = None
     _arguments: dict[str, Any]
     _made: list[Any]  # the elements, once they have been made; shared with aliases
 
@@ -364,6 +370,12 @@ class RuleMask(torch.Tensor):
         """A mask of these elements, without rules."""
         return cls(tuple(made.shape), None, reason, {}, [made])
 
+    def among(self, listed: Listed) -> RuleMask:
+        """This mask, joined by `and` with what the model chose. A model that does so itself gets the same mask again."""
+        mask = RuleMask(tuple(self.shape), self.rules, self.reason, self._arguments, [])
+        mask.listed = listed
+        return mask
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -372,8 +384,14 @@ class RuleMask(torch.Tensor):
             return arguments[0]
         if function is _aten.alias.default:
             mask = arguments[0]
-            return RuleMask(tuple(mask.shape), mask.rules, mask.reason, mask._arguments, mask._made)
-        if function is _aten.select.int and arguments[0].dim() == 4 and arguments[1:] == (1, 0):
+            alias = RuleMask(tuple(mask.shape), mask.rules, mask.reason, mask._arguments, mask._made)
+            alias.listed = mask.listed
+            return alias
+        if function is _aten.bitwise_and.Tensor and all(isinstance(x, RuleMask) for x in arguments):
+            chosen = [x for x in arguments if x.listed is not None]
+            if len(chosen) == 1 and arguments[0]._arguments is arguments[1]._arguments and arguments[0].shape == arguments[1].shape:
+                return chosen[0]
+        if function is _aten.select.int and arguments[0].dim() == 4 and arguments[1:] == (1, 0) and arguments[0].listed is None:
             mask = arguments[0]
             return RuleMask((mask.shape[0], *mask.shape[2:]), mask.rules, mask.reason, mask._arguments, mask._made)
         options = options or {}
@@ -411,12 +429,60 @@ class RuleMask(torch.Tensor):
         if not self._made:
             skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             shape = (self.shape[0], 1, *self.shape[-2:])
-            self._made.append(masking_utils.sdpa_mask(**(self._arguments | skip)).expand(shape))
+            made = masking_utils.sdpa_mask(**(self._arguments | skip)).expand(shape)
+            if self.listed is not None and self.rules is not None:
+                made = made & self.listed.elements(self.rules.starts, self.shape[-1])
+            self._made.append(made)
         made = self._made[0]
         return made if made.dim() == self.dim() else made[:, 0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"RuleMask({tuple(self.shape)}, {self.rules or self.reason})"
+
+
+class AdditiveMask(RuleMask):
+    """A `RuleMask` for models that append columns to their mask: a tensor of numbers. An operation of torch on it makes what is added to
+    scores, as the model's eager attention has it, and works on that. Columns that are `tokens.Appended` leave it a mask of rules.
+
+    Attributes
+    ----------
+    appended : tokens.Appended or None
+        Keys behind those that the rules are about.
+    """
+
+    appended: Appended | None = None
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], rules: Rules | None, reason: str, arguments: dict[str, Any], made: list[Any]) -> AdditiveMask:
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=arguments.get("dtype", torch.float32), device="cpu")
+        self.rules, self.reason, self._arguments, self._made = rules, reason, arguments, made
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function in (_aten.detach.default, _aten.alias.default):
+            return arguments[0]
+
+        def made(x: Any) -> Any:
+            if isinstance(x, (tuple, list)):
+                return type(x)(made(part) for part in x)
+            return additive(x.elements(), x.dtype) if isinstance(x, AdditiveMask) else x
+
+        return function(*made(arguments), **(options or {}))
+
+    def followed_by(self, appended: Appended) -> AdditiveMask:
+        """This mask with more columns."""
+        mask = AdditiveMask((*self.shape[:3], self.shape[3] + appended.keys), self.rules, self.reason, self._arguments, [])
+        mask.appended = appended
+        return mask
+
+    def elements(self) -> Any:
+        if self.appended is not None and not self._made:
+            shape = (*self.shape[:3], self.shape[3] - self.appended.keys)
+            own = AdditiveMask(shape, self.rules, self.reason, self._arguments, []).elements()
+            behind = self.appended.elements()
+            self._made.append(torch.cat([x.expand(len(behind), *x.shape[1:]) for x in (own, behind)], dim=-1))
+        return super().elements()
 
 
 def _added(function: Any, arguments: Any) -> Any:
@@ -560,6 +626,11 @@ def _trace_mask(arguments: dict[str, Any]) -> Any:
     return TracedMask(shape, said.causal, said.left, said.right, said.packed, arguments["attention_mask"], where, kv_offset)
 
 
+_APPENDING = ("deepseek_v4",)  # the model types that append columns of numbers to their mask
+# Whose own code works on the mask: it cannot do so on a `TracedMask`.
+_USED_BY_MODEL = {"deepseek_v4": masking_utils.eager_mask, "qwen4_exp_text": masking_utils.sdpa_mask}
+
+
 def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function, attention_mask: Any = None, **options: Any,
@@ -569,8 +640,10 @@ def make_mask(
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset,
         "mask_function": mask_function, "attention_mask": attention_mask,
     }  # fmt: skip
+    kind = getattr(options.get("config"), "model_type", None)
+    appends = kind in _APPENDING
     if torch.compiler.is_compiling():
-        return _trace_mask(arguments)
+        return _trace_mask(arguments) if kind not in _USED_BY_MODEL else _USED_BY_MODEL[kind](**arguments)
     arguments["q_offset"] = q_offset = int(q_offset)  # static caches have a tensor
     rules, reason = None, ""
     try:
@@ -596,4 +669,4 @@ def make_mask(
             rules = replace(rules, causal=False, left=None, right=None, ranges=runs)
     except _NoRuleError as error:
         rules, reason = None, str(error)
-    return RuleMask((batch_size, 1, q_length, kv_length), rules, reason, arguments, [])
+    return (AdditiveMask if appends else RuleMask)((batch_size, 1, q_length, kv_length), rules, reason, arguments, [])

@@ -11,6 +11,9 @@ while torch.compile traces, nor while the model's ``attn_implementation`` is non
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType, TracebackType
@@ -18,11 +21,13 @@ from typing import Any
 
 import torch
 
+from .config import config_of
 from .fallbacks import tell
 
-__all__ = ["Trained", "UnsuitedError", "replace_methods"]
+__all__ = ["Table", "Trained", "UnsuitedError", "check_code", "leave", "replace_methods"]
 
 Adapters = Callable[[Any], dict[str, Callable[..., Any]]]
+Table = dict[tuple[str, str], Adapters]  # by the last part of the name of the file of a class, and the name of the class
 _NAMES = ("blitz_attn", "blitz_attn_sparse")
 _RECORD = "_blitz_attn_trained"
 
@@ -31,11 +36,22 @@ class UnsuitedError(Exception):
     """Why a module is left on its own path: what follows "because of" in the log."""
 
 
-def families() -> dict[tuple[str, str], Adapters]:
-    """All modules that are known: the last part of the name of the file of their class, and the name of the class."""
-    from .dsa import ADAPTERS as DSA
+def check_code(known: dict[str, str], *modules: Any) -> None:
+    """Refuse modules whose code is not what a replacement was written for: `known` has digests of classes without comments and spaces."""
+    for kind in map(type, modules):
+        try:
+            text = re.sub(r"#.*|\s+", "", inspect.getsource(kind))
+        except (OSError, TypeError):  # there is none
+            text = ""
+        if hashlib.sha256(text.encode()).hexdigest()[:16] != known.get(kind.__name__):
+            raise UnsuitedError(f"a release of transformers whose {kind.__name__} differs from that of 5.24")
 
-    return DSA
+
+def leave(indexer: Any, reason: str) -> None:
+    """Say that a call is left to the model's own code."""
+    if config_of(indexer).on_unsupported == "error":
+        raise ValueError(f"{type(indexer).__name__}: expected an indexer that blitz_attn can compute, got {reason}")
+    tell(f"{type(indexer).__name__}: tokens chosen by the model's own code instead of blitz_attn, because of {reason}")
 
 
 @dataclass
@@ -109,9 +125,9 @@ class Trained:
         self.undo()
 
 
-def replace_methods(model: Any) -> Trained:
+def replace_methods(model: Any, known: Table) -> Trained:
     """Replace the methods of all modules of a model that are known; those that do not suit are named in the log."""
-    known, found = families(), {}
+    found = {}
     counts: dict[str, list[int]] = {}
     for module in model.modules():
         adapters = known.get((type(module).__module__.rpartition(".")[2], type(module).__name__))

@@ -1,0 +1,138 @@
+"""GLM-5.3 and Qwen4 choose pools of neighbouring tokens: their attention gets a mask that holds the choice, and no array has a number for
+each query and key.
+
+Pools are counted from the first token of each sequence, and made anew in each call from what the model keeps of all tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from ..._select.tokens import select_tokens
+from .config import config_of
+from .dsa import _keep_latents, _why_not, _why_not_folded
+from .masks import RuleMask, make_mask
+from .tokens import Listed
+from .trained import Table, UnsuitedError, check_code, leave
+
+__all__ = ["ADAPTERS"]
+
+_KNOWN = {
+    "Glm5NextTextAttention": "f3b1bbd982712cf2", "Glm5NextTextIndexer": "638fce0ffa14f062", "Qwen4ExpTextAttention": "701ffcda5a2f847b",
+    "Qwen4ExpTextQSAIndexer": "13aef60db521e9e1",
+}  # fmt: skip
+
+
+def _chosen(indexer: Any, mask: RuleMask, q: Any, weights: Any, pooled: Any, **options: Any) -> RuleMask:
+    """The mask, with the pools that each query chooses; `pooled` makes the keys of pools of a range of batch entries and of tokens."""
+    rules, size, count, tail = mask.rules, options["pool_size"], options.pop("count"), options["keep_tail"]
+    assert rules is not None  # or it would have a reason
+    covers = (count + 1) * size - 1 if tail else 0
+    longest = min(max(rules.ends), rules.offset + rules.q_length) - min(rules.starts)
+    if longest <= covers:
+        return mask.among(Listed(torch.arange(-(-longest // size), dtype=torch.int32).expand(*q.shape[:2], -1), size, covers))
+    parts = []
+    for call in rules.calls():
+        k = pooled(call.entries, slice(call.start, call.start + max(call.kv_lens)))
+        dtype = torch.promote_types(q.dtype, k.dtype)
+        part = q[call.entries].to(dtype), k.to(dtype), weights[call.entries]
+        options |= {"q_lens": call.q_lens, "kv_lens": call.kv_lens, "num_threads": config_of(indexer).num_threads}
+        parts.append(select_tokens(*part, count, causal=True, **options))
+    return mask.among(Listed(parts[0] if len(parts) == 1 else torch.cat(parts), size, covers))
+
+
+def _is_left(indexer: Any, hidden: Any, mask: Any) -> bool:
+    """Whether a call is left to the model's own code."""
+    reason = _why_not(mask) if hidden.device.type == "cpu" else f"tensors on {hidden.device}"
+    if reason is not None:
+        leave(indexer, reason)
+    return reason is not None
+
+
+# ---- Qwen4 -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _choose_means(own: Any, indexer: Any, hidden: Any, embeddings: tuple[Any, Any], mask: Any, cache: Any) -> Any:
+    """What the model joins with its mask by `and`: the same mask, with the choice."""
+    if _is_left(indexer, hidden, mask):
+        return own(hidden, embeddings, mask, cache)
+    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    size, dim, tokens = indexer.compress_ratio, indexer.index_head_dim, hidden.shape[1]
+    q, keys = indexer.index_qk_proj(hidden).split([indexer.index_n_heads * dim, indexer.index_kv_heads * dim], dim=-1)
+    if cache is not None:
+        keys = cache.update_indexer(keys, indexer.layer_idx)
+    q = indexer.q_layernorm(q.unflatten(-1, (-1, dim)))
+    q = rotate(q, cos=embeddings[0][:, -tokens:], sin=embeddings[1][:, -tokens:], unsqueeze_dim=2)
+
+    def pooled(entries: slice, part: slice) -> Any:
+        firsts = slice(part.start, part.start + (part.stop - part.start) // size * size, size)
+        groups = keys[entries, firsts.start : firsts.stop].unflatten(1, (-1, size))
+        means = indexer.k_layernorm(groups.float().mean(2).to(keys.dtype))
+        cos, sin = (x[entries, firsts] for x in embeddings)
+        return rotate(means.unsqueeze(2), cos=cos, sin=sin, unsqueeze_dim=2).squeeze(2)
+
+    weights = torch.ones(q.shape[:3])
+    return _chosen(indexer, mask, q, weights, pooled, pool_size=size, keep_tail=True, count=indexer.block_topk)
+
+
+def _qwen(attention: Any) -> dict[str, Any]:
+    check_code(_KNOWN, attention, attention.indexer)
+    return {"indexer.forward": _choose_means}
+
+
+# ---- GLM-5.3 ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _choose_pools(own: Any, indexer: Any, hidden_states: Any, q_resid: Any, attention_mask: Any, cache: Any) -> Any:
+    """The mask of the layer, in the place of tokens; layers that share the choice hand it on."""
+    batch, tokens = attention_mask.shape
+    valid, past, length = attention_mask, 0, tokens
+    if cache is not None:  # whose latents have the new tokens already, and whose index keys have not
+        layer = cache.layers[indexer.layer_idx]
+        past, length = int(layer.get_seq_length()) - tokens, layer.keys.shape[-2]
+        if past:
+            valid = torch.cat([layer.indexer_keys[:, :past, -1].bool(), valid], dim=1)
+    mask = make_mask(batch, tokens, length, past, attention_mask=valid)
+    if _is_left(indexer, hidden_states, mask):
+        return own(hidden_states=hidden_states, q_resid=q_resid, attention_mask=attention_mask, cache=cache)
+    q = indexer.wq_b(q_resid).unflatten(-1, (-1, indexer.head_dim))
+    keys = indexer.k_norm(indexer.wk(hidden_states))
+    states = torch.cat([keys, linear(hidden_states, indexer.index_kpool_compress_gate), attention_mask.to(keys.dtype)[..., None]], dim=-1)
+    if cache is not None:
+        states = cache.update_indexer(states, indexer.layer_idx)
+    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
+
+    def pooled(entries: slice, part: slice) -> Any:
+        return indexer.get_pooled_states(packed_states=states[entries, part])[0]
+
+    size, tail = indexer.index_kpool, indexer.index_kpool_always_select_tail
+    options = {"pool_size": size, "keep_tail": tail, "count": indexer.index_topk // size, "scale": indexer.softmax_scale}
+    return _chosen(indexer, mask, q, weights, pooled, **options)
+
+
+def _mask_of_choice(own: Any, attention: Any, topk_indices: Any, **options: Any) -> Any:
+    return topk_indices if isinstance(topk_indices, RuleMask) else own(topk_indices=topk_indices, **options)
+
+
+def _glm(attention: Any) -> dict[str, Any]:
+    check_code(_KNOWN, attention)
+    reason = _why_not_folded(attention)
+    if reason is not None:
+        raise UnsuitedError(reason)
+    methods = {"build_attention_mask_from_topk": _mask_of_choice, "expand_kv": _keep_latents}
+    if attention.indexer is not None:
+        check_code(_KNOWN, attention.indexer)
+        methods["indexer.forward"] = _choose_pools
+    return methods
+
+
+ADAPTERS: Table = {
+    ("modeling_glm5_next", "Glm5NextTextAttention"): _glm,
+    ("modeling_qwen4_exp", "Qwen4ExpTextAttention"): _qwen,
+}
