@@ -43,7 +43,8 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     if (!ba_given(t)) {
         if (args->selected_counts)
             return ba_fail(BA_ERROR_VALUE, BA_ARG("selected_counts") ": expected none without " BA_ARG("selected") ", got some");
-        return args->selected_size ? ba_fail(BA_ERROR_VALUE, BA_ARG("selected_size") ": expected none without " BA_ARG("selected") ", got one") : BA_OK;
+        return args->selected_size ? ba_fail(BA_ERROR_VALUE, BA_ARG("selected_size") ": expected none without " BA_ARG("selected") ", got one")
+                                   : BA_OK;
     }
     if (t->dtype != BA_INT32 && t->dtype != BA_INT64 && t->dtype != BA_INT16)
         return ba_fail(BA_ERROR_TYPE, BA_ARG("selected") ": expected int16, int32 or int64, got %s", ba_dtype_name(t->dtype));
