@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import blitz_attn
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
@@ -16,6 +18,7 @@ import kept_blocks  # noqa: E402
 import make_profile  # noqa: E402
 import needle  # noqa: E402
 import perplexity as example  # noqa: E402
+import trained_sparse  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +145,35 @@ def test_a_real_model_decodes_through_pages():
     assert recalls[0] == recalls[2] == recalls[4] == 1
     assert recalls[3] < recalls[1] < 1
     assert [float(line[5]) for line in lines][2] == 1  # with every block chosen, decode is dense
+
+
+# ---- trained_sparse.py ------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_chooses_its_tokens_is_measured_and_drawn(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    if not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no deepseek_v32")
+    import torch
+
+    small = {
+        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16, "v_head_dim": 12, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 4,
+    }  # fmt: skip
+    monkeypatch.setattr(trained_sparse, "SMALL", trained_sparse.SMALL | small)
+    monkeypatch.setattr(trained_sparse, "LEAST_SECONDS", 0)
+    threads = torch.get_num_threads()
+    try:
+        lines = [",".join(trained_sparse.COLUMNS)]
+        for what in ("prompt", "step"):
+            for way in trained_sparse.WAYS:
+                found = trained_sparse.measure("deepseek_v32", what, way, "float32", 40, 1)
+                assert min(found[:2]) > 0
+                lines.append(f"deepseek_v32,{what},{way},float32,40,1,{found[0]},{found[1]},{found[2] // trained_sparse.MIB}")
+    finally:
+        torch.set_num_threads(threads)
+        blitz_attn.set_num_threads(None)
+    (tmp_path / "layer.csv").write_text("\n".join(lines))
+    assert trained_sparse.main(["--draw", str(tmp_path / "layer.csv"), "-o", str(tmp_path / "layer.png")]) == 0
+    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
