@@ -509,7 +509,7 @@ def listed(model: str, dtype: str, shared: float | None) -> Work:
 
 
 def list_operations() -> list[Operation]:
-    """Attention over lists of single queries, and the dense rate of the same heads. FLOP are counted by pairs, so shares of F can be divided."""
+    """Attention over lists of single queries, and dense rows of the same heads. FLOP are counted by pairs: shares of F can be divided."""
     kinds = {"dense": None, "random": 0.0, "3/4 shared": 0.75}
     return [
         Operation(f"{model}, {kind}", dtype, functools.partial(listed, model, dtype, shared))

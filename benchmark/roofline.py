@@ -3,7 +3,7 @@
 
     python benchmark/roofline.py | tee roofline.log | python benchmark/plot.py  # a minute or so
     python benchmark/roofline.py --threads 2 --no-operations                    # limits only, two threads only
-    python benchmark/roofline.py --threads 1 --lists                            # lists of single queries beside the same heads without lists
+    python benchmark/roofline.py --threads 1 --lists                            # lists of single queries, beside dense rows
 
 First one row a limit: `flops` rows give F, the fp32 FMA peak of a level's widest vectors in GFLOP/s; `tiles` rows
 give P, that of products of bfloat16 tiles with random operands, where the CPU has tiles; `read` rows give GB/s when
