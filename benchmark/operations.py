@@ -7,6 +7,7 @@ makes old records worthless. Operands are normal random numbers, never zeros, wh
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -470,6 +471,49 @@ def selection(dtype: str) -> Work:
 
     elements = 2.0 * pages * KV_HEADS * HEAD_DIM
     return Work(2.0 * elements, elements * ITEM_BYTES[dtype], call, picked)  # per element a multiply, and a maximum or an add
+
+
+# Models that choose their own tokens: query heads, KV heads, D, Dv, keys a block, blocks a query.
+LISTED = {
+    "DSA": (128, 1, 576, 512, 1, 2048),
+    "DeepSeek-V4": (64, 1, 512, 512, 1, 512),
+    "QSA": (16, 2, 256, 256, 4, 512),
+    "M3": (64, 4, 128, 128, 128, 16),
+}
+LISTED_QUERIES, LISTED_KEYS = 32, 16384
+
+
+def query_lists(kv_heads: int, columns: int, width: int, shared: float) -> np.ndarray:
+    """Random lists, one a query and KV head, that have a share of their entries in common with those of the query before."""
+    rng = np.random.default_rng(SEED)
+    lists = np.argsort(rng.random((kv_heads, LISTED_QUERIES, columns)), axis=-1)[..., :width].astype(np.int32)
+    for head in lists:
+        for before, row in itertools.pairwise(head):
+            kept = rng.choice(before, int(width * shared), replace=False)
+            others = rng.permutation(np.setdiff1d(np.arange(columns), kept))
+            row[:] = np.concatenate([kept, others[: width - len(kept)]])
+    return lists[None]
+
+
+def listed(model: str, dtype: str, shared: float | None) -> Work:
+    """Attention of some queries over lists of their own; over the same number of keys without lists, where `shared` is None."""
+    heads, kv_heads, head_dim, v_dim, block, width = LISTED[model]
+    keys = LISTED_KEYS if shared is not None else block * width
+    q, k, v = testing.make_qkv(1, heads, kv_heads, LISTED_QUERIES, keys, head_dim, dtype=dtype, seed=SEED)
+    asked = lay_out(q, k, np.ascontiguousarray(v[..., :v_dim]), dtype)
+    if shared is not None:
+        asked = asked.over(query_lists(kv_heads, keys // block, width, shared), (1, block))
+    flops = 2.0 * heads * LISTED_QUERIES * block * width * (head_dim + v_dim)
+    return replace(asked.work(), flops=flops)
+
+
+def list_operations() -> list[Operation]:
+    """Attention over lists of single queries, and dense rows of the same heads. FLOP are counted by pairs: shares of F can be divided."""
+    kinds = {"dense": None, "random": 0.0, "3/4 shared": 0.75}
+    return [
+        Operation(f"{model}, {kind}", dtype, functools.partial(listed, model, dtype, shared))
+        for model in LISTED for dtype in ("float32", "bfloat16") for kind, shared in kinds.items()
+    ]  # fmt: skip
 
 
 def _kernel(dtype: str, level: str) -> str:

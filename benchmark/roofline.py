@@ -3,6 +3,7 @@
 
     python benchmark/roofline.py | tee roofline.log | python benchmark/plot.py  # a minute or so
     python benchmark/roofline.py --threads 2 --no-operations                    # only the limits, only with two threads
+    python benchmark/roofline.py --threads 1 --lists                            # lists of single queries, next to dense rows
 
 The first rows are limits, of all threads together: `flops` rows give F, the float32 FMA peak of a level's widest vectors in GFLOP/s.
 `tiles` rows give P, the peak of products of bfloat16 tiles with random operands, if the CPU has tiles. `read` rows give GB/s when every
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     result = parser_of(__doc__, repeats=5)
     result.set_defaults(threads=list(range(1, blitz_attn.get_num_threads() + 1)))
     result.add_argument("--seconds", type=above_zero, default=0.3, help="seconds per measurement of a limit (%(default)s)")
+    result.add_argument("--lists", action="store_true", help="measure attention over lists of single queries in place of the small set")
     result.add_argument("--operations", action=argparse.BooleanOptionalAction, default=True, help="measure operations too (yes)")
     return result
 
@@ -63,8 +65,9 @@ def main(args: argparse.Namespace, report: Report) -> None:
     report.columns = OPERATION_COLUMNS
     report.line("")
     report.names()
+    chosen = operations.list_operations() if args.lists else operations.every_operation()
     counts = sorted({args.threads[0], args.threads[-1]})
-    for point in operations.measured(operations.every_operation(), counts, args, report.progress):
+    for point in operations.measured(chosen, counts, args, report.progress):
         seconds, work = statistics.median(point.seconds), point.work
         rates = {"flop/byte": work.flops / work.bytes, "GFLOP/s": work.flops / seconds / 1e9, "GB/s": work.bytes / seconds / 1e9}
         report.row(point.values() | rates | {"Share_of_limit": statistics.median(point.shares)}, samples_s=point.seconds)

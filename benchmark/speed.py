@@ -34,7 +34,7 @@ import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 from _bench import RESULTS, Contender, Report, columns, command, commit, in_turns, machine, parser_of, positive, tag, today, yes
 from blitz_attn import _core
-from operations import SETTLE_SECONDS, chosen, decode, every_operation, measured, poison
+from operations import SETTLE_SECONDS, chosen, decode, every_operation, list_operations, measured, poison
 
 # Between two runs of the same build on a shared machine, medians differ by this much: more for caches and memory than for arithmetic.
 LEAST_MOVE = {"F": 0.05, "P": 0.05, "R": 0.15}
@@ -90,7 +90,7 @@ def beside(other: ModuleType, args: argparse.Namespace, report: Report) -> None:
     report.head(f"{blitz_attn.__version__} of this checkout beside {other.__version__} of {args.beside}")
     operations = [one for one in every_operation() if one.level is None and not one.name.startswith("decode")]
     operations += [decode(x, group, kv_bytes=args.kv_mib << 20) for x in ("float32", "float16", "bfloat16", "int8") for group in (1, 4, 8)]
-    operations = chosen(operations, args.only)
+    operations = chosen([*operations, *list_operations()], args.only)
     for operation in operations:
         work = operation.draw()
         for threads in args.threads:

@@ -147,6 +147,7 @@ typedef struct test_case {
     subject s;
     int variant;
     int64_t lanes, queries; /* lanes of the panel, and how many of these hold queries */
+    int64_t named_lanes;    /* what the panel says of that: see ba_panel */
     int64_t head_dim, v_dim, keys;
     fill fill;
     mask mask;

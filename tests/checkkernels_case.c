@@ -222,6 +222,7 @@ ba_panel open_panel(const test_case *c) {
     } else {
         panel.q = place(PANEL_Q, c->lanes * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         f->pack->queries[c->variant](panel.q, rows, c->queries, c->head_dim, c->scale);
+        panel.lanes = c->named_lanes;
     }
     if (c->mask == NO_MASK) return panel;
     int32_t lo[BA_MAX_LANES] = {0}, hi[BA_MAX_LANES]; /* lanes without a query see all keys */

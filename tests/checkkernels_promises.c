@@ -122,6 +122,13 @@ static void check_alone(test_case *c, const key_range *ranges) {
     attend_ranges(&other, ranges, 2, changed);
     for (int64_t i = 0; i < other.queries; i++) same_bits(r, i, "the width of the panel shows in [.][lane]");
 
+    if (!in_rows(c)) {
+        other = *c;
+        other.named_lanes = c->queries;
+        attend_ranges(&other, ranges, 2, changed);
+        for (int64_t i = 0; i < c->queries; i++) same_bits(r, i, "leaving other lanes out shows in [.][lane]");
+    }
+
     other = *c;
     other.mask = NO_MASK;
     attend_ranges(&other, ranges, 2, whole);
@@ -151,7 +158,7 @@ void check_promises(test_case *c) {
         if (!is_drawn()) continue;
         const int64_t before = pick(2) * step; /* keys in a chunk before this one */
         const int64_t keys = before + 1 + pick(ba_min(5 * step, BA_MAX_CHUNK - before));
-        make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), keys, 1 + pick(40), 1 + pick(40));
+        make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), keys, n % 3 ? 1 + pick(40) : 32 * (1 + pick(2)), 1 + pick(40));
         const key_range ranges[] = {{0, before}, {before, c->keys}};
         attend_ranges(c, ranges, 2, whole);
         check_unseen(c, ranges);

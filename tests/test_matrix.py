@@ -88,3 +88,20 @@ def test_threads_that_cut_smaller_tiles_change_no_bit(listed, dtype, tokens, isa
     lists = sabi.random_with_frame(tokens, tokens, (128, 64), 0.4) if listed else None
     one, *others = (attend(q, k, v, lists, block_shape=(128, 64), causal=not listed, num_threads=threads) for threads in (1, 2, 3, 5))
     assert all(same_bits(a, b) for other in others for a, b in zip(other, one, strict=True))
+
+
+@pytest.mark.parametrize("dims", [(64, 72), (320, 40), (40, 8)], ids=str)
+@pytest.mark.parametrize("heads", [3, 8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lists_of_single_queries_change_no_bit(dtype, heads, dims, isa_level):
+    """Panels that are half empty multiply in another way than full ones, and prefetch other rows."""
+    q, k, v = testing.make_qkv(1, heads, 1, 70, 300, *dims, dtype=dtype)
+    whole = attend(q, k, v, causal=True)
+    assert_same(attend(q, k, v, sabi.dense(70, 300, (1, 4)), block_shape=(1, 4), causal=True), whole)
+    lists = random_lists(np.random.default_rng(1), 1, 1, 70, 75, share=0.4, empty=0.1)
+    some = attend(q, k, v, lists, block_shape=(1, 4), num_threads=1)
+    assert_same(attend(q, k, v, lists, block_shape=(1, 4), num_threads=2), some)
+    rows = slice(31, 34)
+    part = attend(q[:, :, rows], k, v, lists[:, :, rows], block_shape=(1, 4), q_begin=261, q_total=70)
+    assert_same(part, (some[0][:, :, rows], some[1][:, :, rows]))
+    check(q, k, v, lists, block_shape=(1, 4))

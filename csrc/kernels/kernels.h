@@ -97,6 +97,7 @@ enum {
 typedef struct ba_panel {
     void *q;           /* packed by pack_queries; its format is the family's own */
     void *o;           /* real [round_up(v_dim, dim_pad)][lanes], initially 0; see ba_o_place for the order */
+    int64_t lanes;     /* how many of its first lanes hold queries: kernels may leave the others out. 0: all may */
     bool fresh;        /* o is undefined instead of 0, since the panel has attended nothing: see takes_fresh. The caller clears this after the call */
     void *m;           /* real [lanes], in log2 units: the reference of the weights; initially minus the largest finite number */
     void *l;           /* real [lanes], initially 0 */
@@ -132,15 +133,16 @@ typedef struct ba_chunk {
     const void *const *k_next; /* panel: [next_rows] rows in place that will be used next, which the kernel may prefetch. NULL: none */
     const void *const *v_next;
     int64_t next_rows, k_next_bytes, v_next_bytes; /* panel: the number of these rows, and the bytes of each */
-    int next_level;                                /* panel: where they are prefetched to: see ba_prefetch_level */
-    int64_t place;                                 /* panel: of its first key in the chunk that this one was cut from */
-    const int32_t *key_index;                      /* [keys], rising; read only where the panel has lo and hi */
-    const float *k_scale;                          /* few: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
-    const float *v_scale;                          /* the same for V */
-    double scale;   /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores by it */
-    double softcap; /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
-    ba_bias bias;   /* panel, few */
-    void *scratch;  /* keys * scratch_per_key bytes, of any content */
+    bool fetch_values;        /* panel: v_rows are read in place, by this panel first: a narrow panel may prefetch them instead of v_next */
+    int next_level;           /* panel: where they are prefetched to: see ba_prefetch_level */
+    int64_t place;            /* panel: of its first key in the chunk that this one was cut from */
+    const int32_t *key_index; /* [keys], rising; read only where the panel has lo and hi */
+    const float *k_scale;     /* few: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
+    const float *v_scale;     /* the same for V */
+    double scale;             /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores by it */
+    double softcap;           /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
+    ba_bias bias;             /* panel, few */
+    void *scratch;            /* keys * scratch_per_key bytes, of any content */
 } ba_chunk;
 
 /* Where the bias of a panel comes from: numbers of a mask, and -slope * |place - key_index|. */

@@ -103,6 +103,7 @@ const ba_work_tuning ba_work = {
     .items = 8,
     .few_items = 4,
     .by_block_items = 4,
+    .by_block_keys = 8,
     .alike_keys = 8,
     .few_keys = 64,
     .most_entries = 1 << 20,

@@ -54,6 +54,7 @@ static void attend_tile(const ba_attend_call *c, const ba_attend_scratch *w, int
         if (!ba_bias_chunk(c, w, batch_entry, &t->tile, s, 0, &chunk)) continue;
         s->panel.fresh = false;
         share_out(next, &chunk);
+        chunk.fetch_values = next->panels == 1 && !c->pack_v;
         if (many->n == BA_MANY_PANELS || many->width != s->width) flush(c, many);
         many->width = s->width;
         many->walks |= (uint64_t)1 << t->walk;

@@ -3,6 +3,7 @@
 #include "core/arena.h"
 #include "core/status.h"
 #include "kernels/prefetch_rows.h"
+#include "kernels/work_tuning.h"
 #include "ops/attend/attend_by_block.h"
 #include "ops/attend/attend_call.h"
 
@@ -106,7 +107,7 @@ static int64_t lay_out_call(ba_attend_call *c, int threads, char *base) {
 }
 
 ba_status ba_attend_with(ba_isa level, const ba_attend_family *family, const ba_problem *problem, int threads) {
-    if (ba_runs_by_block(problem))
+    if (ba_runs_by_block(problem) && problem->block_kv >= ba_work.by_block_keys)
         return ba_attend_by_block(problem, family->routed ? family : ba_kernels_at(level)->vector[problem->dtype], threads);
 
     ba_attend_call c = {.problem = problem, .family = family};

@@ -75,6 +75,7 @@ static void open_panel(const ba_attend_call *c, const ba_attend_scratch *w, cons
     const int64_t o_dim = s->width == BA_PANEL_FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
     (s->width == BA_PANEL_FEW ? c->pack_few : f->pack->queries[s->width])(s->panel.q, w->rows, s->lanes, p->head_dim, p->scale * BA_LOG2_E);
     if (s->width == BA_PANEL_FEW && c->order_few) c->order_few(s->panel.q, s->lanes, p->head_dim);
+    s->panel.lanes = s->lanes;
     s->panel.fresh = f->takes_fresh && s->width != BA_PANEL_FEW;
     if (!s->panel.fresh) memset(s->panel.o, 0, (size_t)(room * o_dim * f->real_size));
     memset(s->panel.l, 0, (size_t)(room * f->real_size));
