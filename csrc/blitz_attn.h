@@ -187,7 +187,7 @@ typedef struct ba_paged_args {
                                 * page size, whose states are merged by a fixed tree: the bits are the same whoever attends which KV split */
     ba_tensor selected;        /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the logical pages to attend */
     const int64_t *selected_counts; /* NULL: a row of `selected` ends at its first -1. Else [B][H_kv or H]: how many entries of each row are in use */
-    int64_t selected_size;          /* 0: as above. Else `selected` is (B, ...), with cu_q (T, H_kv, H or 1, K): one row per query, each of whose
+    int64_t selected_size;          /* 0: as above. Else `selected` is (B, ...), with cu_q (T, H_kv or H or 1, K): one row per query, each of whose
                                      * entries names so many tokens of the request that follow one another, and without selected_counts */
     double scale;                   /* as in ba_block_sparse_args */
     int64_t window;                 /* tokens that a query sees before itself; -1: no bound */
@@ -336,8 +336,8 @@ typedef struct ba_select_prefill_args {
 
 /* `call` as ba_block_sparse_args_init() returns it, pool_q, pool_k and `largest` 1; the rest is 0. */
 BA_API ba_select_prefill_args ba_select_prefill_args_init(void);
-/* With kv_ranges, the first columns are counted from where the range of a query begins. With kv_ranges or q_begin, recent columns are counted from
- * the last key that a query sees up to the diagonal. */
+/* With kv_ranges, the first columns are counted from where the range of a query begins. With kv_ranges or q_begin, recent columns are counted back
+ * from the last key that a query sees at or before the diagonal. */
 BA_API ba_status ba_select_prefill(const ba_select_prefill_args *args);
 
 /* Writes the blocks that are `kept` as index lists, for `blocks` of ba_block_sparse_args: `lists` is (B, H, rows, W), of uint16, int16, int32 or

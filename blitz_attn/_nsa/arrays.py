@@ -60,8 +60,8 @@ def reals(x: Any, name: str, dtype: Any, kind: str) -> tuple[np.ndarray, str]:
 
 
 def expect_shape(x: np.ndarray, name: str, shape: tuple[int, ...], text: str, other: str = "", rest: str = "") -> None:
-    """Refuses another shape. `text` says what has the expected one; it may go on with the name of another argument, `other`, and the
-    `rest`."""
+    """Refuses another shape than `shape`. `text` explains the shape in the sentence, which may go on with the name of another argument,
+    `other`, and then `rest`."""
     if x.shape != shape:
         raise refusal(ValueError, name, f": expected shape {shape}, {text}", other, f"{rest}, got {x.shape}")
 
@@ -92,7 +92,7 @@ def sums_for(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def round_into(x: np.ndarray, sums: np.ndarray, kind: str) -> None:
-    """Writes the sums that `sums_for` made room for to their result, whose axes are (..., tokens, heads, channels)."""
+    """Rounds the sums, in the array that `sums_for` gave, into their result, whose axes are (..., tokens, heads, channels)."""
     for at in range(0, 0 if sums is x else x.shape[-3], ROUNDED_AT_A_TIME):
         some = (..., slice(at, at + ROUNDED_AT_A_TIME), slice(None), slice(None))
         x[some] = converted(sums[some], real_of(kind), kind)

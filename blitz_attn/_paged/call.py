@@ -114,8 +114,8 @@ def attend_requests(
     return_lse: Any = False, out: Any = None, selected_size: Any = None,
 ) -> Any:  # fmt: skip
     """Attention over a paged cache by one call of the core, with arrays of any kind; over all blocks where `selected` is None. `requests`:
-    what `tables_for_core` gives, `q_lens`, `q_begin` and `kv_split`, or what `open_requests` gives; `rules`: `Rules`, or the first of its
-    values as a plain tuple, which takes less time to make."""
+    what `tables_for_core` gives, followed by `q_lens`, `q_begin` and `kv_split`, or what `open_requests` gives; `rules`: `Rules`, or a
+    plain tuple of its first values, which takes less time to make."""
     if k_scale is not None or v_scale is not None:
         k_scale, v_scale = scales_for_core(k_scale, "k_scale", k_cache), scales_for_core(v_scale, "v_scale", v_cache)
     if sinks is not None:
@@ -309,8 +309,8 @@ def paged_attention(
     TypeError
         An argument of the wrong kind or dtype.
     ValueError
-        An argument of the wrong shape or out of range, such as a page that the cache does not have within a request's length.
-        No output has been written then.
+        An argument of the wrong shape or out of range, such as a page number, within a request's length, that the cache does not have. No
+        output has been written then.
     MemoryError
         The scratch memory could not be allocated.
 

@@ -45,8 +45,8 @@ def allocate(
         Share of the blocks that all layers and heads together are to keep in the captures, above 0 and at most 1. It is exceeded where
         even the least of `masses` keeps more.
     chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash, or list of them
-        How blocks are scored: see `select_blocks_prefill`. From a list, each layer gets the chooser with the lowest cost; the
-        work of choosing counts like blocks that take the same arithmetic.
+        How blocks are scored: see `select_blocks_prefill`. From a list, each layer gets the chooser with the lowest cost; the work of
+        choosing counts as the number of blocks that take as much arithmetic.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     masses : sequence of float
@@ -72,10 +72,11 @@ def allocate(
 
     Notes
     -----
-    If the labels of the loss are drawn from the model's own predictions, half of the estimate is to second order the divergence between the
-    predictions of the dense and the sparse model (Fisher information), with heads taken one by one. One price per block, the same for all
-    heads, decides what each head keeps; the lowest price that meets the density is found. A layer takes one dense call and, for each
-    chooser, ``len(masses)`` choices and sparse calls per capture. Texts that a result is reported on should not be among the captures.
+    If the labels of the loss are drawn from the model's own predictions, half of the estimate equals, to second order, the divergence
+    between the predictions of the dense and the sparse model (Fisher information), with heads taken one by one. One price per block, the
+    same for all heads, decides what each head keeps; the lowest price that meets the density is found. A layer takes one dense call and,
+    for each chooser, ``len(masses)`` choices and sparse calls per capture. Texts that a result is reported on should not be among the
+    captures.
 
     Examples
     --------

@@ -135,9 +135,9 @@ def select_blocks_prefill(
         First blocks of keys that are always kept. With `kv_ranges`, these are for each query the first ones that its range touches, such
         as the first blocks of its document.
     recent : int
-        1 always keeps the blocks of keys on the diagonal ``i + kv_len - q_len`` of a row's queries, n also the n - 1 before them. With
-        `kv_ranges` or `q_begin`, these are counted for each query from the last key that it sees up to the diagonal. A row of blocks
-        always keeps a block that is forced for one of its queries, if that query sees it.
+        With 1, the blocks of keys on the diagonal ``i + kv_len - q_len`` of a row's queries are always kept, with n also the n - 1 blocks
+        before them. With `kv_ranges` or `q_begin`, these are counted back, for each query, from the last key that it sees at or before the
+        diagonal. A row of blocks always keeps a block that is forced for one of its queries, if that query sees it.
     last_columns : int
         Last blocks of keys that are always kept, such as those of text at the end of a sequence.
     first_rows, last_rows : int
@@ -197,8 +197,8 @@ def select_blocks_prefill(
     ``block_shape[0]`` and ``q_begin = a + kv_len - q_len`` of the whole call. This does not hold for what depends on all queries:
     `density`, `VerticalSlash`, `first_rows` and `last_rows` look only at the queries of the slice.
 
-    `Pooled` extends the mean pooling of SpargeAttn [4]_ and the bound of Quest [1]_ to fine rows, `Antidiagonal` is after
-    XAttention [2]_, `VerticalSlash` after MInference [3]_.
+    `Pooled` extends the mean pooling of SpargeAttn [4]_ and the bound of Quest [1]_ to small groups of queries and keys, `Antidiagonal` is
+    after XAttention [2]_, `VerticalSlash` after MInference [3]_.
 
     References
     ----------
@@ -367,7 +367,7 @@ def list_from_scores(
     Raises
     ------
     TypeError, ValueError, MemoryError
-        As `select_blocks_prefill` does; scores of another dtype or shape, or below 0, or infinite.
+        As `select_blocks_prefill` does; scores of another dtype or shape, or finite and below 0, or plus infinity.
 
     See Also
     --------

@@ -685,7 +685,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("selected: expected blocks from 0 to 2, or a pad, got 3 at [0, 1, 1]", selected=entry(3, 0, 1, 1), selected_size=2),
         value_error("selected: expected each block once per row, got 0 again at [0, 0, 1]", selected=entry(0, 0, 0, 1), selected_size=2),
         value_error("selected: expected no block, since request 1 has no tokens, got 0 at [1, 0, 0]", seq_lens=[6, 0], selected_size=2),
-        value_error("selected: expected shape (2, 2, 4 or 1, K), a list per query for each KV head, each query head or all heads, got (2, 6, 2)",
+        value_error("selected: expected shape (2, 2 or 4 or 1, K), a list per query for each KV head, each query head or all heads, got (2, 6, 2)",
                     selected=lambda x: x.repeat(3, 1), selected_size=1),
         value_error("selected_size: expected at least 1 token, got 0", selected_size=0),
         value_error("selected_size: expected at least 1 token, got -1", selected_size=-1),

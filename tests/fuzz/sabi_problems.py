@@ -333,6 +333,6 @@ def statistics(draw: Draw) -> None:
     drawn = sabi.picture(lists, columns, **limits)
     if rows <= limits["max_rows"] and columns <= limits["max_columns"] and lead:
         if drawn.split("\n") != oracle.picture(mask):
-            raise Finding(f"picture:\n{drawn}\nwhere was expected\n" + "\n".join(oracle.picture(mask)))
+            raise Finding(f"picture:\n{drawn}\nwhere this was expected:\n" + "\n".join(oracle.picture(mask)))
     elif any(line != line.rstrip() for line in drawn.splitlines()):
         raise Finding("picture: blanks at the end of a line")

@@ -36,14 +36,15 @@ class Listed:
     def elements(self, starts: tuple[int, ...], keys: int) -> Any:
         """Where queries see keys, (B, 1, Sq, keys)."""
         seen = as_mask(self.blocks, -(-keys // self.size)).repeat_interleave(self.size, dim=-1)[..., :keys]
-        # What comes round from the end is before the first key.
+        # Columns that wrap around from the end land before the entry's first key.
         return torch.stack([x.roll(begin, -1) for x, begin in zip(seen, starts, strict=True)]) if any(starts) else seen
 
 
 @dataclass(frozen=True)
 class Appended:
-    """Keys of another source behind those of a mask, to which the model appends this in the place of columns: their number, and which of
-    them each query sees. Those of `chosen`, int32 (B, Sq, K), where a row ends at its first -1; or the first `count`, (B, Sq)."""
+    """Keys of another source, which follow those of a mask. The model appends this object to the mask in place of columns. It holds their
+    number and which of them each query sees: those that its row of `chosen` names, int32 (B, Sq, K), where a row ends at its first -1; or
+    the first `count`, (B, Sq)."""
 
     keys: int
     chosen: Any = None
@@ -69,7 +70,7 @@ class Appended:
 
 
 def check_indices(indices: Any, batch: int, queries: int, keys: int) -> None:
-    """Refuse what names no tokens."""
+    """Refuse lists of another dtype or shape, or with numbers that are neither tokens nor -1."""
     shape = tuple(indices.shape)
     if indices.dtype not in (torch.int32, torch.int64) or len(shape) != 3 or shape[:2] not in ((batch, queries), (1, queries)):
         expected = f"int32 or int64 of shape ({batch}, {queries}, tokens per query)"
@@ -81,10 +82,10 @@ def check_indices(indices: Any, batch: int, queries: int, keys: int) -> None:
 
 
 def pieces(rules: Rules, call: Call, most: int) -> Iterator[tuple[slice, Call]]:
-    """A call by ranges of its queries: first those that see at most `most` keys, then as many as the mask of one call has room for.
+    """Cuts a call into ranges of its queries: first those that see at most `most` keys, then as many as the mask of one call has room for.
 
-    In causal calls, the keys after the last query of a piece are left out of it. A window by itself is not divided, since it is counted
-    from the last query and the last key.
+    In causal calls, the keys after the last query of a piece are left out of it. A call with a window and without the causal rule is not
+    divided, since it is counted from the last query and the last key.
     """
     row = (call.entries.stop - call.entries.start) * (max(call.kv_lens) + 2 * 8 * most)  # of a mask of bool, and of int64 lists
     rows = max(_ROWS, _MOST_BYTES // max(1, row) // _ROWS * _ROWS)
@@ -112,7 +113,7 @@ def as_mask(indices: Any, keys: int) -> Any:
 
 
 def all_seen(seen: Any, call: Call, causal: bool) -> bool:
-    """Whether a mask hides nothing but what the lengths of a call hide anyway, and its causal rule."""
+    """Whether a mask hides nothing except what the lengths and the causal rule of a call hide anyway."""
     for mask, q_len, kv_len in zip(seen[:, 0], call.q_lens, call.kv_lens, strict=True):
         part = mask[:q_len, :kv_len]
         future = torch.ones_like(part).triu(kv_len - q_len + 1) if causal else torch.zeros_like(part)
@@ -153,7 +154,8 @@ _EXACT = "_blitz_attn_exact"
 
 
 def mark_exact(indices: Any) -> Any:
-    """Note on lists that they were made here: they name all tokens, or each rises and names once what its query sees, all where it can."""
+    """Notes on lists that they were made here. Either they name all tokens, or each list rises and names, once each, tokens that its query
+    sees: all of these where it has room."""
     setattr(indices, _EXACT, True)
     return indices
 

@@ -58,7 +58,7 @@ def leave(indexer: Any, reason: str) -> None:
 class _Record:
     """What a module keeps about its replaced methods."""
 
-    config: Any  # of the attention that it belongs to: modules inside may have a copy, which does not follow
+    config: Any  # of the attention that it belongs to: modules inside may have an older copy
     uses: int = 0
     before: dict[str, Any] = field(default_factory=dict)  # what the instance had in place of the methods of its class
     put: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def _put(attention: Any, methods: dict[str, Callable[..., Any]]) -> None:
         place, _, name = path.rpartition(".")
         module = attention.get_submodule(place)
         record = vars(module).setdefault(_RECORD, _Record(attention.config))
-        if name in record.put:  # beneath what something else has put there since
+        if name in record.put:  # it is still there, beneath what something else has put there since
             continue
         if name in vars(module):
             record.before[name] = vars(module)[name]
@@ -114,7 +114,8 @@ class Trained:
         self._modules = modules
 
     def undo(self) -> None:
-        """Give the modules their own methods back, once nothing else that replaced them is in use. Calling this again changes nothing."""
+        """Give the modules their own methods back; where another `Trained` replaces the same ones, the last to be undone does it. Calling
+        this again changes nothing."""
         while self._modules:
             _take_away(self._modules.pop())
 

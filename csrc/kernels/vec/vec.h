@@ -85,7 +85,7 @@ BA_INLINE ivec NAME(v_add_bits)(ivec bits, uint32_t more) {
     typedef uint32_t unsigned_vec __attribute__((vector_size(BA_LANES * sizeof(uint32_t))));
     return (ivec)((unsigned_vec)bits + more);
 }
-/* The bits of `a`, of which the upper 16 are `a` rounded to bfloat16, half up. The lower 16 are meaningless. */
+/* Bits whose upper 16 are `a` rounded to bfloat16, halves away from 0. The lower 16 are meaningless. */
 BA_INLINE ivec NAME(v_half_up)(vec a) { return NAME(v_add_bits)((ivec)a, 0x8000); }
 /* Each lane of x holds two bfloat16 elements. A lane of the result is not 0 if one of its two is NaN or infinite: adding 1 to an exponent of all
  * ones carries into the sign bit. */
@@ -191,7 +191,7 @@ BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
     for (int i = 0; i < BA_LANES; i++) y[i] = fmaf(a[i], b[i], c[i]);
     return y;
 }
-/* 2^x for every x; infinity where the result is too large. */
+/* 2^x for every x; this form gives infinity above 120 already, and 0 below -126. */
 BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
 /* The three parts of v_exp2_short: the fraction of x, 2 to the power of that fraction, and 2^x from it. The generic form does all in the second. */
 BA_INLINE vec NAME(v_short_fraction)(vec x) { return x; }
@@ -289,8 +289,8 @@ BA_INLINE vec NAME(v_dot_pairs)(vec sum, ivec a, ivec b) {
 #endif
 #endif
 
-/* tanh, with an error of a few units in the last place. Near 0 it is x plus a polynomial of x^2 times x^3, because a cap multiplies the result by a
- * number far larger than x. Elsewhere it is computed by exp2; the limits are exactly -1 and 1. */
+/* tanh, with an error of a few units in the last place. Near 0 it is x + x^3 * p(x^2) with a polynomial p: (1 - e) / (1 + e) loses the digits of a
+ * small x, and a cap multiplies the loss by a large number. Elsewhere it is computed by exp2; the limits are exactly -1 and 1. */
 BA_INLINE vec NAME(v_tanh)(vec x) {
     const vec magnitude = NAME(v_max)(x, -x), e = NAME(v_exp2)(magnitude * (real)-2.88539008177792681);
     const vec far = (1 - e) / (1 + e), square = x * x;
@@ -444,9 +444,9 @@ BA_INLINE vec NAME(v_even)(vec a, vec b) { return BA_INTERLEAVE(BA_EVEN_LANE, 0,
 BA_INLINE vec NAME(v_odd)(vec a, vec b) { return BA_INTERLEAVE(BA_ODD_LANE, 0, a, b); }
 BA_INLINE vec NAME(v_zip_low)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_LOW_LANE, 0, a, b); }
 BA_INLINE vec NAME(v_zip_high)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_HIGH_LANE, 0, a, b); }
-/* v_join_rows makes pairs of 2 * BA_LANES elements of 16 bits of two rows: the lower half of a lane is an element of `one`, the upper half the same
- * element of `other`. v_joined_low and v_joined_high turn the order of the pairs into that of the elements: they give the
- * first and the second BA_LANES of them. */
+/* v_join_rows takes 2 * BA_LANES elements of 16 bits from each of two rows, and pairs those of the same position: the lower half of a lane is an
+ * element of `one`, the upper half the same element of `other`. v_joined_low and v_joined_high turn the order of the pairs into that of the elements:
+ * they give the first and the second BA_LANES of them. */
 #if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_JOIN)
 BA_INLINE void NAME(v_join_rows)(const ivec one, const ivec other, ivec *two) {
     two[0] = (one & 0xffff) | other << 16;

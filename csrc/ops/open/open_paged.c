@@ -16,7 +16,7 @@ static ba_status take_selected_of_queries(const ba_paged_args *args, ba_problem 
         return ba_fail(BA_ERROR_VALUE, BA_ARG("selected_counts") ": expected none beside " BA_ARG("selected_size") ", got some");
     if (t->ndim != 3 || t->dims[0] != args->q.dims[0] || (t->dims[1] != 1 && t->dims[1] != p->kv_heads && t->dims[1] != p->heads))
         return ba_fail(BA_ERROR_VALUE,
-                       BA_ARG("selected") ": expected shape (%" PRId64 ", %" PRId64 ", %" PRId64
+                       BA_ARG("selected") ": expected shape (%" PRId64 ", %" PRId64 " or %" PRId64
                                           " or 1, K), a list per query for each KV head, each query head or all heads, got %s",
                        args->q.dims[0], p->kv_heads, p->heads, ba_shape_text(t).chars);
     p->blocks.strides[0] = p->cu_q ? 0 : t->strides[0];
@@ -146,8 +146,8 @@ static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t ba
     return ba_check_threads(args->num_threads);
 }
 
-/* Checks that page tables which were opened before this call, for all calls of a step, fit the call. In Python such tables belong to a PagedPlan,
- * which sentences call a plan. */
+/* Checks that page tables which were opened before this call, for all calls of a step, fit the call. In Python such tables belong to a PagedPlan; the
+ * sentences of errors call it the plan. */
 static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, const ba_page_tables *t) {
     if (t->page_size != p->page_size)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,

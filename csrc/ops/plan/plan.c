@@ -204,7 +204,7 @@ static void survey_item(void *context, int64_t index, int worker) {
             if (!ba_list_to_bitmap(p, item->batch, tile.head, tile.block_row, bitmap, plan->bitmap_words, &at)) {
                 const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), ba_list_row(p, item->batch, tile.block_row), at};
                 keep_first_bad_entry(s, bad);
-                marked_row = -1; /* the bitmap is not complete. Later tiles may have earlier lists, which are checked, too */
+                marked_row = -1; /* the bitmap is not complete; lists of later tiles may come earlier in the array */
                 continue;
             }
             marked_row = tile.block_row;
@@ -349,9 +349,9 @@ static ba_tiling forward_tiling(const ba_problem *p, const ba_tuning *tuning) {
 }
 
 /* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, but at
- * least half as large, so that the threads' shares are as even as possible. A share is the most tiles that a thread gets, times the lanes of an
- * average tile's panels, the last of which may be narrow, which is half as wide at every level. The size of tiles changes no bit of the result;
- * smaller tiles cost little. */
+ * least half as large, so that the threads' shares are as even as possible. A share is the most tiles that a thread gets, times the lanes of the
+ * panels of an average tile. Its last panel may be a narrow one, which at every level has half the lanes of a wide one. The size of tiles changes no
+ * bit of the result; smaller tiles cost little. */
 static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t panel_lanes, int threads) {
     if (threads == 1 || all_tiles(p, &largest) >= ba_work.many_tiles * threads) return largest;
     int64_t queries = 0;
@@ -368,9 +368,9 @@ static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t pan
     return chosen;
 }
 
-/* How many KV heads an item of few queries walks at once: as many as leave the keys of a chunk in cache, fewer where several panels take turns at
- * these, and so few that there are some items per thread or, where all items are parts of one request, that each thread gets the same number. It is
- * no fewer than that requires, since with fewer heads an item reads smaller stretches of memory. */
+/* How many KV heads an item of few queries walks at once: at first as many as have the keys of a chunk in cache together, fewer where several panels
+ * take turns at them. This number is halved until each thread has some items or, in a call of one request, until all threads get the same number, and
+ * no further: with fewer heads an item reads smaller stretches of memory. */
 static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
@@ -389,8 +389,9 @@ static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, in
 }
 
 /* How many tiles an item has: side_by_side, so that as many as possible share each packed chunk. Where there are few tiles, items have fewer, so that
- * every thread gets several items and none waits long for the last one. That is not needed where all tiles take the same time, as they do where some
- * tokens of a prompt attend a much longer cache, and each thread gets the same number of items. */
+ * every thread gets several items and none waits long for the last one. That is not needed where each thread gets the same number of items and all
+ * tiles take the same time, as they do in one sequence without lists that has far fewer queries than keys (some tokens of a prompt over a long
+ * cache). */
 static int64_t choose_item_tiles(const ba_problem *p, const ba_tiling *t, int64_t side_by_side, int threads) {
     const int64_t all = all_tiles(p, t);
     if (threads == 1) return ba_max(1, ba_min(side_by_side, all));
@@ -429,8 +430,8 @@ static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes)
 
 ba_plan ba_plan_forward_by_block(const ba_problem *p, const ba_tuning *tuning, int threads) {
     const ba_tiling tiling = {.tile_queries = BA_FEW_QUERIES, .row_tokens = p->block_q, .shared_heads = heads_of_list(p)};
-    /* In an item of n queries, n * entries / columns of them attend a block on average, where each list row has so many entries. `aim` is the n for
-     * which these are by_block_least_lanes. */
+    /* In an item of n queries whose list rows have `entries` entries each, n * entries / columns queries attend a block on average. `aim` is the n
+     * for which that is by_block_least_lanes. */
     const int64_t aim = tuning->by_block_least_lanes * p->block_columns / ba_max(1, p->blocks.dims[3]);
     const int64_t rows = most_rows(p, &tiling, ba_max(tuning->by_block_lanes, ba_min(aim, tuning->by_block_most_lanes)));
     const ba_grouping grouping = {.tiles = ba_max(1, ba_min(rows, all_tiles(p, &tiling) / (ba_work.by_block_items * threads))), .few_heads = 1};
@@ -465,7 +466,8 @@ void ba_plan_lay_out(ba_plan *plan, int threads, char *base, int64_t *used) {
     plan->bitmaps = ba_take(base, used, threads * plan->bitmap_words * (int64_t)sizeof(uint64_t));
 }
 
-/* The sentence names the indices in the caller's array, which lacks one axis of p->blocks, and has queries before heads in lists over pages. */
+/* The sentence names the indices in the caller's array. With cu_rows, that array lacks the first axis of p->blocks, and over pages it has queries
+ * before heads. Over pages without cu_rows, it lacks the axis of rows. */
 ba_status ba_refuse_list_entry(const ba_problem *p, const int64_t bad[4]) {
     const ba_tensor *t = &p->blocks;
     const int added_axis = p->cu_rows ? 0 : p->page_size ? 2 : -1;

@@ -1,14 +1,14 @@
-/* A worker's scratch memory, and the step that scores of bands and of lines share: pooled queries as the lanes of a panel, which are multiplied by
- * a run of pooled keys. */
+/* A worker's scratch memory, and the step that the scoring of bands and of lines have in common: pooled queries as the lanes of a panel, which are
+ * multiplied by a run of pooled keys. */
 #include "ops/reals.h"
 #include "ops/scratch.h"
 #include "ops/select/select_prefill_call.h"
 
 /* ---- Scratch ---------------------------------------------------------------------------------------------------- */
 
-/* The largest number of chunks of a panel. Blocks that are longer than a chunk have as many whole chunks as fit the pooled keys of the sequence,
- * which may be much shorter than a block, and each ends with one more. Where a chunk is some whole blocks, the panel's first chunk may be shorter
- * than others. */
+/* The largest number of chunks of a panel. Where a block is longer than a chunk, all blocks together have at most as many whole chunks as fit into
+ * the pooled keys of the sequence (which may be shorter than one block), and each block has at most one chunk that is not whole. Where chunks consist
+ * of whole blocks, the panel's first chunk may be shorter than the others: one more. */
 static int64_t most_chunks(const ba_prefill *c) {
     const int64_t per_block = c->k_per_block;
     if (per_block > c->chunk) return ba_ceil_div(c->p.kv_len, c->k_tokens) / c->chunk + c->p.block_columns;

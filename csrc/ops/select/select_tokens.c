@@ -1,4 +1,4 @@
-/* Choosing tokens: the best keys of each query by the scores of an indexer, which several small heads share with one key per token.
+/* Choosing tokens: the best keys of each query by the scores of an indexer, whose several small heads share one key per token.
  *
  * The keys are the lanes of a panel, and the rows that it is multiplied by are the heads of some queries, so that the sum over heads is vertical:
  * S[head][lane] by attention's kernels, then scores[query][lane] by the kernel weigh_heads. What may be among a query's best goes into a buffer that
@@ -39,7 +39,8 @@ typedef struct select_tokens_call {
     int64_t most;                                  /* candidates that stay: top_k, or as many as there are where these are fewer */
     int64_t room;                                  /* candidates per query */
     int64_t tile;                                  /* queries of an item */
-    int64_t part_keys;                             /* keys of an item: whole blocks, and a multiple of the lanes where these are single keys */
+    int64_t part_keys;                             /* keys of an item; with several parts whole blocks, or a multiple of the lanes where a block is
+                                                    * one key */
     int64_t parts;                                 /* of each sequence; those of shorter ones may be empty */
     int64_t most_keys, most_blocks;                /* of the longest sequence */
     int64_t at_once;                               /* queries whose heads are scored together */
@@ -167,7 +168,7 @@ static void add_blocks(const select_tokens_call *c, const select_tokens_scratch 
         double largest = s->largest[query];
         for (; i < ba_min(n, block_end - first); i++) {
             const double score = ba_get_real(scores, i, c->real_size);
-            if (score > largest) largest = score; /* which NaN is not */
+            if (score > largest) largest = score; /* NaN is never larger */
         }
         s->largest[query] = largest;
         if (first + i < block_end) return;
@@ -201,7 +202,7 @@ static int64_t tokens_seen(const select_tokens_call *c, int64_t n, int64_t query
     return ba_max(0, ba_min(tokens, begin + query + 1));
 }
 
-/* The most keys that any of n queries of a tile may choose from, beginning with the tile's query i. Queries behind the valid ones have none. */
+/* The most keys that one of the tile's queries i .. i + n - 1 may choose from. Queries behind the valid ones have none. */
 static int64_t most_seen(const select_tokens_scratch *s, int64_t i, int64_t n) {
     int64_t most = 0;
     for (int64_t end = i + n; i < end; i++) most = ba_max(most, s->seen[i]);
@@ -377,7 +378,7 @@ static ba_status check_kv_lens(const select_tokens_call *c) {
     return BA_OK;
 }
 
-/* Checks the weights of all queries that are valid: others are not read. */
+/* Checks the weights of all queries that are valid: those of others do not count. */
 static ba_status check_weights(const select_tokens_call *c) {
     const ba_tensor *t = &c->args->weights;
     const int64_t step = ba_step(t, t->ndim - 1), size = ba_dtype_size(t->dtype);
@@ -415,10 +416,10 @@ static ba_status take_keys(const ba_select_tokens_args *a, select_tokens_call *c
     if (k->dtype != a->q.dtype && !c->quantised)
         return ba_fail(BA_ERROR_TYPE, BA_ARG("k") ": expected dtype %s like " BA_ARG("q") ", got %s", ba_dtype_name(a->q.dtype),
                        ba_dtype_name(k->dtype));
-    if (c->paged && k->dims[2] != c->q.dim)
+    if ((c->paged || packed) && k->dims[k->ndim - 1] != c->q.dim)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected a last axis of %" PRId64 " like " BA_ARG("q") ", got %s", c->q.dim,
                        ba_shape_text(k).chars);
-    if (!c->paged && (k->dims[rank - 1] != c->q.dim || (!packed && k->dims[0] != c->q.batch)))
+    if (!c->paged && !packed && (k->dims[2] != c->q.dim || k->dims[0] != c->q.batch))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k") ": expected %" PRId64 " batch entries and a last axis of %" PRId64 " like " BA_ARG("q") ", got %s",
                        c->q.batch, c->q.dim, ba_shape_text(k).chars);
     BA_TRY(ba_check_last_axis("k", k));
