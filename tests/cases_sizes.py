@@ -143,6 +143,14 @@ def choose(attend=False, of_tokens=lambda tokens, queries, requests: {}, **optio
     return make
 
 
+def choose_tokens(**options):
+    def make(tokens, queries, requests, threads):
+        q, k, weights = reals(requests, queries, 4, DIM), reals(requests, tokens, DIM), reals(requests, queries, 4)
+        return lambda: ba.select_tokens(q, k, weights, 64, num_threads=threads, **options)
+
+    return make
+
+
 def judge(of, every=1):
     def make(tokens, queries, requests, threads):
         arrays = qkv(tokens, queries, requests)
@@ -172,6 +180,8 @@ CHOOSING = {
     "prefill, sampled rows": Sized(choose(density=0.1, chooser=select.SampledRows(4)), (16384, 16384, 1), (200000, 200000, 1), "sr"),
     "prefill, lines": Sized(choose(top_p=0.9, chooser=select.VerticalSlash(64)), (16384, 16384, 1), (2000000, 2000000, 1), "sr"),
     "prefill, ranges": Sized(choose(top_k=4, of_tokens=ranges), (8192, 8192, 1), (300000, 300000, 1), "s"),
+    "tokens": Sized(choose_tokens(causal=True), (8192, 8192, 1), (30000, 30000, 1), "sr"),
+    "tokens, blocks": Sized(choose_tokens(block_size=128), (65536, 16, 1), (4000000, 64, 1), "tq"),
     "prefill, choose and attend": Sized(choose(attend=True, top_k=4), (8192, 8192, 1), (300000, 300000, 1), "sr"),
     "recall": Sized(judge(select.recall), (2048, 2048, 1), (60000, 60000, 1), "s"),
     "recall, every 8": Sized(judge(select.recall, 8), (2048, 2048, 1), (200000, 200000, 1), "s"),
@@ -230,6 +240,14 @@ def chosen_pages(tokens, queries, requests, threads):
     chosen = np.broadcast_to(np.arange(0, tables.shape[1], 4, dtype=np.int32), (requests, KV_HEADS, -(-tables.shape[1] // 4))).copy()
     q, k, v = reals(requests, HEADS, DIM), cache_of(pages), cache_of(pages)
     return lambda: ba.paged_select_attention(q, k, v, tables, lens, chosen, num_threads=threads)
+
+
+def chosen_tokens(tokens, queries, requests, threads):
+    tables, lens, pages = pages_of(tokens, requests)
+    chosen = np.resize(np.random.default_rng(0).permutation(tokens)[:64].astype(np.int32), (requests * queries, 1, 64))
+    q, k, v = reals(requests * queries, HEADS, DIM), cache_of(pages), cache_of(pages)
+    options = {"q_lens": [queries] * requests, "selected_size": 1, "num_threads": threads}
+    return lambda: ba.paged_select_attention(q, k, v, tables, lens, chosen, **options)
 
 
 def append(dtype=np.float32, summaries=False, slots=False):
@@ -319,6 +337,7 @@ PAGED = {
     "PagedPlan": Sized(plan_alone(), (65536, 1, 16), (16000000, 1, 100), "tr"),
     "PagedPlan, kv_split": Sized(plan_alone(kv_split=1024), (65536, 1, 16), (16000000, 1, 20), "tr"),
     "paged, chosen pages": Sized(chosen_pages, (16384, 1, 4), (100000, 1, 200), "tr"),
+    "paged, chosen tokens": Sized(chosen_tokens, (16384, 64, 4), (100000, 20000, 4), "tqr"),
     "append": Sized(append(), (65536, 65536, 1), (6000000, 6000000, 1), "sr"),
     "append, int8": Sized(append(np.int8), (65536, 65536, 1), (6000000, 6000000, 1), "sr"),
     "append, float16": Sized(append(np.float16), (65536, 65536, 1), (6000000, 6000000, 1), "sr"),

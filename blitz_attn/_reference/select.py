@@ -137,7 +137,7 @@ def _vertical_slash(fields: dict[str, Any], q, k, visible, scale, block_shape) -
     weights = _softmax(q[looked_at] @ k.T * scale, (keys >= ranges[:, :1]) & (keys < ranges[:, 1:]))
     weights = np.where(np.isnan(weights), 0, weights) / len(looked_at)
     vertical, slash = weights.sum(axis=0), np.zeros(len(q) + len(k))
-    # By distance: i - j + len(k) for query i and key j. Queries count from 0 here and below, so the first one's token number does not matter.
+    # By distance: i - j + len(k) for query i and key j. Queries count from 0 here and below, so it does not matter where they begin.
     np.add.at(slash, looked_at[:, None] - keys + len(k), weights)
     every = vertical + slash[np.arange(len(q))[:, None] - keys + len(k)]
     starts = np.arange(0, len(k), block_kv)
