@@ -17,7 +17,7 @@ FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 
 def floats(x: Any, name: str, dtype: Any, written: bool = False, strided: bool = False) -> tuple[np.ndarray, str]:
-    """View of a floating-point array whose last axis is contiguous (or, with `strided`, is not), and the name of its dtype."""
+    """View of a floating-point array whose last axis is contiguous (with `strided`, it need not be), and the name of its dtype."""
     array, kind = _arrays.host(x, name, dtype, written)
     if kind not in FLOATS:
         hint = ' (dtype="bfloat16" reads uint16 as bfloat16 bits)' if kind == "uint16" else ""
@@ -65,7 +65,7 @@ def refuse_overlaps(outputs: dict[str, Any], **inputs: Any) -> None:
 
 
 class Result:
-    """One output of a call: the caller's array, or a new one as the kind of array that the call's leading array is."""
+    """One output of a call: the caller's array, or a new array of the same kind (NumPy, torch, JAX) as the call's leading array."""
 
     def __init__(
         self, shape: tuple[int, ...], kind: str, like: Any, given: Any = None, name: str = "out", dtype: Any = None, strided: bool = False

@@ -48,8 +48,8 @@ def quest_prefill_metadata(
 ) -> None:
     """Summarise the blocks of a paged cache: the largest and the smallest key of each block, channel by channel.
 
-    With rows summaries in each summary page, row ``i % rows`` of page ``metadata_block_tables[b, i // rows]`` describes block i of request
-    b. Rows after the last block of a request, up to the end of their page, are set to 0; other pages are not written.
+    A summary page has `rows` rows, one per summary: row ``i % rows`` of page ``metadata_block_tables[b, i // rows]`` describes block i of
+    request b. Rows after the last block of a request, up to the end of their page, are set to 0; other pages are not written.
 
     Parameters
     ----------
@@ -65,8 +65,8 @@ def quest_prefill_metadata(
         named twice.
     maxblocks, minblocks : array
         ``(summary pages, rows, N, D)``, dtype of `k_cache`, for 8-bit caches float32; written in place. Either may be None. Where rows
-        equals block_size, as upstream, they may be the cache itself (`k_cache` for `maxblocks`), whose pages without keys then hold
-        summaries.
+        equals block_size, as upstream, one of them may be `k_cache` itself (layout NHD): its summaries then lie in pages of the cache that
+        hold no keys.
     start_lens : sequence of int, optional
         ``(B,)``: only blocks with tokens from ``start_lens[b]`` on are summarised. Default: all blocks.
     kv_layout : {"NHD", "HND"}

@@ -117,7 +117,7 @@ def test_conversions_are_told_the_block_shape():
 
 
 def test_a_finer_list_needs_sizes_that_divide():
-    with pytest.raises(ValueError, match=r"^factors: expected divisors of \(32, 16\), which a is made for, got \(3, 1\)$"):
+    with pytest.raises(ValueError, match=r"^factors: expected divisors of a's block shape \(32, 16\), got \(3, 1\)$"):
         sabi.refine(blocks(), (3, 1), 12, 7)
 
 

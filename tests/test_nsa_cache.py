@@ -171,8 +171,8 @@ def bits(x):
         ("v: expected shape (2, N, 2, 6) like the tokens before, got (2, 40, 2, 5)", lambda c: c.append(K, V[..., :5])),
         ("q: expected at most the 20 tokens of sequence 0, got 40 (lens= gives the tokens of each sequence)", lambda c: c.attend(Q)),
         ("lens: expected numbers from 0 to the tokens that each sequence has, got 13", lambda c: c.attend(Q[:, :20], lens=[20, 13])),
-        ("q: expected a multiple of 2 heads, which the tokens have, got 3", lambda c: c.attend(Q[:, :1, :3])),
-        ("q: expected a multiple of 2 heads, which the tokens have, got 3", lambda c: c.attend(Q[:, :1, :3], lens=[1, 1])),
+        ("q: expected a multiple of the tokens' 2 heads, got 3", lambda c: c.attend(Q[:, :1, :3])),
+        ("q: expected a multiple of the tokens' 2 heads, got 3", lambda c: c.attend(Q[:, :1, :3], lens=[1, 1])),
         ("q: expected dtype float32 like the tokens, got float16", lambda c: c.attend(Q[:, :1].astype(np.float16), lens=[1, 1])),
     ],
 )  # fmt: skip
@@ -243,5 +243,5 @@ def test_a_cache_without_sequences_takes_any_number_of_queries(queries, mode):
     assert cache.attend(q).shape == out.shape
     with pytest.raises(ValueError, match=r"^q: expected shape \(0, N, H, 8\) like the tokens, got \(1, 2, 2, 8\)$"):
         cache.attend(np.ones((1, 2, 2, 8), np.float32))
-    with pytest.raises(ValueError, match="^q: expected at most 1073741824 tokens, got 1099511627776$"):
+    with pytest.raises(ValueError, match="^q: expected at most 1073741823 tokens, got 1099511627776$"):
         cache.attend(np.ones((0, 1 << 40, 2, 8), np.float32))

@@ -1,4 +1,5 @@
-"""Paged attention over listed blocks: against the reference, and lists of all blocks bit for bit against attention without lists. Merged parts."""
+"""Paged attention over listed blocks: it is compared with the reference, and has the bits of attention without lists where all blocks are
+listed. Results over parts merge to the whole."""
 
 import numpy as np
 import pytest

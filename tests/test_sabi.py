@@ -359,7 +359,7 @@ def test_masks_must_be_boolean():
         (ValueError, "width: expected 0 to 268435456, got 2147483648", lambda: sabi.causal(8, 8, width=2**31)),
         (TypeError, "a: expected an integer array, got float64", lambda: sabi.union([[0.5]], [[0]])),
         (ValueError, "b: expected columns below 2, got 3", lambda: sabi.difference([[0]], [[3]], 2)),
-        (ValueError, "b: expected axes that broadcast with those of a", lambda: sabi.union([[0]] * 2, [[0]] * 3)),
+        (ValueError, "b: expected axes that broadcast with a's", lambda: sabi.union([[0]] * 2, [[0]] * 3)),
         (ValueError, "factors: expected two positive numbers, got \\(0, 2\\)", lambda: sabi.refine([[0]], (0, 2), 1, 1)),
         (TypeError, "indptr: expected integers, got dict", lambda: sabi.from_csr({}, [0])),
         (TypeError, "indptr: expected integers, got mmap", lambda: sabi.from_csr(closed_mmap(), [0])),

@@ -491,7 +491,7 @@ ATTENDS_BAD = [
     ({"softcap": -1}, ValueError, "softcap: expected .*, got -1"),
     ({"return_lse": None}, TypeError, "return_lse: expected True or False, got NoneType"),
     ({"return_sabi": None}, TypeError, "return_sabi: expected True or False, got NoneType"),
-    ({"q_begin": [1, 2, 3]}, ValueError, "q_begin: expected 1 entries, one per batch entry, got 3"),
+    ({"q_begin": [1, 2, 3]}, ValueError, "q_begin: expected 1 entry, one per batch entry, got 3"),
     ({"q_begin": [2**30]}, ValueError, r"q_begin: expected token numbers from -1073741823 to 1073741823, got 1073741824 at \[0\]"),
     ({"q_begin": 1.5}, TypeError, "q_begin: expected .*"),
     ({"q_total": 63}, ValueError, "q_total: expected .* got 63.*"),

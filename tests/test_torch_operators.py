@@ -576,7 +576,7 @@ def test_bad_paged_calls(call):
     lists = () if call is functions.paged_attention else (torch.zeros(2, 2, 1, dtype=torch.int32),)
     with pytest.raises(TypeError, match="^block_tables: expected an array, got NoneType$"):
         functions.paged_attention(q, k_cache, v_cache, None, lengths)
-    with pytest.raises(ValueError, match="^seq_lens: expected one length per request with an array of block_tables, got None$"):
+    with pytest.raises(ValueError, match="^seq_lens: expected one length per request where block_tables is an array, got None$"):
         functions.paged_attention(q, k_cache, v_cache, tables)
     with pytest.raises(TypeError, match="^selected: expected an array, got NoneType$"):
         functions.paged_select_attention(q, k_cache, v_cache, tables, lengths, None)

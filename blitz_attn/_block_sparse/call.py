@@ -62,18 +62,18 @@ if TYPE_CHECKING:
         sinks: ArrayLike | None
 
     class SparseRules(AttentionRules, total=False):
-        """`blitz_attn.integrations.torch.block_sparse_attention`."""
+        """Options of `blitz_attn.integrations.torch.block_sparse_attention`."""
 
         block_shape: tuple[int, int] | None
 
     class SparseSliceRules(SparseRules, Slice, total=False):
-        """`blitz_attn.integrations.jax.block_sparse_attention`."""
+        """Options of `blitz_attn.integrations.jax.block_sparse_attention`."""
 
     class SparseOptions(SparseSliceRules, Outputs, total=False):
-        """`blitz_attn.block_sparse_attention`."""
+        """Options of `blitz_attn.block_sparse_attention`."""
 
     class SparseGradientOptions(Places, Biases, Slice, total=False):
-        """`blitz_attn.block_sparse_attention_backward`."""
+        """Options of `blitz_attn.block_sparse_attention_backward`."""
 
         block_shape: tuple[int, int] | None
         dlse: Array | None
@@ -166,7 +166,7 @@ def block_sparse_attention(
         Order of the axes of q, k, v and out: ``(B, H, S, D)``, ``(B, S, H, D)``, ``(B, S, H * D)`` with `num_heads`,
         or ``(T, H, D)``, sequences of different lengths one after the other, with `cu_seqlens_q` and `cu_seqlens_kv`.
     causal : bool
-        Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``, or ``j <= i + q_begin``.
+        Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``; with `q_begin`, when ``j <= i + q_begin``.
     window : (int, int), optional
         Number of tokens that are seen before and after the diagonal of `causal`; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional
@@ -253,9 +253,9 @@ def block_sparse_attention(
     the number of threads and whatever else is in the batch.
 
     The result of a slice of the queries, from row a on, can be bit-identical to the same rows of the whole call, however many rows the
-    slice has. Give the slice the same keys, the rows ``a // block_shape[0]`` and later of `sabi`, where a is a multiple of
-    ``block_shape[0]``, and with the lengths of the whole call ``q_begin = a + kv_len - q_len`` and ``q_total = q_len``. Without `q_total`,
-    a slice may differ by rounding, because calls of a few queries have a kernel of their own.
+    slice has. Give the slice the same keys; of `sabi`, the rows that cover it, from row ``a // block_shape[0]`` on (a must be a multiple of
+    ``block_shape[0]``); ``q_begin = a + kv_len - q_len``; and ``q_total = q_len``. Here kv_len and q_len are those of the whole call.
+    Without `q_total`, a slice may differ by rounding, because calls of a few queries have a kernel of their own.
 
     Gradients come from the log-sum-exp, so `block_sparse_attention_backward` needs no `sinks`; their own gradient is
     ``-(np.exp(sinks - lse) * (dout * out).sum(-1))``, summed over the queries of a head.

@@ -13,7 +13,7 @@ from .compression import check_weight, compress_into
 from .rules import Rules
 from .sequences import Sequences, block_count, lengths_within
 
-MOST = 1 << 30  # more queries than a call takes
+MOST = (1 << 30) - 1  # queries of a call
 LEAST = 64  # tokens that a store has room for, as soon as it holds any
 COPIED_AT_A_TIME = 1 << 24  # bytes: a few milliseconds
 
@@ -67,7 +67,7 @@ class Store:
         """What the store holds, and its keys, values and their compressed blocks up to the end of the longest sequence. Before the
         first tokens there are no arrays.
 
-        Without sequences, the arrays have `queries` tokens, so that queries of any number fit them.
+        In a batch of 0 sequences, the arrays have `queries` tokens, so that queries of any number fit them.
         """
         held = self._held
         longest = held.longest if len(held.lens) else min(queries, MOST)
@@ -103,7 +103,7 @@ class Store:
         if array.ndim != 4 or len(array) != batch or array.shape[-1] != dim:
             raise ValueError(f"q: expected shape ({batch}, N, H, {dim}) like the tokens, got {array.shape}")
         if array.shape[2] < 1 or array.shape[2] % kv_heads:
-            raise ValueError(f"q: expected a multiple of {kv_heads} heads, which the tokens have, got {array.shape[2]}")
+            raise ValueError(f"q: expected a multiple of the tokens' {kv_heads} heads, got {array.shape[2]}")
         if array.shape[1] > MOST:
             raise ValueError(f"q: expected at most {MOST} tokens, got {array.shape[1]}")
 

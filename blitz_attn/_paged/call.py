@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         alibi_slopes: ArrayLike | None
 
     class PagedRules(PagedInputs, total=False):
-        """`paged_attention` of `blitz_attn.integrations.torch` and of `blitz_attn.integrations.jax`."""
+        """Options of `paged_attention` of `blitz_attn.integrations.torch` and of `blitz_attn.integrations.jax`."""
 
         scale: float | None
         kv_layout: KVLayout
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         num_threads: int | None
 
     class PagedSelectRules(PagedRules, total=False):
-        """`paged_select_attention` of `blitz_attn.integrations.torch` and of `blitz_attn.integrations.jax`."""
+        """Options of `paged_select_attention` of `blitz_attn.integrations.torch` and of `blitz_attn.integrations.jax`."""
 
         counts: Array | None
         selected_size: int | None
@@ -54,12 +54,12 @@ if TYPE_CHECKING:
         kv_dtype: DType | None
 
     class PagedOptions(PagedRules, PagedOutputs, total=False):
-        """`blitz_attn.paged_attention`."""
+        """Options of `blitz_attn.paged_attention`."""
 
         q_begin: Integers | None
 
     class PagedSelectOptions(PagedOptions, PagedSelectRules, total=False):
-        """`blitz_attn.paged_select_attention`."""
+        """Options of `blitz_attn.paged_select_attention`."""
 
 __all__ = ["paged_attention", "paged_select_attention"]
 

@@ -23,7 +23,7 @@ def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, An
     if seq_lens is None:
         if isinstance(block_tables, list):  # most likely [indptr, indices, last_page_len]
             raise TypeError("block_tables: expected an array or a tuple (indptr, indices, last_page_len), got list")
-        raise ValueError("seq_lens: expected one length per request with an array of block_tables, got None")
+        raise ValueError("seq_lens: expected one length per request where block_tables is an array, got None")
     return block_tables, seq_lens, None, None
 
 

@@ -38,7 +38,7 @@ def _combined(rule: np.ufunc, columns: Any, a: Any, b: Any, dtype: Any) -> np.nd
     try:
         shape = np.broadcast_shapes(one.shape, other.shape)
     except ValueError as error:
-        raise ValueError(f"b: expected axes that broadcast with those of a {x.shape}, got {y.shape}") from error
+        raise ValueError(f"b: expected axes that broadcast with a's {x.shape}, got {y.shape}") from error
     one, other, made = np.broadcast_to(one, shape), np.broadcast_to(other, shape), np.empty(shape, bool)
     for at in pieces(shape):
         rule(one[at], other[at], out=made[at])
@@ -312,7 +312,7 @@ def refine(a: ArrayLike, factors: Sequence[int], rows: int, columns: int, *, dty
 
     def divided(queries: int, keys: int) -> BlockShape:
         if queries % tall or keys % wide:
-            raise ValueError(f"factors: expected divisors of {(queries, keys)}, which a is made for, got {(tall, wide)}")
+            raise ValueError(f"factors: expected divisors of a's block shape {(queries, keys)}, got {(tall, wide)}")
         return queries // tall, keys // wide
 
     shape = of_shape(shape_of(a), divided)

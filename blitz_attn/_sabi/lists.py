@@ -158,7 +158,7 @@ def result_dtype(columns: int, dtype: Any = None) -> np.dtype:
 
 
 def padded(rows: np.ndarray, columns: int, dtype: Any = None) -> np.ndarray:
-    """A list of signed integers, padded with -1, in its final dtype and with its pad."""
+    """The list, given as signed integers padded with -1, in the dtype of the result and with that dtype's pad."""
     made = np.empty(rows.shape, result_dtype(columns, dtype))
     for at in pieces(rows.shape):
         made[at] = rows[at].astype(made.dtype)  # -1 wraps to 65535 in uint16

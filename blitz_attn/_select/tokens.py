@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     # Options by name, for overloads here and elsewhere.
 
     class TokenRules(TypedDict, total=False):
-        """`select_tokens` of `blitz_attn.integrations.torch` and of `blitz_attn.integrations.jax`."""
+        """Options of `select_tokens` of `blitz_attn.integrations.torch` and of `blitz_attn.integrations.jax`."""
 
         scale: float | None
         causal: bool
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         num_threads: int | None
 
     class TokenOptions(TokenRules, total=False):
-        """`blitz_attn.select_tokens`."""
+        """Options of `blitz_attn.select_tokens`."""
 
         dtype: DType | None
         kv_dtype: DType | None
@@ -89,8 +89,8 @@ def select_tokens(
 ) -> Any:
     """The keys with the highest scores of an indexer, for each query: the "lightning indexer" of DeepSeek-V3.2.
 
-    The score of query i and key j is ``sum over h of weights[i, h] * max(0, scale * q[i, h] . k[j])``: small heads of their own share one
-    key per token. Scores are compared while they are made: no array has one for each query and key.
+    The score of query i and key j is ``sum over h of weights[i, h] * max(0, scale * q[i, h] . k[j])``: the indexer has small heads of its
+    own, which share one key per token. Scores are compared while they are made: no array has one for each query and key.
 
     Parameters
     ----------
@@ -110,9 +110,9 @@ def select_tokens(
     causal : bool
         A query sees the tokens up to its own. The last query stands at the last token, unless `q_begin` says otherwise.
     q_lens, kv_lens : sequence of int, optional
-        ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. Not with packed arrays, except that
-        `kv_lens` says how many tokens the pools of each sequence have, with a `pool_size` above 1, or its pages, with `block_tables`.
-        Default: all, in complete pools.
+        ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. With packed queries there is no `q_lens`,
+        and `kv_lens` only with `block_tables` or a `pool_size` above 1: the number of tokens of each sequence. Default: all, in complete
+        pools.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
         ``(B + 1,)``: where the sequences of packed arrays begin and end, as rows of q and of k (with `pool_size`, these are pools).
     block_tables : array of int, optional
@@ -131,7 +131,8 @@ def select_tokens(
         Choose blocks of so many keys, as MiniMax-M3 does. The score of a block is the largest of those of its keys that the query sees.
         Results are block numbers, for attention with ``block_shape=(1, block_size)``. Not together with `pool_size`.
     min_score : float, optional
-        Only keys, pools or blocks with a score of at least this are chosen, still no more than `top_k`; a tail that is kept has none.
+        Only keys, pools or blocks with a score of at least this are chosen, still no more than `top_k`; a tail that `keep_tail` adds needs
+        no score.
     k_scale : array of float32, optional
         The axes of `k` without the last: the factor of each 8-bit key, as `quantize_kv` makes it.
     return_scores : bool
@@ -159,7 +160,7 @@ def select_tokens(
     See Also
     --------
     block_sparse_attention : takes the result as a list of blocks of one query and one key: ``sabi=selected[:, None], block_shape=(1, 1)``,
-        or those of pools or blocks.
+        or with the `block_shape` of pools or blocks, see `pool_size` and `block_size`.
     blitz_attn.reference.select_tokens : the same in plain float64 NumPy.
 
     References

@@ -324,7 +324,8 @@ int64_t *arg_cumulative(const arg_list *lengths) {
 
 int arg_expect_count(const arg_list *list, const char *name, int64_t count, const char *meaning) {
     if (list->values == NULL || list->count == count) return 0;
-    return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected %lld entries, %s, got %zd", name, (long long)count, meaning, list->count);
+    return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected %lld %s, %s, got %zd", name, (long long)count, count == 1 ? "entry" : "entries",
+                    meaning, list->count);
 }
 
 static int read_lengths(module_state *state, PyObject *object, const char *name, const char *expected, arg_list *list) {

@@ -87,7 +87,7 @@ int call_expect_disjoint(const py_call *call) {
     for (int i = 0; i < call->arrays; i++)
         for (int j = 0; call->traits[i] & COMPARED && j < call->arrays; j++) {
             if (i == j || (call->traits[j] & COMPARED && j > i) || call->traits[i] & call->traits[j] & ARG_POOL) continue;
-            const bool pool = call->traits[i] & ARG_POOL; /* where tokens lie in a cache, the sentence names the tokens */
+            const bool pool = call->traits[i] & ARG_POOL; /* where new tokens overlap the cache, the sentence begins with the tokens */
             const arg_array *const a = &call->array[pool ? j : i], *const b = &call->array[pool ? i : j];
             if (call->pages_by_token && call->traits[j] & ARG_SUMMARISED && call_same_array(&a->tensor, &b->tensor)) continue;
             if (arg_disjoint(a, b) < 0) return -1;

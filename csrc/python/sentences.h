@@ -16,8 +16,8 @@
 #include "core/status.h"
 
 /* Raises an exception whose text has the form of PyUnicode_FromFormat(), and returns -1. Names of arguments are marked in it as for ba_fail(), by
- * BA_ARG(). Where a text begins with a name, the exception has the attribute `sentence`, a tuple of str that joined are the text: names at even
- * indices, and what stands between them at odd ones. Wrappers in Python replace the names by their own. */
+ * BA_ARG(). Where a text begins with a name, the exception has the attribute `sentence`, a tuple of str that make the text when they are joined:
+ * names at even indices, and what stands between them at odd ones. Wrappers in Python replace the names by their own. */
 int arg_fail(PyObject *exception, const char *format, ...);
 
 /* Returns 0 for BA_OK. For any other status, raises the exception that belongs to it with the text of ba_last_error(), as arg_fail() does, and

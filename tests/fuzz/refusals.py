@@ -123,7 +123,8 @@ ROW, MEMORY = np.ones((1, 1, 10), np.float32), np.zeros(500, np.float32)
 
 
 def apart(begin: int) -> np.ndarray:
-    """A cache within `MEMORY`. Rows of one cache are in gaps of another, but pages of different numbers do not overlap."""
+    """A cache within `MEMORY`. Pages of the same number do not overlap: rows of one lie in gaps of the other. But page 1 of the cache that
+    begins at 0 shares a row with page 0 of the one that begins at 50."""
     return as_strided(MEMORY[begin:], (2, 2, 1, 10), (600, 400, 40, 4))
 
 
@@ -216,7 +217,7 @@ CORE = {
 
 
 def valid(name: str) -> Good:
-    """The valid call of a table's name: `group.function`."""
+    """The valid call of the function that a key of REFUSALS names as `group.function`."""
     group, _, function = name.partition(".")
     return (CORE if group == "core" else GROUPS[group])[function]
 
@@ -244,14 +245,14 @@ ADDED = [  # biases, softcap and positions of queries, for all functions of atte
     value_error("softcap: expected a positive finite number, or 0 for none, got -1", softcap=-1.0),
     value_error("softcap: expected a number from 1e-37 to 1e+37 with a float32 q, or 0 for none, got 1e+39", softcap=1e39),
     type_error("softcap: expected a number, got str", softcap="3"),
-    value_error("q_begin: expected 1 entries, one per batch entry, got 3", q_begin=[1, 2, 3]),
+    value_error("q_begin: expected 1 entry, one per batch entry, got 3", q_begin=[1, 2, 3]),
     value_error("q_begin: expected token numbers from -1073741823 to 1073741823, got 2147483648 at [0]", q_begin=2**31),
     value_error("q_begin: expected token numbers from -1073741823 to 1073741823, got -1099511627776 at [0]", q_begin=[-(2**40)]),
     type_error("q_begin: expected an integer or a sequence of integers, got float", q_begin=1.5),
     type_error("q_begin: expected an integer or a sequence of integers, got str", q_begin="1"),
     value_error("q_total: expected at least the 16 queries of the call and at most 1073741823, got 15 at [0]", q_total=15),
     value_error("q_total: expected at least the 16 queries of the call and at most 1073741823, got 1099511627776 at [0]", q_total=[2**40]),
-    value_error("q_total: expected 1 entries, one per batch entry, got 2", q_total=[16, 16]),
+    value_error("q_total: expected 1 entry, one per batch entry, got 2", q_total=[16, 16]),
 ]  # fmt: skip
 TABLES = [  # for all functions that take block tables and lengths
     value_error("block_tables: expected pages from 0 to 3 within ..., got 4 for page 1 of request 0", block_tables=entry(4, 0, 1)),
@@ -263,7 +264,7 @@ TABLES = [  # for all functions that take block tables and lengths
     value_error("seq_lens: expected lengths from 0 to what the table's 2 pages of 4 tokens hold, got -1 at [1]", seq_lens=[6, -1]),
     value_error("seq_lens: expected lengths of at most 1073741823 tokens, got 4611686018427387904 at [0]", seq_lens=[2**62, 4]),
     value_error("seq_lens: expected an integer of 64 bits, got 1208925819614629174706176", seq_lens=[2**80, 4]),
-    value_error("seq_lens: expected one length per request with an array of block_tables, got None", seq_lens=None),
+    value_error("seq_lens: expected one length per request where block_tables is an array, got None", seq_lens=None),
 ]  # fmt: skip
 SCALES = [  # for all functions that take caches with scales
     value_error("k_scale: expected scales of shape (4, 4, 2), (2,) or () for int8 k_cache, got none", 4, k_scale=None),
@@ -400,7 +401,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("block_shape: expected a pair of integers, got 3 of them", block_shape=(8, 8, 8)),
         value_error("block_shape: expected an integer of 64 bits, got 100000000000000000000", block_shape=(10**20, 8)),
         # lengths and ranges
-        value_error("q_lens: expected 1 entries, one per batch entry, got 2", 3, q_lens=[1, 2]),
+        value_error("q_lens: expected 1 entry, one per batch entry, got 2", 3, q_lens=[1, 2]),
         value_error("q_lens: expected lengths from 0 to 16, got -1 at [0]", q_lens=[-1]),
         value_error("q_lens: expected lengths from 0 to 16, got 17 at [0]", q_lens=(17,)),
         type_error("q_lens: expected native byte order, got >i8", q_lens=np.array([1], ">i8")),
@@ -1221,7 +1222,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("k_cmp: expected (1, at least 5, Hkv, D), got (1, 3, 2, 4)", tokens=20),
         value_error("k_cmp: expected (1, blocks, Hkv, D), got (2, 3, 2, 4)", k_cmp=lambda x: x.repeat(2, 0)),
         value_error("q_begin: expected numbers from 0 to 1073741823, got -1", q_begin=-1),
-        value_error("tokens: expected 1 entries, one per sequence, got 2", tokens=[12, 12]),
+        value_error("tokens: expected 1 entry, one per sequence, got 2", tokens=[12, 12]),
         value_error("q: expected at most 14 tokens from token 3 on, got 12", 1, q_begin=[3], tokens=[14]),
         value_error("cu_blocks: expected the cumulative numbers of the sequences' blocks, got none", 1, cu_blocks=None),
         value_error("cu_blocks: expected 3 blocks of sequence 0, got 2", 1, cu_blocks=[0, 2], k_cmp=lambda x: x[:2]),

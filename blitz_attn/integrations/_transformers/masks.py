@@ -72,15 +72,15 @@ class Rules:
         return self.causal or self.window is not None or self.ranges is not None
 
     def of_batch(self, batch: int) -> Rules:
-        """The rules of a batch, where they may be given once for all entries."""
+        """The rules with `starts` and `ends` for each of `batch` entries; where they are given for one entry, that one holds for all."""
         return self if len(self.starts) == batch else replace(self, starts=self.starts * batch, ends=self.ends * batch)
 
     def calls(self) -> Iterator[Call]:
         """Calls that cover the batch: neighbours whose keys begin at the same place share one.
 
-        The operations align the last valid query with the last valid key. Where they are `aligned`, queries after the last valid key are
-        padding themselves: they are left out, and get 0. Keys after the last query are left out, too, since no query sees them. (A window
-        without causal might show them to queries; it is computed here only where there are none.)
+        The operations align the last valid query with the last valid key. Where the rules are `aligned`, queries after the last valid key
+        are padding themselves: they are left out, and get 0. Keys after the last query are left out, too, since no query sees them. (A
+        window without causal might show them to queries; it is computed here only where there are none.)
         """
         aligned = self.aligned
         first = 0
@@ -104,7 +104,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class _Said:
-    """Rules of a mask function by itself, joined by `and`."""
+    """What a mask function says, without the offset and lengths of the call: a query sees a key where all of this allows it."""
 
     causal: bool = False
     left: int | None = None
@@ -142,7 +142,7 @@ _ENDLESS = 1 << 40  # a position beyond all keys
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The keys of two runs."""
+    """The keys that are in both runs."""
     return np.stack([np.maximum(a[..., 0], b[..., 0]), np.minimum(a[..., 1], b[..., 1])], axis=-1)
 
 
@@ -170,7 +170,7 @@ def _runs_of_chunks(size: int, padding: np.ndarray, positions: np.ndarray) -> np
 
 
 def _runs_of_blocks(numbers: Any, queries: _Queries) -> np.ndarray:
-    """Tokens that see all tokens with their number, where that is not negative, and none otherwise. Padding has none."""
+    """Each token sees all tokens that have its number. One with a negative number sees none; padding gets such a number here."""
     numbers, positions = numbers.numpy(), queries.positions
     tokens = numbers.shape[1]
     if positions.size and positions[-1] >= tokens:
@@ -232,7 +232,7 @@ for _name in _MAKERS:
 
 
 def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
-    """The function of `masking_utils` that made a mask function, and the variables that it gave it."""
+    """The function of `masking_utils` that made a mask function, and the variables that the mask function has from it."""
     if torch.compiler.is_compiling():
         noted: tuple[str, dict[str, Any]] | None = getattr(function, _MADE_BY, None)
         if noted is None:
@@ -279,14 +279,14 @@ def _said_by(function: Any, last: int, queries: _Queries | None = None) -> _Said
     if outer == "padding_mask_function":
         return _Said(padding=(inside["padding_mask"],))
     if outer == "chunked_overlay" and last < int(inside["chunk_size"]) and (queries is None or not inside["left_padding"].any()):
-        return _Said()  # one chunk holds all, or all but padding on the left, which no other token sees
+        return _Said()  # one chunk holds all; while torch traces, perhaps all but the padding on the left, which no other token sees
     if queries is not None and outer == "chunked_overlay":
         return _Said(runs=_runs_of_chunks(int(inside["chunk_size"]), inside["left_padding"].numpy(), queries.positions))
     if queries is not None and outer == "blockwise_overlay":
         return _Said(runs=_runs_of_blocks(inside["block_sequence_ids"], queries))
     if queries is not None and outer == "or_masks":
         return _either([_said_by(part, last, queries) for part in inside["mask_functions"]], queries.positions)
-    kinds = {"chunked_overlay": "chunks of tokens", "blockwise_overlay": "blocks without order", "or_masks": "a union of masks"}
+    kinds = {"chunked_overlay": "chunks of tokens", "blockwise_overlay": "blocks of tokens", "or_masks": "a union of masks"}
     raise _NoRuleError(f"a mask of {kinds.get(outer, outer)}")
 
 

@@ -9,7 +9,7 @@
 /* The rows of the next chunk. Each panel that attends the current chunk prefetches its share of them. */
 typedef struct share {
     const ba_chunk_rows *rows; /* NULL: there is no next chunk */
-    int64_t panels, panel;     /* the number of panels, and of the next one that gets a share */
+    int64_t panels, panel;     /* how many panels there are, and the index of the next one that gets a share */
 } share;
 
 static void share_out(share *s, ba_chunk *chunk) {
@@ -107,8 +107,8 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
         ba_skip_keys(&chunk, skip);
     }
     const int64_t shared = ba_max(0, here->shared - skip), others = chunk.keys - shared;
-    const bool alone =
-        c->chunks == 2 || others; /* there is memory for the packed rows and the scales of one chunk, so its panels cannot wait for the next one */
+    const bool alone = c->chunks == 2 || others; /* the ring has no slot for an earlier chunk, or this chunk's rows are packed into memory that the
+                                                  * next chunk's need, too: its panels cannot wait */
     if (alone || many->walks >> here->walk & 1) flush(c, many);
     const pack_job k = {c->pack_k, w->packed_k, w->packed_k_rows, chunk.k_scale, p->head_dim},
                    v = {c->pack_v, w->packed_v, w->packed_v_rows, chunk.v_scale, p->v_dim};
