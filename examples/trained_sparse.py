@@ -67,7 +67,9 @@ def make_model(family: str, way: str, dtype: Any) -> Any:
     config = getattr(importlib.import_module(f"transformers.models.{family}.configuration_{family}"), f"{kind}Config")
     model = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), f"{kind}Model")
     given = {name: x for name, x in (SMALL | options).items() if hasattr(config, name)}
-    made = config(**given, **({budget: 1 << 20} if way == "dense" else {}), attn_implementation=WAYS[way])
+    if way == "dense":
+        given[budget] = 1 << 20
+    made = config(**given, attn_implementation=WAYS[way])
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -142,7 +144,7 @@ def measure(family: str, what: str, way: str, dtype_name: str, tokens: int, thre
             trained_sparse(model)
         model(ids[:, :1], use_cache=False)
         before, best, least, used = peak(), float("inf"), float("inf"), 0.0
-        while used < LEAST_SECONDS or not spent[0]:
+        while used < LEAST_SECONDS or best == float("inf"):
             spent[0], begin = 0.0, time.perf_counter()
             model(ids, cache=cache, use_cache=cache is not None)
             seconds = time.perf_counter() - begin
@@ -183,7 +185,7 @@ def draw(table: Path, picture: Path) -> None:
         for axis, (what, column, title) in zip(axes, panels, strict=True):
             for way in WAYS:
                 of_way = (r for r in rows if (r["family"], r["dtype"], r["what"], r["way"]) == (*line, what, way))
-                points = sorted((int(r["tokens"]), float(r[column])) for r in of_way)
+                points = sorted((int(r["tokens"]), max(float(r[column]), 1 if column == "MiB" else 0)) for r in of_way)
                 if points:
                     axis.plot(*zip(*points, strict=True), marker="o", label=way, linewidth=2.4 if way == "ours" else 1.2)
             axis.set_xscale("log", base=2)
