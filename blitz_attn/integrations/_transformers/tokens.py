@@ -134,9 +134,9 @@ def pays_as_lists(queries: int, keys: int, listed: int, group: int = 1) -> bool:
 
 def pays_as_blocks(queries: int, keys: int, listed: int, group: int) -> bool:
     """The same for blocks of 4 and more tokens, with `group` query heads for each key head. Measured in float32 and bfloat16, a listed pair
-    costs 1.2 to 2 times as much as a masked one for 1 query, 1.3 to 4.8 for 4, and for prompts 3.1 to 4.3 in groups of 8 heads (blocks of
+    costs 1.2 to 2 times as much as a masked one for 1 query, 1.3 to 4.8 for 4, and for prompts 2.2 to 2.6 in groups of 8 heads (blocks of
     4 tokens), 18 to 31 for single heads and 1 to 1.3 in groups of 64 (blocks of 16)."""
-    return keys >= listed * min(1 + queries / 2, max(1.3, 28 / group))
+    return keys >= listed * min(1 + queries / 2, max(1.3, 20 / group))
 
 
 def as_lists(indices: Any, keys: int) -> Any:
