@@ -91,8 +91,11 @@ def main():
             continue
         kinds = {"called": operation.call} | ({"refused": refusing(operation.refused)} if operation.refused else {})
         for kind, call in kinds.items():
-            before, after, blocks, size = measure(call, args.calls)
-            wrong = after - before > ENOUGH or blocks > SPARE_BLOCKS + args.calls // 100 or size > SPARE_BYTES + args.calls // 10
+            for _ in range(3):  # a leak grows each time; pages that the system took from the process and gives back grow once
+                before, after, blocks, size = measure(call, args.calls)
+                wrong = after - before > ENOUGH or blocks > SPARE_BLOCKS + args.calls // 100 or size > SPARE_BYTES + args.calls // 10
+                if not wrong:
+                    break
             grown += wrong
             print(
                 f"{name.replace(', ', ',').replace(' ', '_'):42} {kind:8} {args.calls:8} {before >> 10:8} {after >> 10:10} {blocks / args.calls:8.4f}"

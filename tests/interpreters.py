@@ -15,5 +15,5 @@ def python(*arguments, **variables):
     environment = {name: value for name, value in os.environ.items() if name not in OURS} | variables
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(blitz_attn.__file__).parents[1]), *filter(None, sys.path)])
     run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr
     return run.stdout.strip()
