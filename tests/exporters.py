@@ -59,7 +59,7 @@ _KINDS = {"f": FLOAT, "i": INT, "u": UINT, "c": COMPLEX}
 class Dlpack:
     """Exports a NumPy array by ``__dlpack__`` only, and counts calls of its deleter. Further keyword arguments overwrite fields of the tensor.
 
-    `deletes=False` exports no deleter, because NumPy may call the deleter, which is Python code, while an exception is set.
+    `deletes=False` exports no deleter: for tests in which NumPy might call it while an exception is set, when Python code must not run.
     `version=None` exports the structure from before DLPack 1.0 and, as exporters of that time do, does not accept ``max_version``.
     """
 

@@ -211,7 +211,7 @@ def test_each_allocation_of_a_threads_first_call_fails_once(name):
         assert isinstance(error, MemoryError), f"allocation {n}: {error!r}"
         sentences.add(str(error))
         check_right(operation, in_a_thread(operation.call), right)
-    assert "thread: expected memory for what the library keeps of this thread, got none" in sentences
+    assert "thread: expected memory for what the library keeps for this thread, got none" in sentences
 
 
 class Empty:

@@ -21,7 +21,8 @@ class Summaries(NamedTuple):
 
 
 def _is_written(scale: Any) -> bool:
-    """Whether appending writes k_scale or v_scale: it writes an array with one per token and head, and reads any other."""
+    """Whether appending writes this k_scale or v_scale. An array with a scale for each token and head is written; one scale per head, or a
+    single one, is only read."""
     return scale is not None and len(_arrays.shape_of(scale)) > 1
 
 

@@ -57,7 +57,7 @@ def quantize_kv(x, kv_dtype, *, dtype=None):
 
 
 def quantized(wide: np.ndarray, name: str, scale: np.ndarray) -> np.ndarray:
-    """The numbers of an 8-bit dtype nearest to ``wide / scale``, which are within its range."""
+    """``wide / scale``, clipped to the range of an 8-bit dtype and rounded to its nearest number (ties to even); float8 as bits."""
     scaled = wide / scale[..., None].astype(np.float64)
     if name == "int8":
         return np.clip(np.rint(scaled), -LARGEST[name], LARGEST[name]).astype(np.int8)
@@ -94,7 +94,8 @@ def by_token(cache: Any, kv_layout: str) -> np.ndarray:
 
 
 def scale_by_token(scale: Any, cache: np.ndarray, kv_layout: str) -> np.ndarray:
-    """Scales with the axes (pages, page_size, heads) of `cache`, from scales with these axes in `kv_layout`, one per head, or one."""
+    """Scales broadcast to the axes (pages, page_size, heads) of `cache`. `scale` has one for each token and head (axes in the order of
+    `kv_layout`), one per head, or one in all."""
     return by_token(scale, kv_layout) if np.ndim(scale) == 3 else np.broadcast_to(np.asarray(scale, np.float32), cache.shape[:3])
 
 

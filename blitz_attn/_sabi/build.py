@@ -43,7 +43,7 @@ __all__ = [
 
 
 def _keys_seen(s_q: int, s_kv: int, block_q: int) -> tuple[np.ndarray, np.ndarray]:
-    """Key positions on the bottom-right diagonal of each query block's first and last query."""
+    """For each query block, the key positions that lie on the bottom-right diagonal for its first and for its last query."""
     first = np.arange(0, s_q, block_q)
     return first + s_kv - s_q, np.minimum(first + block_q, s_q) - 1 + s_kv - s_q
 
@@ -303,7 +303,7 @@ def document(
     kv_sizes = q_sizes if kv_lengths is None else integers(kv_lengths, "kv_lengths")
     causal = flag(causal, "causal")
     if q_sizes.ndim != 1 or q_sizes.shape != kv_sizes.shape or min(q_sizes.min(initial=0), kv_sizes.min(initial=0)) < 0:
-        raise ValueError(f"lengths: expected as many lengths from 0 on as kv_lengths, got {shown(q_sizes.tolist())}")
+        raise ValueError(f"lengths: expected as many numbers of at least 0 as kv_lengths, got {shown(q_sizes.tolist())}")
     for name, sizes in (("lengths", q_sizes), ("kv_lengths", kv_sizes)):
         if not 1 <= sum(map(int, sizes)) <= MOST_TOKENS:
             raise ValueError(f"{name}: expected 1 to {MOST_TOKENS} tokens in all, got {sum(map(int, sizes))}")
@@ -339,7 +339,7 @@ def document_ranges(lengths: Integers) -> np.ndarray:
     Raises
     ------
     TypeError, ValueError
-        Lengths that are not integers, are negative, or do not add up to 1 to 2**24 tokens.
+        Lengths that are not integers, are negative, or whose sum is not from 1 to 2**24.
 
     See Also
     --------
@@ -363,7 +363,7 @@ def document_ranges(lengths: Integers) -> np.ndarray:
     """
     sizes = integers(lengths, "lengths")
     if sizes.ndim != 1 or sizes.min(initial=0) < 0 or not 1 <= sum(map(int, sizes)) <= MOST_ROWS:
-        raise ValueError(f"lengths: expected lengths of at least 0 that add up to 1 to {MOST_ROWS} tokens, got {shown(sizes.tolist())}")
+        raise ValueError(f"lengths: expected lengths of at least 0 whose sum is from 1 to {MOST_ROWS}, got {shown(sizes.tolist())}")
     ends = np.cumsum(sizes, dtype=np.int64)
     return np.stack([ends - sizes, ends], axis=-1).repeat(sizes, axis=0)
 

@@ -129,9 +129,9 @@ def from_function(
         How many batch entries and heads the function is evaluated for. Leave a number at 1 where the function does not depend on the index:
         the result then fits any number.
     token_rule : {"kv_ranges", "attn_mask", "none"}
-        What cuts within the listed blocks. ``"kv_ranges"``: a run of keys for each query; a function that no runs express is refused.
-        ``"attn_mask"``: if runs do not express the function, a mask of bool, which takes ``batch * heads * s_q * s_kv`` bytes. ``"none"``:
-        nothing, so that attention over the listed blocks may see keys that the function hides.
+        What cuts within the listed blocks. ``"kv_ranges"``: a run of keys for each query; a function that such runs cannot express is
+        refused. ``"attn_mask"``: if runs do not express the function, a mask of bool, which takes ``batch * heads * s_q * s_kv`` bytes.
+        ``"none"``: nothing, so that attention over the listed blocks may see keys that the function hides.
     dtype, width
         As in `from_block_mask`.
 
@@ -160,7 +160,8 @@ def from_function(
     -----
     The function is evaluated on all pairs of tokens, about 128 x 512 at a time: nothing of the size of queries times keys is kept, unless a
     mask is asked for. 16384 x 16384 pairs take about a second for each head.
-    Where the keys that a query sees have gaps, another order of the tokens may close them, as the order by tiles does for a video.
+    Where the keys that a query sees have gaps, another order of the tokens may close them: for a video, an order
+    that goes tile by tile does.
 
     Examples
     --------
@@ -187,7 +188,7 @@ def from_function(
         most = f"at most {MOST_BLOCKS} blocks and {MOST_PAIRS} pairs of tokens in all"
         raise ValueError(f"batch, heads: expected {most}, got {lead[0]} x {lead[1]} heads of {sizes[0]} x {sizes[1]} tokens")
     if rule == "attn_mask" and pairs > MOST_BLOCKS:
-        raise ValueError(f"token_rule: expected another than 'attn_mask' for more than {MOST_BLOCKS} pairs of tokens, got {pairs}")
+        raise ValueError(f"token_rule: expected a rule other than 'attn_mask' for more than {MOST_BLOCKS} pairs of tokens, got {pairs}")
     found = _Found(lead, grid, sizes, shape)
     for tile in _evaluated(mask_mod, sizes, shape, lead):
         found.add(*tile)

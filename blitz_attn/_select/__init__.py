@@ -1,1 +1,1 @@
-"""What `blitz_attn.select` is made of: choosers and budgets, the calls, and what a choice keeps."""
+"""What `blitz_attn.select` is made of: choosers, budgets, the calls, and measures of how much softmax mass a choice keeps."""

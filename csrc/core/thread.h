@@ -30,15 +30,16 @@ typedef struct ba_thread {
 } ba_thread;
 
 /* The sentence of a failure where even the ba_thread that would hold the sentence cannot be allocated. */
-#define BA_NO_THREAD "thread: expected memory for what the library keeps of this thread, got none"
+#define BA_NO_THREAD "thread: expected memory for what the library keeps for this thread, got none"
 
 /* The ba_thread of the calling thread, which is made where there is none: zeros and the usual float mode. It is freed when the thread ends. NULL
  * where the system has no memory for it. */
 ba_thread *ba_thread_make(void);
 /* The same, but NULL where this thread has none yet. */
 ba_thread *ba_thread_find(void);
-/* Makes `own`, which must be all zeros, the ba_thread of the calling thread. Where `own` does not come from malloc, the thread must never end and
- * never poll. Returns false where the system has no memory to store the pointer. */
+/* Makes `own` the ba_thread of the calling thread. (Where there is no pthread key, that is a static variable of the thread, and `own` is not used.)
+ * It is freed when the thread ends, so unless it comes from malloc, the thread must never end once this has returned true. `own` is all zeros but for
+ * program_mode, which a thread that polls must have set. Returns false where the system has no memory to store the pointer. */
 bool ba_thread_adopt(ba_thread *own);
 /* Whether a ba_thread is freed when its thread ends. It is not where the program has taken all pthread keys. */
 bool ba_thread_is_freed(void);

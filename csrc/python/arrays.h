@@ -70,9 +70,8 @@ int arg_hold(module_state *state, PyObject *object, const char *name, arg_role r
 /* The same for an array that will be written. It must be writable. (The library refuses one whose elements share memory.) */
 int arg_hold_output(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array);
 
-/* Holds the caller's output `given`, or, where that is None, a new array: the result of empty(shape, dtype name), with the dims and the dtype
- * of `shape`. Call it after all inputs are checked, so that a refused call makes no array. Returns a new reference to the output, or NULL with
- * an exception set. */
+/* Holds the caller's output `given`, or, where that is None, a new array: the result of empty(dims, dtype name), both taken from `shape`. Call it
+ * after all inputs are checked, so that a refused call makes no array. Returns a new reference to the output, or NULL with an exception set. */
 PyObject *arg_hold_or_make_output(module_state *state, PyObject *given, PyObject *empty, const ba_tensor *shape, const char *name, arg_role role,
                                   ba_dtype bits_as, arg_array *array);
 
@@ -85,7 +84,8 @@ int arg_disjoint(const arg_array *output, const arg_array *other);
 /* The `bits_as` of arg_hold() for a call whose dtype argument is this. */
 ba_dtype arg_bits(ba_dtype dtype);
 
-/* Checks that an array has the dtype that the caller has named in an argument; BA_DTYPE_COUNT: none. */
+/* Checks that array `name`, of dtype `dtype`, has the dtype `named`, which the caller gave as `argument`. BA_DTYPE_COUNT: the caller named none, and
+ * nothing is checked. */
 int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_dtype named);
 
 /* Holds one float32 per head, [heads], or nothing where `object` is None: *numbers is then unchanged. */

@@ -77,7 +77,7 @@ def cast(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def entry(value: Any, *at: int) -> Callable[[np.ndarray], np.ndarray]:
-    """A copy with one entry changed."""
+    """A change that copies the array and changes one entry."""
 
     def change(x: np.ndarray) -> np.ndarray:
         x = x.copy()
@@ -1383,7 +1383,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("mask_mod: expected a function by which the keys of a query are one run in the listed blocks, the same for all heads "
                     "(token_rule='attn_mask' takes any), got a gap for [batch, head, query] = [0, 0, 0]", mask_mod=lambda x: lambda b, h, i, j: (i - j) % 2 == 0),
         value_error("token_rule: expected one of kv_ranges, attn_mask, none, got 'window'", token_rule="window"),
-        value_error("token_rule: expected another than 'attn_mask' for more than 268435456 pairs of tokens, got 268435488",
+        value_error("token_rule: expected a rule other than 'attn_mask' for more than 268435456 pairs of tokens, got 268435488",
                     token_rule="attn_mask", s_kv=2**23 + 1, heads=1, block_shape=(32, 2**20)),
         value_error("batch: expected 1 to 1048576, got 0", batch=0),
         value_error("batch, heads: expected at most 268435456 blocks and 274877906944 pairs of tokens in all, got 1 x 1000 heads of 32 x 536870912 tokens",

@@ -1,4 +1,5 @@
-"""DeepSeek-V4 attends to a window of tokens and to compressed entries: the best of those that stand for 4, or all that stand for 128.
+"""DeepSeek-V4 attends to a window of tokens and to compressed entries: in some layers each stands for 4 tokens, and the best are chosen; in
+others each stands for 128 tokens, and all are attended.
 
 The model's own code makes entries, queries and keys, and keeps its state. It is stopped where it would score all entries for all queries.
 """
@@ -41,7 +42,8 @@ def _stop(own: Any, scorer: Any, q: Any, keys: Any, hidden: Any) -> Any:
 
 
 def _runs(positions: np.ndarray) -> Iterator[tuple[slice, slice, int]]:
-    """Queries whose positions rise by one, or are all the same, as those of padding are: batch entries, rows, and the step."""
+    """Cuts queries into runs whose positions rise by one (step 1) or stay the same (step 0, as in padding). Yields the batch entries, the
+    rows and the step of each run."""
     steps = np.diff(positions, axis=1)
     if (steps == 1).all():
         yield slice(0, len(positions)), slice(0, positions.shape[1]), 1
@@ -98,7 +100,8 @@ def _compress_and_choose(own: Any, compressor: Any, hidden: Any, residual: Any, 
 
 
 def _compress(own: Any, compressor: Any, hidden: Any, residual: Any, position_ids: Any, cache: Any, number: int) -> Any:
-    entries, _ = own(hidden, residual, position_ids[:, :1], cache, number)  # which makes no mask for one query: it sees all entries
+    # Given the position of one query, the model's code makes no mask. (It lets a single query see all entries; so does `count` below.)
+    entries, _ = own(hidden, residual, position_ids[:, :1], cache, number)
     positions = position_ids.expand(hidden.shape[:2])
     count = (positions + 1) // compressor.compress_rate if hidden.shape[1] > 1 else torch.full_like(positions, entries.shape[2])
     return entries, _first_of(entries, count)

@@ -1,8 +1,8 @@
 """DeepSeek's sparse attention: an indexer chooses tokens, and all heads attend to the latents of these.
 
-The indexer is replaced by its own code, which is run with stand-ins: for the keys of the cache, and for the mask. They do not compute, but
-note what is done with them. Where that is the formula of `select_tokens`, it is computed so; anything else is left to the model. Nothing
-need be known of how a family makes queries, keys and weights.
+The indexer's own code still runs, but on stand-ins for the cached keys and for the mask, which compute nothing and note the steps that are
+done with them. If the steps are the formula of `select_tokens`, that function computes the result; otherwise the model's code runs again,
+on the real mask and keys. Nothing need be known of how a family makes queries, keys and weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Noted:
-    """Stands for keys of an indexer, and for what is made of them: its steps so far."""
+    """Stands for keys of an indexer, or for what has been made of them, and records the steps that made it."""
 
     def __init__(self, call: _Selection, *steps: tuple[Any, ...]) -> None:
         self._call, self._steps = call, steps
@@ -78,7 +78,7 @@ class _Noted:
 
 
 class _Hidden:
-    """Stands for the mask, which has no elements."""
+    """Stands for the mask: a RuleMask, which holds rules in place of elements."""
 
     dtype = torch.bool
 
@@ -126,12 +126,13 @@ class _Selection:
             raise UnsuitedError(f"tensors on {k.device}")
         if self.mask.shape[0] not in (1, batch) or self.mask.shape[1:] != (queries, k.shape[1]):
             raise UnsuitedError(f"a mask of shape {tuple(self.mask.shape)} for {queries} queries and {k.shape[1]} keys")
-        assert self.mask.rules is not None  # or the model chooses
+        assert self.mask.rules is not None  # _why_not() leaves a mask without rules to the model
         rules = self.mask.rules.of_batch(batch)
-        if rules.causal and rules.offset + queries <= count:  # each sees no more than it may choose
+        if rules.causal and rules.offset + queries <= count:  # no query sees more than `count` keys, so each chooses all that it sees
             return mark_exact(torch.arange(count, dtype=torch.int32).expand(batch, queries, count))
         lowered = q.to(k.dtype)
-        q, k = (lowered, k) if k.dtype in _DTYPES and torch.equal(lowered.float(), q) else (q, k.float())  # it was made float32 for sums
+        # The indexer widened q to float32 for its sums. Where that was exact, q is narrowed again.
+        q, k = (lowered, k) if k.dtype in _DTYPES and torch.equal(lowered.float(), q) else (q, k.float())
         parts = []
         for call in rules.calls():
             longest = max(call.kv_lens)
@@ -154,7 +155,7 @@ class _Given:
 
 
 def _why_not(mask: Any) -> str | None:
-    """Why an indexer is left to the model; None where the rules of its mask say all."""
+    """Why an indexer is left to the model; None where the rules of its mask are known and have nothing but causality."""
     if autocast_dtype() is not None:
         return "torch.autocast, which rounds its scores"
     if not isinstance(mask, RuleMask):
@@ -162,7 +163,7 @@ def _why_not(mask: Any) -> str | None:
     if mask.rules is None:
         return mask.reason
     if mask.rules.window is not None or mask.rules.ranges is not None or mask.rules.sequences is not None:
-        return "a mask that is not causal alone"
+        return "a mask with a window, ranges or packed sequences"
     return None
 
 
@@ -182,7 +183,8 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
             reason = "tokens that its indexer changes once they are chosen"
         except UnsuitedError as error:
             reason = str(error)
-        except (TypeError, ValueError) as error:  # what stands for keys has no such operation; or the model's own, which it raises again
+        except (TypeError, ValueError) as error:
+            # A stand-in lacks an operation; or it is an error of the model's own code, which is raised again when that code runs below.
             reason = f"a step of its indexer that is not known here ({type(error).__name__})"
     leave(indexer, reason)
     if call is not None and call.keys is not None:
@@ -202,7 +204,8 @@ def _projection(attention: Any) -> tuple[Any, Any] | None:
 
 
 def _why_not_folded(attention: Any) -> str | None:
-    """Why `_projection` does not say what a module expands latents to, by trying; None where it does."""
+    """Expands random latents, with the module's own method and with the parts from `_projection`, and says why the results differ; None
+    where they agree."""
     try:
         parts = _projection(attention)
         if parts is None:
@@ -226,7 +229,8 @@ def _why_not_folded(attention: Any) -> str | None:
 
 
 def _keep_latents(own: Any, attention: Any, *latents: Any, **options: Any) -> Any:
-    """The method that expands latents: attention does it, where it is to be done."""
+    """Replaces the method that expands latents: returns them unexpanded, and attention expands them where that is needed. With gradients,
+    or arguments that are not known here, the module's own method runs."""
     parts = _projection(attention)
     if parts is None or options or len(latents) != 2:
         return own(*latents, **options)

@@ -9,7 +9,7 @@ static bool heads_are_beside(const ba_problem *p) {
            ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
 }
 
-/* Bytes of the rows of K (or V) of so many neighbouring heads of a token. */
+/* Bytes from the first to the last element of the rows of K (or V) of `heads` neighbouring heads of a token. */
 static int64_t rows_bytes(const ba_problem *p, const ba_view *view, int64_t dim, int64_t heads) {
     return ((heads - 1) * view->head_stride + dim) * p->kv_element_size;
 }
@@ -79,8 +79,8 @@ static void prefetch_ahead(const ba_attend_call *c, const ba_attend_scratch *w, 
     w->chunks->v_prefetch = find_ahead(c, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
 }
 
-/* Collects panel `number` of tile `i` of each of so many neighbouring heads, with the keys of the chunk that it sees, for one kernel call. Returns
- * the number of heads, or 0 where the panel sees no key. */
+/* Sets w->panels and w->chunks for one kernel call: for each of the heads first .. first + heads - 1, panel `number` of its tile `i`, and the keys of
+ * the chunk that this panel sees. Returns the number of heads, or 0 where the panel sees no key. */
 static int64_t collect_heads(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, int64_t i, int number, int64_t first,
                              int64_t heads, const ba_chunk_rows *here) {
     int64_t n = 0;

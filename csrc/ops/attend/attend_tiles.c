@@ -17,7 +17,8 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     const int64_t tiles = c->plan.grouping.tiles, keys = ba_max(c->chunk_keys, c->tuning->few.keys), packed = ba_round_up(keys, f->key_pad);
     const int64_t lanes = tiles * ba_max(ba_tile_room(c), c->plan.grouping.few_heads * ba_few_tile_room(c));
     const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
-    /* Bytes of a packed element of K or V: the family's own format, or reals where the family does not attend their dtype itself. */
+    /* Room for a packed element of K or V: the family's own format (pack_bytes) where rows are widened to its dtype first; otherwise also enough for
+     * a real, which is what other dtypes are packed as. */
     const int64_t pack = c->widen ? f->pack_bytes : ba_max(f->pack_bytes, f->real_size);
     const int64_t in_page = c->tuning->page_offset;
     int64_t used = 0;
@@ -173,7 +174,8 @@ static void find_rows(const ba_problem *p, int64_t batch, int64_t kv_head, const
     }
 }
 
-/* Finds the rows of K (or V) of a chunk: those of its first `shared` keys in the shared, packed K (or V), the others in the caller's array. */
+/* Finds the rows of K (or V) of a chunk. Those of its first `shared` keys lie in the shared, packed K (or V) if there is one (`s->pack`); all others
+ * lie in the caller's array. */
 static void take_rows(const ba_attend_call *c, const ba_item *item, const ba_view *view, const ba_view *scale, const ba_shared_rows *s,
                       const ba_chunk_rows *chunk, const void **rows, const float **scales) {
     const ba_problem *p = c->problem;
@@ -201,7 +203,7 @@ bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks,
     chunk->walk = next;
     chunk->keys = ba_walk_take(&walks[next], chunk->key_index);
     chunk->shared = ba_is_shared(&c->sharing, item->batch) ? chunk->keys - chunk->keys % c->family->key_pad
-                                                           : 0; /* the last keys of a sequence may be less than a group */
+                                                           : 0; /* the last group of a sequence may be incomplete; its keys are not shared */
     ba_find_k_rows(c, item, chunk);
     take_rows(c, item, &p->v, &p->v_scale, &c->sharing.v, chunk, chunk->v_rows, chunk->v_scale_at);
     return true;
@@ -239,8 +241,8 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
                       .v_rows = here->v_rows,
                       .k_offset = head * p->k.head_stride * p->kv_element_size,
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
-                      /* Rows that items share are packed, and have about as many bytes. Families that split elements into pieces have more, but
-                       * their kernels do not read this number. */
+                      /* The bytes of a row in the caller's array. A shared, packed row has about as many. In families that split elements into pieces
+                       * it has more, but their kernels do not read k_next_bytes and v_next_bytes. */
                       .k_next_bytes = p->head_dim * p->kv_element_size,
                       .v_next_bytes = p->v_dim * p->kv_element_size,
                       .next_level = c->prefetch_level,

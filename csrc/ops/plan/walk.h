@@ -15,10 +15,11 @@ typedef struct ba_walk {
     const uint64_t *bitmap; /* one bit per block column: whether it is listed. NULL: all keys are */
     int64_t words;          /* of the bitmap */
     int64_t block_kv;       /* keys per column */
-    int64_t keys;           /* of the sequence */
+    int64_t keys;           /* of the batch entry, listed or not: key numbers are below it */
     int64_t chunk_keys;
     int64_t stop;   /* position in the sequence of listed keys where the walk ends */
-    ba_range range; /* keys that any query of the tile sees. The walk skips whole chunks before range.lo and ends at range.hi */
+    ba_range range; /* from the first to the last key that some query of the walk's tiles sees. The walk skips whole chunks before range.lo and ends
+                     * at range.hi */
     /* the state of the walk */
     int64_t column, key, end; /* the current column, the next key (BA_WALK_END: there is none), and the end of the column's keys */
     int64_t position;         /* of the next key in the sequence of listed keys */
