@@ -22,7 +22,7 @@ from .masks import RuleMask
 from .tokens import mark_exact
 from .trained import Table, UnsuitedError, leave
 
-__all__ = ["ADAPTERS"]
+__all__ = ["ADAPTERS", "keep_latents", "why_not", "why_not_folded"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -126,7 +126,7 @@ class _Selection:
             raise UnsuitedError(f"tensors on {k.device}")
         if self.mask.shape[0] not in (1, batch) or self.mask.shape[1:] != (queries, k.shape[1]):
             raise UnsuitedError(f"a mask of shape {tuple(self.mask.shape)} for {queries} queries and {k.shape[1]} keys")
-        assert self.mask.rules is not None  # _why_not() leaves a mask without rules to the model
+        assert self.mask.rules is not None  # why_not() leaves a mask without rules to the model
         rules = self.mask.rules.of_batch(batch)
         if rules.causal and rules.offset + queries <= count:  # no query sees more than `count` keys, so each chooses all that it sees
             return mark_exact(torch.arange(count, dtype=torch.int32).expand(batch, queries, count))
@@ -154,7 +154,7 @@ class _Given:
         return self._keys
 
 
-def _why_not(mask: Any) -> str | None:
+def why_not(mask: Any) -> str | None:
     """Why an indexer is left to the model; None where the rules of its mask are known and have nothing but causality."""
     if autocast_dtype() is not None:
         return "torch.autocast, which rounds its scores"
@@ -173,7 +173,7 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
     given = bound.arguments
     given.pop("self")
     mask, cache = given["attention_mask"], given.get("cache")
-    reason, call = _why_not(mask), None
+    reason, call = why_not(mask), None
     if reason is None:
         call = _Selection(mask, cache, config_of(indexer).num_threads)
         try:
@@ -203,7 +203,7 @@ def _projection(attention: Any) -> tuple[Any, Any] | None:
     )  # fmt: skip
 
 
-def _why_not_folded(attention: Any) -> str | None:
+def why_not_folded(attention: Any) -> str | None:
     """Expands random latents, with the module's own method and with the parts from `_projection`, and says why the results differ; None
     where they agree."""
     try:
@@ -228,7 +228,7 @@ def _why_not_folded(attention: Any) -> str | None:
     return "an expansion of its latents that is not known here"
 
 
-def _keep_latents(own: Any, attention: Any, *latents: Any, **options: Any) -> Any:
+def keep_latents(own: Any, attention: Any, *latents: Any, **options: Any) -> Any:
     """Replaces the method that expands latents: returns them unexpanded, and attention expands them where that is needed. With gradients,
     or arguments that are not known here, the module's own method runs."""
     parts = _projection(attention)
@@ -244,10 +244,10 @@ def _keep_latents(own: Any, attention: Any, *latents: Any, **options: Any) -> An
 
 
 def _adapters(attention: Any) -> dict[str, Any]:
-    reason = _why_not_folded(attention)
+    reason = why_not_folded(attention)
     if reason is not None:
         raise UnsuitedError(reason)
-    methods: dict[str, Any] = {"expand_kv": _keep_latents}
+    methods: dict[str, Any] = {"expand_kv": keep_latents}
     if getattr(attention, "indexer", None) is not None:
         names = inspect.signature(type(attention.indexer).forward).parameters
         missing = [name for name in ("attention_mask", "cache") if name not in names]

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from ..._select.tokens import select_tokens
 from .config import config_of
-from .dsa import _keep_latents, _why_not, _why_not_folded
+from .dsa import keep_latents, why_not, why_not_folded
 from .masks import RuleMask, make_mask
 from .tokens import Listed
 from .trained import Table, UnsuitedError, check_code, leave
@@ -47,7 +47,7 @@ def _chosen(indexer: Any, mask: RuleMask, q: Any, weights: Any, pooled: Any, **o
 
 def _is_left(indexer: Any, hidden: Any, mask: Any) -> bool:
     """Whether a call is left to the model's own code."""
-    reason = _why_not(mask) if hidden.device.type == "cpu" else f"tensors on {hidden.device}"
+    reason = why_not(mask) if hidden.device.type == "cpu" else f"tensors on {hidden.device}"
     if reason is not None:
         leave(indexer, reason)
     return reason is not None
@@ -122,10 +122,10 @@ def _mask_of_choice(own: Any, attention: Any, topk_indices: Any, **options: Any)
 
 def _glm(attention: Any) -> dict[str, Any]:
     check_code(_KNOWN, attention)
-    reason = _why_not_folded(attention)
+    reason = why_not_folded(attention)
     if reason is not None:
         raise UnsuitedError(reason)
-    methods = {"build_attention_mask_from_topk": _mask_of_choice, "expand_kv": _keep_latents}
+    methods = {"build_attention_mask_from_topk": _mask_of_choice, "expand_kv": keep_latents}
     if attention.indexer is not None:
         check_code(_KNOWN, attention.indexer)
         methods["indexer.forward"] = _choose_pools
