@@ -213,6 +213,6 @@ def test_a_plan_of_stretches_appends_nothing(summarised):
     summaries = {"maxblocks": high, "metadata_block_tables": np.array([[0], [1]])} if summarised else {}
     case = testing.make_paged(2, 4, KV_HEADS, [9, 20], 8, DIM, V_DIM)
     caches, plan = empty_like(case)[0], blitz_attn.PagedPlan(case.block_tables, case.seq_lens, page_size=8, q_begin=[8, 19])
-    with pytest.raises(ValueError, match="^q_begin: expected none where tokens are written, .*, got some"):
+    with pytest.raises(ValueError, match="^q_begin: expected none, since the tokens that are written are the last .*, got some"):
         plan.append(*new_tokens(2), *caches, **summaries)
     assert not any(x.any() for x in (*caches, high))

@@ -491,7 +491,7 @@ WRONG = [  # call, changes, sentence; from Python, earlier checks would refuse t
     ("w", "w.cu_q = far; w.batch = 2; w.block_tables.dims[0] = 2; w.block_tables.dims[1] = 1; w.seq_lens = zero; w.q_begin = zero",
      "cu_q: expected numbers that rise by at most 2**63 - 1, got -2 after 9223372036854775807"),
     ("w", "w.batch = -1", "batch: expected at least 0 requests, got -1"),
-    ("w", "w.q_begin = zero", "q_begin: expected none where tokens are written, which are the last of their requests, got some"),
+    ("w", "w.q_begin = zero", "q_begin: expected none, since the tokens that are written are the last ones of their requests, got some"),
     ("w slots", "slots[0] = 8", "slot_mapping: expected slots from 0 to 7, or -1 for none, got 8 at [0]"),
     ("s", "s.chooser = (ba_chooser)9", "chooser: expected pooled, antidiagonal, sampled_rows, vertical_slash or given, got 9"),
     ("s", "s.term = (ba_chooser_term)9", "term: expected mean, bound or both, got 9"),

@@ -382,7 +382,7 @@ def test_masks_must_be_boolean():
          lambda: sabi.vertical_slash(8, vertical=[0], slash=[0, -(2**62)])),
         (ValueError, r"vertical, slash: expected at most 1048576 heads in all, got \(1025, 1025\)",
          lambda: sabi.vertical_slash(8, vertical=np.zeros((1025, 1, 1), np.int8), slash=np.zeros((1, 1025, 1), np.int8))),
-        (ValueError, "rows, columns: expected a grid of at most 1048576 blocks each, got 2097152 x 4",
+        (ValueError, "rows, columns: expected at most 1048576 blocks each, got 2097152 and 4",
          lambda: sabi.frame_plan(2**21, 4, 0.5)),
         (ValueError, "batch, heads: expected at most 1048576 heads in all, got 2048 x 2048",
          lambda: sabi.random_with_frame(8, batch=2**11, heads=2**11)),

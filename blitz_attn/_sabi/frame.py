@@ -103,7 +103,7 @@ def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | No
     if rows < 1 or columns < 1:
         raise ValueError(f"rows, columns: expected at least one block each, got {rows} and {columns}")
     if max(rows, columns) > MOST_SIDE:
-        raise ValueError(f"rows, columns: expected a grid of at most {MOST_SIDE} blocks each, got {rows} x {columns}")
+        raise ValueError(f"rows, columns: expected at most {MOST_SIDE} blocks each, got {rows} and {columns}")
     share = _kept_share(sparsity)
     frame = FrameWidths(0, 0, 0, 0) if frame is None else FrameWidths(*some_integers(frame, "frame", "four widths", 4))
     left, right, top, bottom = frame

@@ -15,7 +15,7 @@
 
 /* ---- Arrays that are written share no memory ------------------------------------------------------------------------ */
 
-/* Rows of `bytes` bytes, one for each page, row of the page, and head; steps are in bytes. */
+/* The rows of an array: one for each page, token of the page, and head. A row has `bytes` bytes, and `steps` are in bytes. */
 typedef struct places {
     const char *name, *data;
     int64_t bytes, steps[3];
@@ -39,15 +39,15 @@ static bool bounds_meet(const places *a, const places *b, const int64_t lengths[
     return high[0] > low[1] && high[1] > low[0];
 }
 
-/* Whether two arrays may share memory. K and V may be views of one array, any axis of which may tell the two apart: then they have the same steps,
- * and the rows of one lie in gaps of the other. (This may refuse an exotic pair of arrays; it never accepts a pair that shares memory.) */
+/* Returns false only if two arrays share no memory. The caches of K and V are often views of one array, at two indices of any one of its axes: then
+ * they have the same steps, and the rows of one lie in gaps of the other. (A few unusual pairs that share no memory get true, and are refused.) */
 static bool may_share(const places *a, const places *b, const int64_t lengths[3]) {
     const places *first = a->data <= b->data ? a : b, *second = a->data <= b->data ? b : a;
     if (!bounds_meet(first, second, lengths)) return false;
     /* Axes are taken by rising step. The arrays are apart if, on some axis, all rows of the second array along the smaller axes fit between two steps
      * of the first. */
-    int64_t inside = 0; /* how far the smaller axes reach, from row to row */
-    int64_t room = 0;   /* what the next step must be at least, so that the places of a larger axis do not reach into those gaps */
+    int64_t inside = 0; /* bytes from the first row to the last one along the axes taken so far */
+    int64_t room = 0;   /* the least that the next step may be: a smaller one would put rows into the gaps along the axes taken so far */
     bool passed[3] = {false, false, false}, fits = false;
     for (int n = 0; n < 3; n++) {
         int next = -1;
@@ -96,7 +96,8 @@ static ba_status slots_by_tables(const ba_page_tables *t, bool reused, const ba_
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got pages of %" PRId64,
                        t->page_size, c->page_size);
     if (t->q_begin)
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("q_begin") ": expected none where tokens are written, which are the last of their requests, got some");
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("q_begin") ": expected none, since the tokens that are written are the last ones of their requests, got some");
     if (t->queries != tokens && t->cu_q)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("q_lens") ": expected lengths that add up to " BA_ARG("k") "'s %" PRId64 " tokens, got %" PRId64,
                        tokens, t->queries);
