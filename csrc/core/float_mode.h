@@ -44,7 +44,7 @@ static inline void ba_set_float_mode(ba_float_mode mode) { (void)mode; }
 
 typedef struct ba_mode_change {
     ba_float_mode before, program; /* the register and ba_thread.program_mode, as they were before the change */
-    bool known;                    /* whether the thread has a ba_thread, and `program` therefore a value */
+    bool known;                    /* whether the thread has a ba_thread, so that `program` is set */
 } ba_mode_change;
 
 static inline bool ba_is_usual_mode(ba_float_mode mode) { return (mode & ~BA_FLOAT_FLAGS) == BA_USUAL_FLOAT_MODE; }

@@ -46,8 +46,8 @@ static _Atomic int64_t next_item;
 /* ---- Stopping a job ------------------------------------------------------------------------------------------- */
 
 #define POLL_NANOSECONDS 50000000
-/* Where more time than this lay between the last two readings of the clock, the next check reads it again. Else the 16th check from then does,
- * because reading the clock costs more than reading the flag. */
+/* Where more time than this lay between the last two readings of the clock, the next check reads it again. Otherwise the 16th check from then
+ * on reads it, because reading the clock costs more than reading the flag. */
 #define RARE_NANOSECONDS 1000000
 enum {
     CHECKS_PER_READ = 16,
@@ -247,7 +247,7 @@ static void wait_for_workers(ba_thread *thread) {
         }
         struct timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += POLL_NANOSECONDS / 4; /* waits so short that one of them ends soon after the next poll is due */
+        until.tv_nsec += POLL_NANOSECONDS / 4; /* each wait is a quarter of the polling interval, so that one ends soon after a poll is due */
         until.tv_sec += until.tv_nsec / 1000000000;
         until.tv_nsec %= 1000000000;
         if (pthread_cond_timedwait(&pool.done, &pool.lock, &until) == 0) continue;

@@ -4,7 +4,7 @@
 
 #include "blitz_attn.h"
 
-/* Marks the name of an argument in a sentence, so that a caller whose argument has another name can put that in its place. `name` is a string
+/* Marks the name of an argument in a sentence, so that a caller whose argument has another name can put that name there. `name` is a string
  * literal, which may be "%s". The marks are two control characters, which sentences do not contain otherwise. */
 #define BA_ARG(name) "\001" name "\002"
 enum { BA_ARG_BEGIN = 1, BA_ARG_END = 2 };

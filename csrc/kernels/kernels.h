@@ -48,8 +48,9 @@
  *     routed       of lists: each is of one query or a small tile of them, and neighbours have little in common. Routed kernels attend any number of
  *                  queries that have just one chunk in common, and pack no panels
  *     walk         going once over the keys of a list, in rising order
- *     place        of a key in a walk: how many keys of the list come before it. ba_chunk.place counts within a chunk
- *     chunk        the keys that one kernel call attends, at most BA_MAX_CHUNK. A walk is cut into chunks by places, not at the borders of blocks
+ *     position     of a key in a walk: how many keys of the list come before it (ba_chunk.place counts within a chunk). Of a query: the number of the
+ *                  key beside which it stands on the diagonal
+ *     chunk        the keys that one kernel call attends, at most BA_MAX_CHUNK. A walk is cut into chunks by positions, not at the borders of blocks
  *     group        key_pad consecutive keys that are packed and multiplied together
  *     key stretch  consecutive keys whose weights are summed before the sum is added to l
  *     unit         the rows of K that a few kernel scores together, for one head and one set

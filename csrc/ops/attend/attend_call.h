@@ -56,7 +56,7 @@ typedef struct ba_attend_call {
     ba_order_few_fn order_few;
     ba_fill_bias_fn fill_bias, fill_few_bias;
     const ba_tuning *tuning;
-    const ba_prefetch_tuning *few_prefetch; /* of tuning->few, those of the cache that this level prefetches into */
+    const ba_prefetch_tuning *few_prefetch; /* the numbers of tuning->few for the cache that this level prefetches into */
     int prefetch_level;                     /* which cache that is: see ba_prefetch_level */
     int64_t chunk_keys;
     int chunks;   /* slots of the ring in use; 2 where a kernel call takes panels of one chunk only */

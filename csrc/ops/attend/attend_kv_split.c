@@ -284,7 +284,7 @@ static ba_status attend_waves(split_call *c, int64_t waves, const entries *e) {
 /* Attends the round of this size that begins at *at, in memory of its own. */
 static ba_status attend_round(split_call *c, round_size size, cursor *at) {
     const ba_problem *p = c->whole;
-    /* The largest power of two for which the states of a wave are no more than most_rows rows, and 1 at least. */
+    /* The largest power of two for which the states of a wave are no more than most_rows rows; at least 1. */
     for (c->width = 1; c->width < size.splits && 2 * c->width * size.rows <= c->most_rows;) c->width *= 2;
     const int64_t waves = ba_ceil_div(size.splits, c->width), entry_count = ba_min(size.splits, c->width) * size.slices; /* of a wave, at most */
     int64_t levels = 0;

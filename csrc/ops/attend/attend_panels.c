@@ -107,8 +107,9 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
         ba_skip_keys(&chunk, skip);
     }
     const int64_t shared = ba_max(0, here->shared - skip), others = chunk.keys - shared;
-    const bool alone = c->chunks == 2 || others; /* the ring has no slot for an earlier chunk, or this chunk's rows are packed into memory that the
-                                                  * next chunk's need, too: its panels cannot wait */
+    /* The panels of this chunk cannot wait where the ring has no slot for an earlier chunk, or where rows of this chunk are packed into memory that
+     * the rows of the next chunk need, too. */
+    const bool alone = c->chunks == 2 || others;
     if (alone || many->walks >> here->walk & 1) flush(c, many);
     const pack_job k = {c->pack_k, w->packed_k, w->packed_k_rows, chunk.k_scale, p->head_dim},
                    v = {c->pack_v, w->packed_v, w->packed_v_rows, chunk.v_scale, p->v_dim};

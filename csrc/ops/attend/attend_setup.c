@@ -42,8 +42,9 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     const ba_tuning *of_level = ba_tuning_at(level);
     *own = *ba_tuning_at(c->family->isa);
     own->few = c->own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
-    /* Few kernels attend fewer queries in turns where panels of the level's own family would attend the others, since such panels are faster. Such
-     * families widen rows, or have kernels of their own for few queries, whether or not this call has enough heads for these. */
+    /* few_queries is the largest number of queries that few kernels attend; panels attend larger numbers. It is smaller where these are panels of the
+     * level's own family, since such panels are faster: where the call widens rows, and where the family has kernels of its own for few queries,
+     * whether or not this call has enough heads for these kernels. */
     const ba_dtype kv_dtype = c->problem->kv_dtype;
     const bool own_panels = c->widen || (c->family->few->attend[kv_dtype] && of_level->few_least_heads[kv_dtype] > 0);
     own->few_queries = own_panels ? of_level->own_few_queries : of_level->few_queries;
@@ -62,8 +63,8 @@ static void choose_chunks(ba_attend_call *c) {
     if (c->chunk_keys < c->tuning->chunk_keys) c->chunks = BA_MANY_PANELS + 2;
 }
 
-/* Whether rows are gathered before few queries attend them: where an item has one KV head, whose rows are short and have the rows of other heads
- * between them. */
+/* Whether rows are gathered before few queries attend them: yes where an item has a single KV head, whose rows are short and have the rows of other
+ * heads between them. */
 static bool gathers(const ba_attend_call *c) {
     const ba_problem *p = c->problem;
     const bool scattered = p->k.token_stride > p->head_dim && p->v.token_stride > p->v_dim;

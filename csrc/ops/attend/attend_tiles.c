@@ -17,8 +17,8 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     const int64_t tiles = c->plan.grouping.tiles, keys = ba_max(c->chunk_keys, c->tuning->few.keys), packed = ba_round_up(keys, f->key_pad);
     const int64_t lanes = tiles * ba_max(ba_tile_room(c), c->plan.grouping.few_heads * ba_few_tile_room(c));
     const int64_t pad_k = ba_round_up(p->head_dim, f->dim_pad), pad_v = ba_round_up(p->v_dim, f->dim_pad);
-    /* Room for a packed element of K or V: the family's own format (pack_bytes) where rows are widened to its dtype first; otherwise also enough for
-     * a real, which is what other dtypes are packed as. */
+    /* Room for a packed element of K or V. Where rows are widened to the family's dtype first, they are packed in the family's own format
+     * (pack_bytes). Otherwise there is also room for a real, because rows of other dtypes are packed as reals. */
     const int64_t pack = c->widen ? f->pack_bytes : ba_max(f->pack_bytes, f->real_size);
     const int64_t in_page = c->tuning->page_offset;
     int64_t used = 0;

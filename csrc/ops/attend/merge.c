@@ -58,7 +58,8 @@ static ba_status check_merge(int64_t parts, const ba_tensor *outs, const ba_tens
     return BA_OK;
 }
 
-/* The offset, in elements, of row number `row` of (batch, head, token) in a tensor whose first three axes these are. */
+/* The offset, in elements, of row number `row` in a tensor whose first three axes are batch, head and token. Rows are counted in the order of these
+ * axes. */
 static int64_t row_offset(const ba_tensor *t, int64_t row) {
     if (t->dims[t->ndim - 1] == 0) return 0; /* the strides of an array without elements have not been checked */
     const int64_t token = row % t->dims[2], head = row / t->dims[2] % t->dims[1], batch = row / t->dims[2] / t->dims[1];

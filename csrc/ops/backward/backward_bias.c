@@ -151,7 +151,8 @@ static void clear_sums(const bias_call *c, const bias_scratch *s) {
 
 /* ---- attn_mask ---------------------------------------------------------------------------------------------------------- */
 
-/* The indices on an axis of the problem, `count` long, that index `place` of the mask's axis, `length` long, stands for. */
+/* An axis of the mask is `length` long, and the problem's axis `count` long. Returns the indices on the problem's axis that the mask's index `place`
+ * stands for. */
 static ba_range places_of(int64_t length, int64_t place, int64_t count) { return length == 1 ? (ba_range){0, count} : (ba_range){place, place + 1}; }
 
 /* Writes numbers to consecutive elements of the mask's gradient. */

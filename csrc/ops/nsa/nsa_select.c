@@ -23,7 +23,7 @@ typedef struct nsa_select_call {
     const ba_nsa_select_args *args;
     const int64_t *cu_k; /* args->cu_cmp; NULL where args->cu_q is NULL */
     ba_token_rows q, k;
-    bool by_query; /* tile is 0: a row of the result is a query, else a tile of queries */
+    bool by_query; /* a row of the result is a query (args->tile is 0), and not a tile of queries */
     int64_t sequences, group;
     int64_t list_heads; /* heads of the result: KV heads where by_query, else query heads */
     int64_t dim;

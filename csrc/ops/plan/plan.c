@@ -204,8 +204,8 @@ static void survey_item(void *context, int64_t index, int worker) {
             if (!ba_list_to_bitmap(p, item->batch, tile.head, tile.block_row, bitmap, plan->bitmap_words, &at)) {
                 const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), ba_list_row(p, item->batch, tile.block_row), at};
                 keep_first_bad_entry(s, bad);
-                marked_row = -1; /* the bitmap is not complete; lists of later tiles may come earlier in the array */
-                continue;
+                marked_row = -1; /* the bitmap is not complete */
+                continue;        /* since lists of later tiles may come earlier in the array, where the first bad entry is looked for */
             }
             marked_row = tile.block_row;
             marked_head = tile.head;
@@ -368,9 +368,10 @@ static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t pan
     return chosen;
 }
 
-/* How many KV heads an item of few queries walks at once: at first as many as have the keys of a chunk in cache together, fewer where several panels
- * take turns at them. This number is halved until each thread has some items or, in a call of one request, until all threads get the same number, and
- * no further: with fewer heads an item reads smaller stretches of memory. */
+/* How many KV heads an item of few queries walks at once. The search begins with the number of heads whose rows of one chunk fit into the cache
+ * together (few.bytes), divided by the number of panels that take turns at them. The number is halved until each thread has some items or, in a call
+ * of one request, until all threads get the same number of items. It is not halved further, because an item of fewer heads reads smaller stretches of
+ * memory. */
 static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;

@@ -78,8 +78,8 @@ static void keep_forced(const ba_prefill *c, const kept_words *r, int64_t batch,
     }
     keep_run(r, seen.lo, ba_min(seen.hi, a->sink));
     keep_run(r, ba_max(seen.lo, columns - ba_min(columns, a->last_columns)), seen.hi);
-    /* Query i stands beside key i + kv_valid - q_valid, on the diagonal. The block row's diagonal goes from key `first` to key `last`; the first of
-     * these may lie before key 0. `recent` keeps the blocks that it crosses and recent - 1 blocks before them. */
+    /* Query i stands beside key i + kv_valid - q_valid, on the diagonal. The block row's diagonal goes from key `first` to key `last`, without the
+     * part of it that lies before key 0. `recent` keeps the blocks that the diagonal crosses, and recent - 1 blocks before them. */
     const int64_t begin = block_row * c->p.block_q, diagonal = kv_valid - q_valid;
     const int64_t first = ba_max(0, begin + diagonal), last = ba_min(begin + c->p.block_q, q_valid) - 1 + diagonal;
     if (a->recent == 0 || last < 0) return;
@@ -89,8 +89,8 @@ static void keep_forced(const ba_prefill *c, const kept_words *r, int64_t batch,
 
 /* ---- Order ------------------------------------------------------------------------------------------------------
  *
- * A sort key is a block as one number that sorts by falling score, and by column where scores are equal: the bits of a score that is not negative,
- * read as an integer, rise with the score. */
+ * A sort key is one number that stands for a block. In rising order of sort keys, scores fall, and columns rise where scores are equal. The bits of a
+ * score that is not negative, read as an integer, rise with the score; the sort key has their complement. */
 
 static uint64_t sort_key_of(float score, int64_t column) {
     uint32_t bits;
@@ -365,11 +365,11 @@ void ba_budget_block_row(const ba_prefill *c, const ba_band_scratch *s, int64_t 
 /* ---- Density ----------------------------------------------------------------------------------------------------
  *
  * A share is the list heads of a sequence that share one density: all of them, or each by itself. It keeps a certain number of blocks, those with the
- * largest tails. The outlines of all block rows bound the least tail among them: it is in the range of classes [least_class, most_class]. Then each
- * block row is split by this range, and of the blocks in the middle the tails are computed. The least of them is found without sorting them all. The
- * bits of a tail, which is not negative, read as an integer, rise with it. Such an integer has three digits of 11, 11 and 10 bits. Counting the tails
- * by their first digit tells with which digit the least tail begins, and how many blocks are still to be found among the tails that begin so.
- * Counting these by their second digit, and those that are left by their third, tells the rest. */
+ * largest tails. The outlines of all block rows bound the least tail that is kept: it is in the range of classes [least_class, most_class]. Each
+ * block row is then split by this range, and the tails of the blocks in the middle are computed. The least tail that is kept is found without sorting
+ * these tails. A tail is not negative, so that its bits, read as an integer, rise with it. Such an integer has three digits of 11, 11 and 10 bits.
+ * Counting the tails by their first digit tells with which digit the least tail that is kept begins, and how many blocks are still to be found among
+ * the tails that begin with it. Counting these by their second digit, and those that are left by their third, tells the rest. */
 
 enum { DIGITS = 3 };
 static const struct {

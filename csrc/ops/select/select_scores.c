@@ -24,7 +24,7 @@ typedef struct scored_panel {
     int32_t chunks;
 } scored_panel;
 
-/* Makes one of each two neighbours: the larger, or their sum. */
+/* Makes one number of each two neighbours: the larger of them, or their sum. */
 #define DEFINE_CLOSE(real)                                                                                                                           \
     static void halve_##real(real *restrict to, const real *restrict from, int64_t n, bool largest) {                                                \
         if (largest)                                                                                                                                 \
