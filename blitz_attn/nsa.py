@@ -80,7 +80,7 @@ def __dir__() -> list[str]:
 
 
 class NSAGradients(NamedTuple, Generic[AnyKind]):
-    """Gradients of the arrays that `nsa` was given, each of its array's shape and dtype; None for one that it was not given."""
+    """Gradients of the arrays that `nsa` was given, each with the shape and dtype of its array; None for an array that was not given."""
 
     dq: AnyKind
     dk: AnyKind

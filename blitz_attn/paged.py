@@ -45,8 +45,8 @@ def quantize_kv(x: Array, kv_dtype: DType, *, dtype: DType | None = None) -> tup
     values : numpy.ndarray
         ``(..., D)``: int8, or uint8 that hold the bits of float8 e4m3. Each is the nearest to ``x / scale``, ties to even.
     scale : numpy.ndarray
-        ``(...)`` float32: the largest magnitude of a row divided by the largest number of the format, 127 or 448. It is 1 where that would
-        be 0.
+        ``(...)`` float32: the largest magnitude of a row divided by the largest number of the format, 127 or 448. It is 1 where this
+        quotient would be 0.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def append_paged_kv(
     """Write the keys and values of new tokens into a paged cache, and update its summaries.
 
     Numbers are rounded once, to the nearest number of the cache's dtype, ties to even. Either `slot_mapping` says where each token goes, or
-    `block_tables` and `seq_lens` do as in `paged_attention`: call this function, then `paged_attention` with the same tables and lengths.
+    `block_tables` and `seq_lens` do, as in `paged_attention`: call this function, then `paged_attention` with the same tables and lengths.
 
     Parameters
     ----------
@@ -193,14 +193,14 @@ def append_paged_kv(
         See `paged_attention`.
     k_scale, v_scale : array of float32, or float, optional
         Required with int8 and float8 e4m3 caches, see `paged_attention`. An array with one scale per token and head is written in place:
-        each row gets the scale that `quantize_kv` computes. One number, or one per head, is read: ``x / scale`` is rounded, and what lies
-        beyond the dtype's largest number, 127 or 448, becomes that number.
+        each row gets the scale that `quantize_kv` computes. A scale that is one number, or one per head, is only read: ``x / scale`` is
+        rounded, and what lies beyond the dtype's largest number, 127 or 448, becomes that number.
     maxblocks, minblocks, meanblocks, metadata_block_tables : array, optional
         See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again; in 8-bit caches, from the quantised
         keys, in float32. Only with `block_tables`, which must then be an array.
     dtype, kv_dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits.
-        Either defaults to the other where that is bfloat16.
+        If one of the two is bfloat16, it is the default of the other.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`.
 

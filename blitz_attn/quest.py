@@ -323,7 +323,7 @@ def quest_block_select_paged_in_out_w(
 
     The newest blocks are those that were not complete when the summaries were last made: with m = seq_len -
     tokens_since_metadata_update, ``ceil(seq_len / block_size) - floor(m / block_size)`` of them. The summaries do not
-    cover all of their tokens. They are the last of the used entries of a row, and the newest block is at the end.
+    cover all of their tokens. The newest blocks are the last of the used entries of a row, and the very newest is at the end.
 
     Parameters
     ----------
@@ -509,7 +509,7 @@ def select_blocks(
     Notes
     -----
     Of blocks with equal scores, the lower is selected. A score of NaN comes last; for max, one key whose ``q.k`` is NaN makes the score of
-    its block NaN. quest follows [1]_, mean the gate of MoBA [2]_.
+    its block NaN. quest follows [1]_, and mean follows the gate of MoBA [2]_.
 
     With `q_lens`, the score of a block is the largest of its scores by each query of the request (by default, each token's mean over the
     heads of a group), and NaN where one of them is. `recent` counts back from the block of each query's own token: unless it is 0, all

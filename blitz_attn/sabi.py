@@ -12,8 +12,8 @@ a list's four axes may be missing: they then count as 1, as in NumPy's broadcast
 ``dtype="uint16"`` halves the memory of lists over fewer than 65535 columns. When such a list is cast to a wider type, its pads stay
 65535, which is a column there and not a pad.
 
-`causal`, `sliding_window`, `sink_local` and `document` make lists of at most 2**28 entries, which is the number of rows times the
-number of blocks in the fullest one. They can therefore list small blocks of long sequences if rows are short. The other builders, and
+`causal`, `sliding_window`, `sink_local` and `document` make lists of at most 2**28 entries: the number of rows times the number of
+blocks in the fullest row. They can therefore list small blocks of long sequences if rows are short. The other builders, and
 functions that convert or combine lists, hold a whole grid of rows and columns, of at most 2**28 blocks in all.
 """
 

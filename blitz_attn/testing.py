@@ -525,7 +525,7 @@ def error_rule(out: Any, q: Any, k: Any, v: Any, sabi: Any = None, **options: An
     Returns
     -------
     ours, dense : Errors
-        Against `reference.block_sparse_attention`: of `out`, and of `reference.dense_same_precision`.
+        Errors against `reference.block_sparse_attention`: that of `out`, and that of `reference.dense_same_precision`.
 
     Raises
     ------

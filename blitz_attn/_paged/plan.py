@@ -74,7 +74,7 @@ class PagedPlan:
     >>> bool((plan.attention(q, *layers[0]) == exact).all())
     True
 
-    A plan with the options of the call returns exactly its result:
+    A plan that is made with the options of a call returns exactly the result of that call:
 
     >>> options = {"q_begin": [35, 60], "kv_split": 32}
     >>> plan = blitz_attn.PagedPlan(tables, seq_lens, page_size=16, **options)
@@ -254,11 +254,12 @@ class PagedPlan:
         k_cache, v_cache : array
             The caches of one layer, with the `page_size` of the plan.
         selected : array of int16, int32 or int64
-            ``(batch, Hkv, K)`` or ``(batch, H, K)``: the blocks that are seen, see `paged_select_attention`.
+            The blocks that are seen, see `paged_select_attention`: ``(batch, Hkv, K)`` or ``(batch, H, K)``. With `selected_size`:
+            ``(num_queries, Hkv, K)``, ``(num_queries, H, K)`` or ``(num_queries, 1, K)``.
         counts : array of int, optional
             ``(batch, Hkv)`` or ``(batch, H)``: number of entries in use in each row of `selected`.
         selected_size : int, optional
-            Tokens of a block, where each query has a list of its own: see `paged_select_attention`.
+            Give it if each query has a list of its own: the number of tokens of a block, see `paged_select_attention`.
         sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out
             See `paged_attention`.
 

@@ -99,8 +99,8 @@ def select_blocks_prefill(
     density : float or sequence of float, optional
         Share of the blocks that the rules let a sequence see, from above 0 to 1. The blocks are kept as if one common `top_p` were
         applied to all rows and heads of the sequence, chosen so that this share of the visible blocks is kept, rounded to whole
-        blocks. Forced blocks count; where they alone are more, the share is exceeded. With one number per head, each head has its own
-        share. `blitz_attn.sabi.density` counts all pairs of blocks instead: for a causal list it gives about half of this number.
+        blocks. Forced blocks count; where they alone are more than this share, it is exceeded. With one number per head, each head has its
+        own share. `blitz_attn.sabi.density` counts all pairs of blocks instead: for a causal list it gives about half of this number.
     top_p : float or sequence of float, optional
         Each row keeps its fewest best blocks that hold this much of its scores, forced blocks first: from above 0 to 1. One
         number, or one per head.

@@ -171,7 +171,7 @@ def recall(
     """Share of the softmax mass that a block list keeps, for each block of queries.
 
     A query's share is ``exp(lse - lse_dense)``, from its log-sum-exp over the listed blocks and over all keys that the rules let it
-    see; a block's is the mean over its valid queries that see any key.
+    see; the share of a block of queries is the mean over its valid queries that see any key.
 
     Parameters
     ----------

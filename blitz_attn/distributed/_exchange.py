@@ -1,4 +1,5 @@
-"""Messages between ranks for the stages of a call. They go from shards into address space for the whole sequence, without packing."""
+"""Messages between ranks for the stages of a call. Keys and values go straight from shards into windows, which are address space for the
+whole sequence. Only with `comm_type` "all_gather" are they packed on the way."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class Part(NamedTuple):
 def message(parts: Iterable[Part]) -> Any:
     """A committed datatype over absolute addresses: all parts, in their order, as one message of any number of bytes."""
     kinds: list[Any] = []
-    runs: list[tuple[ndarray, ndarray]] = []  # parts with contiguous tokens, which become one datatype at the next part without
+    runs: list[tuple[ndarray, ndarray]] = []  # parts whose tokens are contiguous; end_runs makes one datatype of them
 
     def end_runs() -> None:
         if runs:
@@ -118,7 +119,7 @@ class Piece(NamedTuple):
     head: int
     first: int
     end: int
-    """Rows of the chain."""
+    """Block rows `first` to `end` - 1, as `Problem` numbers them in the chain of all block rows."""
     begin: int
     """First token."""
     inputs: list[ndarray]
@@ -131,7 +132,7 @@ class Stages:
     """The stages of one call on one rank: one KV head each.
 
     Keys, values and, for rows that other ranks hold, queries of a stage travel while the stage before is computed; results of such rows
-    travel back. A rank's stages are in the order of its KV heads; where it has fewer than others it only sends at the end.
+    travel back. A rank's stages are in the order of its KV heads; a rank that has fewer stages than others only sends at the end.
 
     Parameters
     ----------

@@ -161,7 +161,8 @@ def names_of(module):
 
 
 def jobs():
-    """The jobs that run every module of cases, as (library, ranks). The normal suite has one job, because cores are few; .ci/run adds two ranks."""
+    """The jobs that run every module of cases, as (library, ranks). The normal suite has one job, because cores are few;
+    .ci/run also has the job of two ranks."""
     import pytest
 
     every = [(library, ranks) for library in LIBRARIES for ranks in (3, 2, 1, 4, 8)]

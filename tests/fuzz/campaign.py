@@ -204,9 +204,10 @@ class Worker:
 
 
 def campaign(seconds: float, seed: int, jobs: int, only: list[str], stop: bool = False) -> int:
-    """Runs problems for `seconds`, and until at least one has ended. With `stop`, ends at the first failure and does not shrink it.
+    """Runs problems for `seconds`. If none has passed or failed by then, it waits for the first one, but gives up HANG_SECONDS after the start. With
+    `stop`, it ends at the first failure and does not shrink it.
 
-    Returns the number of different failures.
+    Returns the number of different failures; 1 if no problem passed.
     """
     names, _ = _names_and_weights(only)
     print(f"fuzz: {len(names)} operations, {jobs} processes, {seconds:.0f} s, SEED={seed}", file=sys.stderr)

@@ -38,7 +38,7 @@ class Pages(NamedTuple):
         return cls(keys, values, length, _views(keys, values, length))
 
     def with_length(self, length: int) -> Pages:
-        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # redoes the last page
+        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # its last page is made again
         return self._replace(length=length, views=_views(self.keys, self.values, length), summarised=summarised)
 
     def with_room(self, tokens: int) -> Pages:
@@ -249,7 +249,7 @@ class _Indexed(NamedTuple):
     """What an `IndexedPagedLayer` holds at one moment."""
 
     pages: Pages | None = None
-    indexer: Pages | None = None  # the keys of the indexer as those of one head, with values of no numbers
+    indexer: Pages | None = None  # the keys of the indexer, as one head; the values have a last axis of 0
     positions: Any = None  # (..., tokens): position numbers that some models keep there
 
 
