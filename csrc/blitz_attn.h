@@ -72,7 +72,7 @@ BA_API const char *ba_layout_name(ba_layout layout);
 typedef struct ba_block_sparse_args {
     ba_tensor q, k, v; /* float32, float16, bfloat16 or float64; all three have the same dtype */
     ba_tensor out;     /* written: the shape of q with v's last dim; dtype of q, or `unrounded` */
-    ba_tensor lse;     /* not given, or written: the natural log-sum-exp, (B, H, Sq), for BA_TND (T, H); float32, with float64 q float64 */
+    ba_tensor lse;     /* not given, or written: the natural log-sum-exp, (B, H, Sq), for BA_TND (T, H); float32, or float64 where q is float64 */
     ba_layout layout;
     int64_t num_heads, num_kv_heads; /* BA_BSH only: heads in q, and in k and v (0: as many as in q) */
     ba_tensor blocks;             /* not given: every block is attended. Else the lists, (B or 1, heads, ceil(Sq / block_q), W), where `heads` is H,
@@ -101,8 +101,8 @@ typedef struct ba_block_sparse_args {
                           * the one after the last, counted in its own sequence. Any number is valid: one beyond the keys is clipped to them */
     ba_tensor attn_mask; /* not given, or (B or 1, H or 1, Sq or 1, Skv or 1) or the last of these axes, for BA_TND with the lengths of the longest
                           * sequences: float32, float16, bfloat16 or float64 numbers that are added to the scores after the softcap, or BA_BOOL.
-                          * 0 (false) and -inf hide the key from the query, and so does, unless q is float64, any number below about -2.3e38. Any
-                          * strides. Not given where the lists are routed, or key_stride is given */
+                          * A false of BA_BOOL hides the key from the query, and so does a number of -inf and, unless q is float64, any number below
+                          * about -2.3e38. Any strides. Not given where the lists are routed, or key_stride is given */
     const float *alibi_slopes;       /* NULL, or [H]: -slope * |d - j| is added to the scores. NULL in the same cases as attn_mask */
     int unrounded;                   /* 1: out is float32 where q is float16 or bfloat16. Rounded once, it has the bits that it has with 0 */
     const int64_t *q_lens, *kv_lens; /* NULL, or B valid lengths */
@@ -195,8 +195,8 @@ typedef struct ba_paged_args {
     const float *sinks;             /* NULL, or [H], as in ba_block_sparse_args */
     int unrounded;                  /* as in ba_block_sparse_args */
     ba_tensor out;                  /* written: the shape of q with v's last dim; dtype of q, or `unrounded` */
-    ba_tensor lse;                  /* not given, or written: the natural log-sum-exp, (B, H), with cu_q (T, H); float32, with float64 q float64 */
-    int num_threads;                /* 0: what ba_get_num_threads() says */
+    ba_tensor lse;   /* not given, or written: the natural log-sum-exp, (B, H), with cu_q (T, H); float32, or float64 where q is float64 */
+    int num_threads; /* 0: what ba_get_num_threads() says */
 } ba_paged_args;
 
 BA_API ba_paged_args ba_paged_args_init(void); /* a window of -1 and a scale of NAN; the rest is 0 */
@@ -362,7 +362,7 @@ typedef struct ba_select_tokens_args {
                                       * is NULL */
     const int64_t *cu_q, *cu_kv;     /* NULL, or with packed arrays batch + 1 cumulative numbers of the sequences' queries and keys */
     int64_t batch;                   /* number of sequences, with cu_q */
-    const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. With packed arrays NULL,
+    const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. NULL with packed arrays,
                                       * except that kv_lens says how many tokens each sequence has where keys are pools or lie in pages. kv_lens NULL:
                                       * all, in complete pools */
     const int64_t *q_begin;          /* NULL, or the token number of each sequence's query 0. NULL: the last query stands at the last key */
@@ -481,8 +481,8 @@ BA_API ba_status ba_nsa_select(const ba_nsa_select_args *args);
 /* ---- Merging partial attention ----------------------------------------------------------------------------- */
 
 /* Computes the exact attention over the union of disjoint sets of keys. outs[i] and lses[i], i < parts, are the output (B, H, S, D_v) and
- * the log-sum-exp (B, H, S) of the attention over set i; all outs and `out` have one dtype; all lses and `lse` are float32, with float64
- * outs float64. Where the lse of a part is -inf, the part is empty and its output is not read. */
+ * the log-sum-exp (B, H, S) of the attention over set i; all outs and `out` have one dtype; all lses and `lse` are float32, or float64
+ * where the outs are. Where the lse of a part is -inf, the part is empty and its output is not read. */
 BA_API ba_status ba_merge_states(int64_t parts, const ba_tensor *outs, const ba_tensor *lses, const ba_tensor *out, const ba_tensor *lse);
 
 /* ---- Threads and instruction sets -------------------------------------------------------------------------- */

@@ -81,7 +81,7 @@ bool call_same_array(const ba_tensor *a, const ba_tensor *b) {
     return same;
 }
 
-/* Not compared are an array with itself, a pair for a second time, two arrays of one pool, and summaries with the pool of their keys. */
+/* These are not compared: an array with itself, a pair for a second time, two arrays of one pool, and summaries with the pool of their keys. */
 int call_expect_disjoint(const py_call *call) {
     enum { COMPARED = ARG_WRITTEN | ARG_POOL };
     for (int i = 0; i < call->arrays; i++)
