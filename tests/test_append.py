@@ -216,3 +216,57 @@ def test_a_plan_of_stretches_appends_nothing(summarised):
     with pytest.raises(ValueError, match="^q_begin: expected none, since the tokens that are written are the last .*, got some"):
         plan.append(*new_tokens(2), *caches, **summaries)
     assert not any(x.any() for x in (*caches, high))
+
+
+# ---- Parts of one array -------------------------------------------------------------------------------------------------
+
+
+def parts_of_slots(parts, pages=5, heads=2):
+    """Views of one array of bytes in which each page and head has a slot, and each slot the given parts, one after the other: (shape, dtype)."""
+    sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in parts]
+    slots = np.zeros((pages, heads, sum(sizes)), np.uint8)
+    ends = np.cumsum(sizes)
+    return [
+        slots[:, :, end - size : end].view(dtype).reshape(pages, heads, *shape)
+        for (shape, dtype), size, end in zip(parts, sizes, ends, strict=True)
+    ]
+
+
+def test_that_keys_values_scales_and_summaries_may_lie_in_one_array():
+    rng = np.random.default_rng(0)
+    rows, dim = 8, 16
+    kinds = [((rows, dim), np.int8)] * 2 + [((rows,), np.float32)] * 2 + [((dim,), np.float32)] * 2
+    views = parts_of_slots(kinds)
+    assert all(np.shares_memory(x, views[0].base) for x in views)
+    k, v = rng.standard_normal((2, 11, 2, dim), dtype=np.float32)
+    tables = np.array([[3, 0, 4]])
+    for k_cache, v_cache, k_scale, v_scale, largest, smallest in (views, [x.copy() for x in views]):
+        summaries = {"maxblocks": largest[:, None], "minblocks": smallest[:, None], "metadata_block_tables": tables}
+        blitz_attn.append_paged_kv(
+            k, v, k_cache, v_cache, block_tables=tables, seq_lens=[19], q_lens=[11], kv_layout="HND", k_scale=k_scale, v_scale=v_scale, **summaries
+        )
+        written = blitz_attn.dequantize_kv(k_cache, k_scale)[[0, 4, 4, 4], :, [7, 0, 1, 2]]
+        assert np.abs(written - k[[7, 8, 9, 10]]).max() < 0.05
+        assert same_bits(largest[4], blitz_attn.dequantize_kv(k_cache, k_scale)[4, :, :3].max(axis=1))
+        found = [x.copy() for x in (k_cache, v_cache, k_scale, v_scale, largest, smallest)]
+        if k_cache is views[0]:
+            first = found
+    for mine, expected in zip(first, found, strict=True):
+        assert same_bits(mine, expected)
+
+
+def test_that_no_accepted_summaries_share_memory_with_keys():
+    rng = np.random.default_rng(1)
+    memory, accepted = np.zeros(4096, np.float32), 0
+    for _ in range(400):
+        steps = [int(rng.choice([8, 16, 24, 32, 64, 128, 256])) for _ in range(6)]
+        begins = rng.integers(0, 256, 2) * 8
+        k_cache = np.lib.stride_tricks.as_strided(memory[begins[0] :], (3, 2, 2, 8), [4 * x for x in (*steps[:3], 1)])
+        largest = np.lib.stride_tricks.as_strided(memory[begins[1] :], (3, 1, 2, 8), [4 * x for x in (steps[3], 8, steps[4], 1)])
+        try:
+            blitz_attn.quest_prefill_metadata(k_cache, np.array([[0, 1, 2]]), [6], np.array([[2, 0, 1]]), largest, None)
+        except ValueError:
+            continue
+        accepted += 1
+        assert not np.shares_memory(k_cache, largest)
+    assert accepted > 20

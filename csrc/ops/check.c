@@ -122,6 +122,42 @@ static bool overlaps_itself(const ba_tensor *t) {
     return false;
 }
 
+/* The stride of an axis in bytes, without its sign; 0 where the axis has a single entry, whose stride has not been checked. */
+static int64_t step_bytes(const ba_tensor *t, int axis) { return llabs(ba_step(t, axis)) * ba_dtype_size(t->dtype); }
+
+/* The lowest byte of an array that has elements. */
+static uintptr_t lowest_byte(const ba_tensor *t) {
+    uintptr_t low = (uintptr_t)t->data;
+    for (int i = 0; i < t->ndim; i++)
+        if (ba_step(t, i) < 0) low -= (uintptr_t)((t->dims[i] - 1) * step_bytes(t, i));
+    return low;
+}
+
+/* How many bytes one element and the axes whose steps are no multiples of `step` span together. All axes count where `step` is 0. */
+static int64_t span_within(const ba_tensor *t, int64_t step) {
+    int64_t span = ba_dtype_size(t->dtype);
+    for (int i = 0; i < t->ndim; i++)
+        if (step == 0 || step_bytes(t, i) % step != 0) span += (t->dims[i] - 1) * step_bytes(t, i);
+    return span;
+}
+
+bool ba_are_apart(const ba_tensor *a, const ba_tensor *b) {
+    for (int i = 0; i < a->ndim; i++)
+        if (a->dims[i] == 0) return true;
+    for (int i = 0; i < b->ndim; i++)
+        if (b->dims[i] == 0) return true;
+    if (lowest_byte(b) < lowest_byte(a)) return ba_are_apart(b, a);
+    const int64_t distance = (int64_t)(lowest_byte(b) - lowest_byte(a));
+    if (distance >= span_within(a, 0)) return true;
+    for (int i = 0; i < a->ndim + b->ndim; i++) {
+        const int64_t step = i < a->ndim ? step_bytes(a, i) : step_bytes(b, i - a->ndim);
+        if (step == 0) continue;
+        const int64_t begin = distance % step;
+        if (begin >= span_within(a, step) && begin + span_within(b, step) <= step) return true;
+    }
+    return false;
+}
+
 ba_status ba_check_places(const char *name, const ba_tensor *t) {
     if (overlaps_itself(t))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected an array whose elements each have their own memory, got one that overlaps itself",

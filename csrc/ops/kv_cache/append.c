@@ -15,70 +15,28 @@
 
 /* ---- Arrays that are written share no memory ------------------------------------------------------------------------ */
 
-/* The rows of an array: one for each page, token of the page, and head. A row has `bytes` bytes, and `steps` are in bytes. */
-typedef struct places {
-    const char *name, *data;
-    int64_t bytes, steps[3];
-} places;
-
-static places places_of(const char *name, const ba_view *v, int64_t element, int64_t numbers) {
-    return (places){name, v->data, numbers * element, {v->batch_stride * element, v->token_stride * element, v->head_stride * element}};
-}
-
-/* The first byte of the places, and the byte behind the last. */
-static void find_bounds(const places *p, const int64_t lengths[3], const char **low, const char **high) {
-    *low = *high = p->data;
-    for (int i = 0; i < 3; i++) *(p->steps[i] < 0 ? low : high) += p->steps[i] * (lengths[i] - 1);
-    *high += p->bytes;
-}
-
-static bool bounds_meet(const places *a, const places *b, const int64_t lengths[3]) {
-    const char *low[2], *high[2];
-    find_bounds(a, lengths, &low[0], &high[0]);
-    find_bounds(b, lengths, &low[1], &high[1]);
-    return high[0] > low[1] && high[1] > low[0];
-}
-
-/* Returns false only if two arrays share no memory. The caches of K and V are often views of one array, at two indices of any one of its axes: then
- * they have the same steps, and the rows of one lie in gaps of the other. (A few unusual pairs that share no memory get true, and are refused.) */
-static bool may_share(const places *a, const places *b, const int64_t lengths[3]) {
-    const places *first = a->data <= b->data ? a : b, *second = a->data <= b->data ? b : a;
-    if (!bounds_meet(first, second, lengths)) return false;
-    /* Axes are taken by rising step. The arrays are apart if, on some axis, all rows of the second array along the smaller axes fit between two steps
-     * of the first. */
-    int64_t inside = 0; /* bytes from the first row to the last one along the axes taken so far */
-    int64_t room = 0;   /* the least that the next step may be: a smaller one would put rows into the gaps along the axes taken so far */
-    bool passed[3] = {false, false, false}, fits = false;
-    for (int n = 0; n < 3; n++) {
-        int next = -1;
-        for (int i = 0; i < 3; i++)
-            if (!passed[i] && lengths[i] > 1 && (next < 0 || first->steps[i] < first->steps[next])) next = i;
-        if (next < 0) break;
-        const int64_t step = first->steps[next], distance = second->data - first->data;
-        if (step != second->steps[next] || step < room) return true;
-        fits |= inside + first->bytes <= distance && distance + inside + second->bytes <= step;
-        passed[next] = true;
-        inside += step * (lengths[next] - 1);
-        room = step * lengths[next];
-    }
-    return !fits;
+/* A part of the cache as an array of bytes: pages, tokens of a page, heads, and `bytes` of each. */
+static ba_tensor bytes_of(const ba_caches *c, const ba_view *v, int64_t element, int64_t numbers) {
+    return (ba_tensor){.data = v->data,
+                       .dtype = BA_INT8,
+                       .ndim = 4,
+                       .dims = {c->pages, c->page_size, c->heads, numbers * element},
+                       .strides = {v->batch_stride * element, v->token_stride * element, v->head_stride * element, 1}};
 }
 
 /* Checks that no array that is written shares memory with another, or with scales that are read. */
 static ba_status check_apart(const ba_caches *c, const ba_store_call *call) {
-    const int64_t element = ba_dtype_size(c->dtype), real = (int64_t)sizeof(float), lengths[3] = {c->pages, c->page_size, c->heads};
-    const places all[] = {places_of("k_cache", &c->k, element, c->k_dim), places_of("v_cache", &c->v, element, c->v_dim),
-                          places_of("k_scale", &c->k_scale, real, 1), places_of("v_scale", &c->v_scale, real, 1)};
+    static const char *const names[] = {"k_cache", "v_cache", "k_scale", "v_scale"};
+    const int64_t element = ba_dtype_size(c->dtype), real = (int64_t)sizeof(float);
+    const ba_tensor all[] = {bytes_of(c, &c->k, element, c->k_dim), bytes_of(c, &c->v, element, c->v_dim), bytes_of(c, &c->k_scale, real, 1),
+                             bytes_of(c, &c->v_scale, real, 1)};
     const bool v = call->arrays == 2, k_fixed = call->rows[0].scale_is_fixed, v_fixed = call->rows[1].scale_is_fixed;
     const bool given[] = {true, v, c->k_scale.data != NULL, v && c->v_scale.data != NULL}, fixed[] = {false, false, k_fixed, v_fixed};
-    if (c->pages == 0) return BA_OK;
     for (int i = 0; i < 4; i++)
-        for (int j = 0; j < i; j++) {
-            if (!given[i] || !given[j] || (fixed[i] && fixed[j])) continue;
-            if (fixed[i] || fixed[j] ? bounds_meet(&all[i], &all[j], lengths) : may_share(&all[i], &all[j], lengths))
-                return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected memory of its own, got an array that overlaps " BA_ARG("%s"), all[i].name,
-                               all[j].name);
-        }
+        for (int j = 0; j < i; j++)
+            if (given[i] && given[j] && !(fixed[i] && fixed[j]) && !ba_are_apart(&all[i], &all[j]))
+                return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected memory of its own, got an array that overlaps " BA_ARG("%s"), names[i],
+                               names[j]);
     return BA_OK;
 }
 

@@ -1,0 +1,297 @@
+"""The attention backend that vLLM's CPU engine runs in place of its own. vLLM imports this module by name, in each of its processes.
+
+What a layer needs and the operations lack is computed by vLLM's own backend, from which the classes here are derived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backends import cpu_attn
+
+from ... import _core, config
+from ..._block_sparse.call import block_sparse_attention
+from ..._select.prefill import select_and_attend_prefill
+from ...paged import append_paged_kv
+from ...quest import quest_prefill_metadata
+from .options import VARIABLE, Options, options
+from .pages import KV_DTYPES, Pages, Views
+from .step import Run, Step
+
+__all__ = ["Backend", "Builder", "Layer"]
+
+_LOG = init_logger("vllm.blitz_attn")
+_MOST_HEAD_DIM = 576
+_ENCODERS = (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
+
+
+def _own() -> Options:
+    """The options; vLLM's processes have the backend only where there are some."""
+    own = options()
+    if own is None:
+        raise RuntimeError(f"{VARIABLE}: expected options in each process of vLLM, got none")
+    return own
+
+
+def _pages(block_size: int, head_dim: int, kv_cache_dtype: str, model_dtype: torch.dtype, stored: torch.dtype) -> Pages:
+    quantised, scaled = KV_DTYPES.get(kv_cache_dtype, (None, False))
+    eight_bit = quantised in ("int8", "float8_e4m3")
+    dtype = (torch.int8 if quantised == "int8" else torch.uint8) if eight_bit else stored
+    summary = (torch.float32 if eight_bit else stored) if _own().decode_budget is not None else None
+    return Pages(block_size, head_dim, dtype, scaled, summary)
+
+
+def _pages_of_spec(spec: Any) -> Pages:
+    """The pages of a layer from what vLLM knows of its cache."""
+    mode = spec.kv_quant_mode.name
+    name = {"INT8_PER_TOKEN_HEAD": "int8_per_token_head", "FP8_PER_TOKEN_HEAD": "fp8_per_token_head", "FP8_PER_TENSOR": "fp8"}.get(mode, "auto")
+    return _pages(spec.block_size, spec.head_size, name, spec.dtype, spec.dtype)
+
+
+class Backend(cpu_attn.CPUAttentionBackend):
+    """Names the classes below to vLLM, and says what they take."""
+
+    supported_kv_cache_dtypes = [*KV_DTYPES]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [cpu_attn.MultipleOf(1)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """True where no blocks of prompts are left out: these are chosen for each chunk of a prompt, and chunks depend on the batch."""
+        return not _own().prompts
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        if spec.state_content_bytes is not None:
+            return spec
+        size = _pages_of_spec(spec).bytes_per_token
+        return spec if size == spec.state_content_size_bytes else replace(spec, state_content_bytes=size)
+
+    @staticmethod
+    def get_impl_cls() -> type[Layer]:
+        return Layer
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+
+class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
+    """Makes what the layers of a group share in each step: a `Step`, and vLLM's own metadata where some layer runs in vLLM's own backend."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        reasons = {name: layer.impl.reason for name, layer in layers.items() if getattr(layer.impl, "reason", "another class")}
+        self._theirs = None
+        self._is_encoder = isinstance(kv_cache_spec, cpu_attn.EncoderOnlyAttentionSpec)
+        if reasons:
+            name, reason = next(iter(reasons.items()))
+            if not self._is_encoder and Backend.customize_spec(kv_cache_spec) != replace(kv_cache_spec, state_content_bytes=None):
+                raise ValueError(f"{VARIABLE}: expected layers that all run here with this cache, got {name} with {reason}")
+            _LOG.warning_once("blitz_attn: vLLM's own attention runs %d of %d layers of a group, because of %s", len(reasons), len(layers), reason)
+            self._theirs = cpu_attn.CPUAttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+        if len(reasons) < len(layers):
+            _tell(vllm_config)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        common = common_attn_metadata
+        causal = common.causal
+        if self._theirs is not None:
+            metadata = self._theirs.build(common_prefix_len, common, fast_build)
+        else:
+            dynamic = isinstance(causal, torch.Tensor)
+            metadata = cpu_attn.CPUAttentionMetadata(
+                common.num_actual_tokens, common.max_query_len, common.query_start_loc, common.max_seq_len, common.seq_lens,
+                common.block_table_tensor, common.slot_mapping, None, not dynamic and causal, causal if dynamic else None,
+            )  # fmt: skip
+        n = common.num_reqs
+        metadata.step = Step(  # vLLM's class is a plain dataclass
+            common.query_start_loc[: n + 1].numpy().astype("int64"), common.seq_lens[:n].numpy().astype("int64"),
+            common.block_table_tensor[:n].numpy().copy(), self.kv_cache_spec.block_size,
+            causal[:n].numpy().copy() if isinstance(causal, torch.Tensor) else bool(causal),
+        )  # fmt: skip
+        return metadata
+
+
+def _tell(vllm_config: Any) -> None:
+    own, parts = _own(), ["dense attention"]
+    if own.prompts:
+        parts.append(f"blocks chosen for prompts of at least {own.sparse.min_tokens} tokens")
+    if own.decode_budget is not None:
+        parts.append(f"pages chosen for new tokens beyond {own.decode_budget} tokens")
+    _LOG.info_once(
+        "blitz_attn %s computes attention: %s (level %s, %d threads, cache %s)", _core.__version__, ", ".join(parts), config.isa(),
+        config.get_num_threads(), vllm_config.cache_config.cache_dtype,
+    )  # fmt: skip
+
+
+class Layer(cpu_attn.CPUAttentionBackendImpl):
+    """The attention of one layer. `reason` says why vLLM's own backend computes it; None where it is computed here."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None, sliding_window: int | None,
+        kv_cache_dtype: str, logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, sinks: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
+            kv_sharing_target_layer_name, sinks,
+        )  # fmt: skip
+        self.reason = self._why_not()
+        self._window = None if sliding_window is None else sliding_window - 1
+        self._rules = {"scale": self.scale, "softcap": self.logits_soft_cap or None}
+        self._views: Views | None = None
+        self._seen: Any = None  # the cache that the views are of
+
+    def _why_not(self) -> str | None:
+        if self.attn_type not in (AttentionType.DECODER, *_ENCODERS):
+            return f"attention of type {self.attn_type}"
+        if self.head_size > _MOST_HEAD_DIM:
+            return f"a head dim of {self.head_size}, above {_MOST_HEAD_DIM}"
+        if self.kv_cache_dtype not in KV_DTYPES:
+            return f"a cache of {self.kv_cache_dtype}"
+        return None
+
+    # ---- The cache ----------------------------------------------------------------------------------------------------
+
+    def _views_of(self, cache: torch.Tensor, dtype: torch.dtype) -> Views:
+        if self._views is None or self._seen is not cache:
+            stored = dtype if self.kv_cache_dtype == "auto" else kv_cache_dtype_str_to_dtype(self.kv_cache_dtype, None)
+            pages = _pages(cache.shape[2], self.head_size, self.kv_cache_dtype, dtype, stored)
+            self._views, self._seen = pages.views(cache), cache
+        return self._views
+
+    def _of_cache(self, layer: Any, views: Views) -> dict[str, Any]:
+        """The scales of a cache of 8 bits and, for operations that take it, the dtype of uint8 arrays."""
+        quantised, scaled = KV_DTYPES[self.kv_cache_dtype]
+        if quantised not in ("int8", "float8_e4m3"):
+            return {}
+        return {"k_scale": views.k_scale, "v_scale": views.v_scale} if scaled else {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
+
+    @property
+    def _kv_dtype(self) -> dict[str, Any]:
+        return {"kv_dtype": "float8_e4m3"} if KV_DTYPES[self.kv_cache_dtype][0] == "float8_e4m3" else {}
+
+    def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Writes new tokens into the cache, and their blocks' summaries."""
+        if self.reason is not None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        if self.attn_type in _ENCODERS:
+            return
+        views, n = self._views_of(kv_cache, key.dtype), len(slot_mapping)
+        scales = self._of_cache(layer, views)
+        append_paged_kv(key[:n], value[:n], views.k, views.v, slot_mapping=slot_mapping, kv_layout="HND", **scales, **self._kv_dtype)
+        metadata = get_forward_context().attn_metadata
+        if views.largest is None or metadata is None:
+            return
+        metadata = metadata[0] if isinstance(metadata, list) else metadata
+        tables, lens = metadata[layer.layer_name].step.touched()
+        quest_prefill_metadata(
+            views.k, tables, lens, tables, views.largest, views.smallest, kv_layout="HND", k_scale=scales.get("k_scale"),
+            dtype=self._kv_dtype.get("kv_dtype"),
+        )  # fmt: skip
+
+    # ---- Attention ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any,
+        output: torch.Tensor, output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of a step's queries (T, H, D), written into `output`. vLLM calls it without metadata while it warms up."""
+        if self.reason is not None or output_scale is not None or output_block_scale is not None:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        if attn_metadata is None:
+            return output
+        if self.sinks is not None and self.sinks.dtype != torch.float32:
+            self.sinks = self.sinks.float()
+        step: Step = attn_metadata.step
+        n = attn_metadata.num_actual_tokens
+        out = output[:n].view(n, self.num_heads, -1)
+        if self.attn_type in _ENCODERS:
+            self._encode(step, query[:n], key[:n], value[:n], out)
+            return output
+        views = self._views_of(kv_cache, query.dtype)
+        own = _own().sparse
+        sparse = own._sparse_in(extract_layer_index(layer.layer_name))
+        alone = self._window is None and self.sinks is None and self.alibi_slopes is None
+        prompts_from = own.min_tokens if _own().prompts and sparse and self._window is None else None
+        budget = own.decode_budget if sparse and alone else None
+        for run in step.runs(prompts_from, budget):
+            part = step.queries(run)
+            if run.how == "sparse":
+                self._attend_prompt(layer, step, run, query[part], views, out[part])
+            else:
+                self._attend(layer, step, run, query[part], views, out[part])
+        return output
+
+    def _extras(self) -> dict[str, Any]:
+        return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+
+    def _attend(self, layer: Any, step: Step, run: Run, q: torch.Tensor, views: Views, out: torch.Tensor) -> None:
+        ranges = step.ranges(self._window)
+        window = self._window if ranges is None else None
+        plan = step.plan(run, window=window, **self._rules, **self._kv_dtype)
+        scales = self._of_cache(layer, views)
+        if run.how == "dense":
+            plan.attention(q, views.k, views.v, kv_ranges=ranges, out=out, **scales, **self._extras())
+            return
+        tables = step.tables[run.first : run.end]
+        plan.select_and_attend(
+            q, views.k, views.v, (views.largest, views.smallest), tables, budget=_own().decode_budget, out=out, **scales, **self._extras()
+        )
+
+    def _attend_prompt(self, layer: Any, step: Step, run: Run, q: torch.Tensor, views: Views, out: torch.Tensor) -> None:
+        """A prompt, or a chunk of one, over blocks that are chosen for it."""
+        tokens, queries = int(step.seq_lens[run.first]), len(q)
+        pages = torch.from_numpy(step.tables[run.first, : -(-tokens // step.block_size)]).long()
+        scales = self._of_cache(layer, views)
+        k, v = (self._contiguous(x, scales.get(name), pages, tokens, q.dtype) for x, name in ((views.k, "k_scale"), (views.v, "v_scale")))
+        choice = _own().sparse._options(
+            extract_layer_index(layer.layer_name), heads=self.num_heads, kv_heads=self.num_kv_heads, head_dim=self.head_size
+        )
+        result = select_and_attend_prefill(
+            q.transpose(0, 1).unsqueeze(0), k, v, causal=True, q_begin=[tokens - queries], **self._rules, **self._extras(), **choice
+        )
+        out.copy_(result[0].transpose(0, 1))
+
+    def _contiguous(self, part: torch.Tensor, scale: Any, pages: torch.Tensor, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        """The tokens of one request out of its pages: (1, Hkv, tokens, D)."""
+        if KV_DTYPES[self.kv_cache_dtype][0] == "float8_e4m3":
+            part = part.view(torch.float8_e4m3fn)
+        found = part[pages]
+        if scale is not None:
+            factors = scale[pages].unsqueeze(-1) if isinstance(scale, torch.Tensor) else scale
+            found = (found.float() * factors).to(dtype)
+        return found.transpose(0, 1).flatten(1, 2)[:, :tokens].unsqueeze(0)
+
+    def _encode(self, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """Attention within sequences that lie one after the other, each token to all tokens of its sequence."""
+        window = None if self._window is None else (self._window, self._window)
+        block_sparse_attention(
+            q, k, v, layout="TND", cu_seqlens_q=step.begins, cu_seqlens_kv=step.begins, window=window, out=out, **self._rules, **self._extras()
+        )

@@ -1,0 +1,79 @@
+"""Where the pages of vLLM's cache hold keys, values, scales and summaries.
+
+vLLM gives each layer one array of blocks, each with `heads` slots of ``block_size * bytes_per_token`` bytes. A slot holds the keys of all tokens of the block, then
+their values, then, in caches of 8 bits, the scale of each key and of each value, and, for Quest, the largest and the smallest key. As all of
+it lies in the block, vLLM's own copies of blocks, its prefix cache and its accounts of memory hold for it, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["KV_DTYPES", "Pages", "Views"]
+
+# Of vLLM's names of cache dtypes: the dtype here, and whether each token and head has scales of its own.
+KV_DTYPES: dict[str, tuple[str | None, bool]] = {
+    "auto": (None, False),
+    "float16": ("float16", False),
+    "bfloat16": ("bfloat16", False),
+    "fp8": ("float8_e4m3", False),
+    "fp8_e4m3": ("float8_e4m3", False),
+    "fp8_per_token_head": ("float8_e4m3", True),
+    "int8_per_token_head": ("int8", True),
+}
+_SCALE = torch.float32
+
+
+class Views(NamedTuple):
+    """The parts of a layer's cache, as the operations take them (layout HND)."""
+
+    k: Any
+    v: Any
+    k_scale: Any  # None without scales of tokens
+    v_scale: Any
+    largest: Any  # None without summaries
+    smallest: Any
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The parts of a block of one layer's cache, for blocks of `block_size` tokens."""
+
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype  # of keys and values
+    scaled: bool  # whether each token has scales
+    summary: torch.dtype | None  # of the summaries; None without
+
+    def _parts(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        tokens, dim = self.block_size, self.head_dim
+        parts = [(name, (tokens, dim), self.dtype) for name in ("k", "v")]
+        if self.scaled:
+            parts += [(name, (tokens,), _SCALE) for name in ("k_scale", "v_scale")]
+        if self.summary is not None:
+            parts += [(name, (dim,), self.summary) for name in ("largest", "smallest")]
+        return parts
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token and head, with its share of the summaries: a multiple of 16, so that every part is aligned."""
+        used = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in self._parts())
+        return -(-used // (16 * self.block_size)) * 16
+
+    def views(self, cache: torch.Tensor) -> Views:
+        """The parts of a cache of shape (blocks, heads, block_size, elements of a token)."""
+        blocks, heads, tokens, _ = cache.shape
+        slots = cache.view(torch.uint8)
+        size = tokens * slots.shape[3]
+        slots = slots.as_strided((blocks, heads, size), (slots.stride(0), slots.stride(1), 1))
+        found: dict[str, Any] = dict.fromkeys(Views._fields)
+        begin = 0
+        for name, shape, dtype in self._parts():
+            end = begin + torch.Size(shape).numel() * dtype.itemsize
+            part = slots[:, :, begin:end].view(dtype)
+            found[name] = part.unsqueeze(1) if name in ("largest", "smallest") else part.unflatten(2, shape)
+            begin = end
+        return Views(**found)

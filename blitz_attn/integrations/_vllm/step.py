@@ -1,0 +1,106 @@
+"""One step of the engine: its requests, cut into runs that attend alike, with one plan per run for the calls of all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..._paged.plan import PagedPlan
+
+__all__ = ["Run", "Step"]
+
+MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may have; more are a chunk of a prompt
+
+
+class Run(NamedTuple):
+    """Neighbouring requests that attend alike: "dense", "quest" (new tokens over chosen pages) or "sparse" (one prompt, over chosen blocks)."""
+
+    how: str
+    first: int  # requests
+    end: int
+
+
+@dataclass
+class Step:
+    """Tables and lengths of all requests of a step. Arrays are NumPy views of the engine's tensors, which the plans copy."""
+
+    begins: np.ndarray  # (requests + 1,): the first query of each request
+    seq_lens: np.ndarray  # (requests,)
+    tables: np.ndarray  # (requests, blocks)
+    block_size: int
+    causal: bool | np.ndarray  # one flag for all requests, or one per request
+    _plans: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.requests = len(self.seq_lens)
+        self.q_lens = np.diff(self.begins)
+
+    def queries(self, run: Run) -> slice:
+        """The queries of the requests of a run."""
+        return slice(int(self.begins[run.first]), int(self.begins[run.end]))
+
+    def runs(self, prompts_from: int | None, decode_budget: int | None) -> list[Run]:
+        """The runs of a layer that leaves out blocks of prompts with at least `prompts_from` tokens, and pages beyond `decode_budget` tokens."""
+        key = "runs", prompts_from, decode_budget
+        if key not in self._plans:
+            self._plans[key] = self._cut(prompts_from, decode_budget)
+        found: list[Run] = self._plans[key]
+        return found
+
+    def _cut(self, prompts_from: int | None, decode_budget: int | None) -> list[Run]:
+        if (prompts_from is None and decode_budget is None) or self.causal is not True:
+            return [Run("dense", 0, self.requests)]
+        runs: list[Run] = []
+        for i, (queries, tokens) in enumerate(zip(self.q_lens.tolist(), self.seq_lens.tolist(), strict=True)):
+            how = "dense"
+            if queries <= MOST_NEW_TOKENS:
+                if decode_budget is not None and tokens > decode_budget:
+                    how = "quest"
+            elif prompts_from is not None and tokens >= prompts_from:
+                how = "sparse"
+            if runs and how != "sparse" and runs[-1].how == how:
+                runs[-1] = Run(how, runs[-1].first, i + 1)
+            else:
+                runs.append(Run(how, i, i + 1))
+        return runs
+
+    def plan(self, run: Run, **options: Any) -> PagedPlan:
+        """The plan of a run, for layers with these options of `PagedPlan`."""
+        key = run, tuple(options.items())
+        if key not in self._plans:
+            part = slice(run.first, run.end)
+            self._plans[key] = PagedPlan(
+                self.tables[part], self.seq_lens[part], page_size=self.block_size, q_lens=self.q_lens[part], kv_layout="HND", **options
+            )
+        found: PagedPlan = self._plans[key]
+        return found
+
+    def ranges(self, window: int | None) -> np.ndarray | None:
+        """The tokens that each query sees, where some request is not causal: (queries, 2). `window`: tokens before a query that it sees, and, if
+        it is not causal, behind it, too. None if all requests are causal."""
+        if self.causal is True:
+            return None
+        key = "ranges", window
+        if key not in self._plans:
+            causal = np.broadcast_to(np.asarray(self.causal, bool), self.requests)
+            tokens = np.repeat(self.seq_lens, self.q_lens)
+            at = np.arange(self.begins[-1]) - np.repeat(self.begins[:-1] - (self.seq_lens - self.q_lens), self.q_lens)
+            first = np.zeros_like(at) if window is None else np.maximum(0, at - window)
+            end = tokens if window is None else np.minimum(tokens, at + window + 1)
+            self._plans[key] = np.stack([first, np.where(np.repeat(causal, self.q_lens), at + 1, end)], axis=1)
+        found: np.ndarray = self._plans[key]
+        return found
+
+    def touched(self) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks that hold the step's new tokens, as tables of requests that have no other blocks, and the tokens of these."""
+        key = "touched"
+        if key not in self._plans:
+            first = (self.seq_lens - self.q_lens) // self.block_size
+            count = -(-self.seq_lens // self.block_size) - first
+            columns = np.minimum(first[:, None] + np.arange(max(1, count.max(initial=0))), self.tables.shape[1] - 1)
+            lens = np.where(self.q_lens > 0, self.seq_lens - first * self.block_size, 0)
+            self._plans[key] = np.take_along_axis(self.tables, columns, axis=1), lens
+        found: tuple[np.ndarray, np.ndarray] = self._plans[key]
+        return found
