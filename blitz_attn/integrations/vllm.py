@@ -3,8 +3,8 @@
     pip install "blitz_attn[vllm]"
     BLITZ_ATTN_VLLM=1 vllm serve ...
 
-vLLM finds `register` as one of its general plug-ins, and calls it in each of its processes. The environment variable turns it on, and may hold
-options: a JSON object with fields of `blitz_attn.integrations.transformers.SparseConfig`, where `profile` is the path of a file.
+vLLM finds `register` as one of its general plug-ins, and calls it in each of its processes. The environment variable turns it on, and may
+hold options: a JSON object with fields of `blitz_attn.integrations.transformers.SparseConfig`, where `profile` is the path of a file.
 
     BLITZ_ATTN_VLLM='{"density": 0.25, "min_tokens": 4096, "dense_layers": [0, 1], "decode_budget": 2048}' vllm serve ... --block-size 32
 
@@ -23,8 +23,8 @@ def __dir__() -> list[str]:
 def register() -> None:
     """Make vLLM's CPU engine compute attention here, if the environment variable ``BLITZ_ATTN_VLLM`` says so.
 
-    The variable is ``1``, or a JSON object with options: see the notes. Without it, with ``0`` or with an empty value, nothing changes. Calling this
-    again changes nothing.
+    The variable is ``1``, or a JSON object with options: see the notes. Without it, with ``0`` or with an empty value, nothing changes.
+    Calling this again changes nothing.
 
     Raises
     ------
@@ -35,16 +35,17 @@ def register() -> None:
 
     Notes
     -----
-    Without a budget (`density`, `top_p`, `threshold`, `top_k` or `profile`), prompts attend to all keys. With one, layers outside `dense_layers` leave
-    blocks out of prompts, and of chunks of prompts, that have at least `min_tokens` tokens so far. With `decode_budget`, new tokens of requests
-    that are longer attend to as many tokens; Quest chooses among the engine's own blocks (``--block-size``), whose summaries are kept in
-    the blocks. Layers with a sliding window keep everything.
+    Without a budget (`density`, `top_p`, `threshold`, `top_k` or `profile`), prompts attend to all keys. With one, layers outside
+    `dense_layers` leave blocks out of prompts, and of chunks of prompts, that have at least `min_tokens` tokens so far. With
+    `decode_budget`, new tokens of requests that are longer attend to as many tokens; Quest chooses among the engine's own blocks
+    (``--block-size``), whose summaries are kept in the blocks. Layers with a sliding window keep everything.
 
-    Caches may be ``auto``, ``fp8``, ``fp8_per_token_head`` and ``int8_per_token_head`` (``--kv-cache-dtype``). What a layer needs and the operations
-    lack, such as attention from a decoder to an encoder, is computed by vLLM's own backend, and the reason is logged once. So is
+    Caches may be ``auto``, ``fp8``, ``fp8_per_token_head`` and ``int8_per_token_head`` (``--kv-cache-dtype``). What a layer needs and the
+    operations lack, such as attention from a decoder to an encoder, is computed by vLLM's own backend, and the reason is logged once. So is
     everything where vLLM's interface is another one than that of the release this was written for (0.32).
 
-    Attention's bits do not depend on the batch unless blocks are left out of prompts; then they depend on how vLLM cuts prompts into chunks.
+    Attention's bits do not depend on the batch unless blocks are left out of prompts; then they depend on how vLLM cuts prompts into
+    chunks.
 
     Examples
     --------

@@ -6,7 +6,7 @@ What a layer needs and the operations lack is computed by vLLM's own backend, fr
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -26,6 +26,7 @@ from ...quest import quest_prefill_metadata
 from .options import VARIABLE, Options, options
 from .pages import KV_DTYPES, Pages, Views
 from .step import Run, Step
+from .threads import start_threads
 
 __all__ = ["Backend", "Builder", "Layer"]
 
@@ -42,7 +43,7 @@ def _own() -> Options:
     return own
 
 
-def _pages(block_size: int, head_dim: int, kv_cache_dtype: str, model_dtype: torch.dtype, stored: torch.dtype) -> Pages:
+def _pages(block_size: int, head_dim: int, kv_cache_dtype: str, stored: torch.dtype) -> Pages:
     quantised, scaled = KV_DTYPES.get(kv_cache_dtype, (None, False))
     eight_bit = quantised in ("int8", "float8_e4m3")
     dtype = (torch.int8 if quantised == "int8" else torch.uint8) if eight_bit else stored
@@ -52,15 +53,15 @@ def _pages(block_size: int, head_dim: int, kv_cache_dtype: str, model_dtype: tor
 
 def _pages_of_spec(spec: Any) -> Pages:
     """The pages of a layer from what vLLM knows of its cache."""
-    mode = spec.kv_quant_mode.name
-    name = {"INT8_PER_TOKEN_HEAD": "int8_per_token_head", "FP8_PER_TOKEN_HEAD": "fp8_per_token_head", "FP8_PER_TENSOR": "fp8"}.get(mode, "auto")
-    return _pages(spec.block_size, spec.head_size, name, spec.dtype, spec.dtype)
+    mode = spec.kv_quant_mode.name.lower()
+    name = "fp8" if mode == "fp8_per_tensor" else mode if mode in KV_DTYPES else "auto"
+    return _pages(spec.block_size, spec.head_size, name, spec.dtype)
 
 
 class Backend(cpu_attn.CPUAttentionBackend):
     """Names the classes below to vLLM, and says what they take."""
 
-    supported_kv_cache_dtypes = [*KV_DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*KV_DTYPES]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -100,7 +101,8 @@ class Backend(cpu_attn.CPUAttentionBackend):
 
 
 class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
-    """Makes what the layers of a group share in each step: a `Step`, and vLLM's own metadata where some layer runs in vLLM's own backend."""
+    """Makes what the layers of a group share in each step: a `Step`, and vLLM's own metadata where some layer runs in vLLM's own
+    backend."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -112,9 +114,12 @@ class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
             name, reason = next(iter(reasons.items()))
             if not self._is_encoder and Backend.customize_spec(kv_cache_spec) != replace(kv_cache_spec, state_content_bytes=None):
                 raise ValueError(f"{VARIABLE}: expected layers that all run here with this cache, got {name} with {reason}")
-            _LOG.warning_once("blitz_attn: vLLM's own attention runs %d of %d layers of a group, because of %s", len(reasons), len(layers), reason)
+            _LOG.warning_once(
+                "blitz_attn: vLLM's own attention runs %d of %d layers of a group, because of %s", len(reasons), len(layers), reason
+            )
             self._theirs = cpu_attn.CPUAttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
         if len(reasons) < len(layers):
+            start_threads()
             _tell(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -164,6 +169,7 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         self.reason = self._why_not()
         self._window = None if sliding_window is None else sliding_window - 1
         self._rules = {"scale": self.scale, "softcap": self.logits_soft_cap or None}
+        self.sinks: torch.Tensor | None
         self._views: Views | None = None
         self._seen: Any = None  # the cache that the views are of
 
@@ -181,22 +187,26 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
     def _views_of(self, cache: torch.Tensor, dtype: torch.dtype) -> Views:
         if self._views is None or self._seen is not cache:
             stored = dtype if self.kv_cache_dtype == "auto" else kv_cache_dtype_str_to_dtype(self.kv_cache_dtype, None)
-            pages = _pages(cache.shape[2], self.head_size, self.kv_cache_dtype, dtype, stored)
+            pages = _pages(cache.shape[2], self.head_size, self.kv_cache_dtype, stored)
             self._views, self._seen = pages.views(cache), cache
         return self._views
 
     def _of_cache(self, layer: Any, views: Views) -> dict[str, Any]:
-        """The scales of a cache of 8 bits and, for operations that take it, the dtype of uint8 arrays."""
+        """The scales of a cache of 8 bits."""
         quantised, scaled = KV_DTYPES[self.kv_cache_dtype]
         if quantised not in ("int8", "float8_e4m3"):
             return {}
-        return {"k_scale": views.k_scale, "v_scale": views.v_scale} if scaled else {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
+        if scaled:
+            return {"k_scale": views.k_scale, "v_scale": views.v_scale}
+        return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
 
     @property
     def _kv_dtype(self) -> dict[str, Any]:
         return {"kv_dtype": "float8_e4m3"} if KV_DTYPES[self.kv_cache_dtype][0] == "float8_e4m3" else {}
 
-    def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
         """Writes new tokens into the cache, and their blocks' summaries."""
         if self.reason is not None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
@@ -227,8 +237,6 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if attn_metadata is None:
             return output
-        if self.sinks is not None and self.sinks.dtype != torch.float32:
-            self.sinks = self.sinks.float()
         step: Step = attn_metadata.step
         n = attn_metadata.num_actual_tokens
         out = output[:n].view(n, self.num_heads, -1)
@@ -250,7 +258,8 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         return output
 
     def _extras(self) -> dict[str, Any]:
-        return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+        sinks = self.sinks  # weights of the model, which are loaded after __init__
+        return {"sinks": None if sinks is None else sinks.float(), "alibi_slopes": self.alibi_slopes}
 
     def _attend(self, layer: Any, step: Step, run: Run, q: torch.Tensor, views: Views, out: torch.Tensor) -> None:
         ranges = step.ranges(self._window)
@@ -293,5 +302,6 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         """Attention within sequences that lie one after the other, each token to all tokens of its sequence."""
         window = None if self._window is None else (self._window, self._window)
         block_sparse_attention(
-            q, k, v, layout="TND", cu_seqlens_q=step.begins, cu_seqlens_kv=step.begins, window=window, out=out, **self._rules, **self._extras()
+            q, k, v, layout="TND", cu_seqlens_q=step.begins, cu_seqlens_kv=step.begins, window=window, out=out, **self._rules,
+            **self._extras()
         )

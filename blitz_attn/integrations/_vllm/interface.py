@@ -13,8 +13,8 @@ _WRITTEN_FOR = "0.32"
 _BACKENDS = "vllm.v1.attention.backends."
 # Parameters by position, as the backend passes and takes them.
 _CALLS = {
-    "CPUAttentionBackendImpl.__init__": "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
-    "attn_type kv_sharing_target_layer_name sinks",
+    "CPUAttentionBackendImpl.__init__": "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype "
+    "logits_soft_cap attn_type kv_sharing_target_layer_name sinks",
     "CPUAttentionBackendImpl.forward": "self layer query key value kv_cache attn_metadata output output_scale output_block_scale",
     "CPUAttentionBackendImpl.do_kv_cache_update": "self layer key value kv_cache slot_mapping",
     "CPUAttentionMetadataBuilder.__init__": "self kv_cache_spec layer_names vllm_config device",
@@ -54,7 +54,7 @@ def take_over() -> None:
         except PackageNotFoundError:
             found = version("vllm")
         init_logger("vllm.blitz_attn").warning_once(
-            "blitz_attn: vLLM's own attention runs, because the interface of vLLM %s differs from that of %s, which this is written for: %s",
+            "blitz_attn: vLLM's own attention runs, because the interface of vLLM %s is not that of %s, for which this is written: %s",
             found, _WRITTEN_FOR, differs,
         )  # fmt: skip
         return

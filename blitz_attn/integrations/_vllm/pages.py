@@ -1,8 +1,8 @@
 """Where the pages of vLLM's cache hold keys, values, scales and summaries.
 
-vLLM gives each layer one array of blocks, each with `heads` slots of ``block_size * bytes_per_token`` bytes. A slot holds the keys of all tokens of the block, then
-their values, then, in caches of 8 bits, the scale of each key and of each value, and, for Quest, the largest and the smallest key. As all of
-it lies in the block, vLLM's own copies of blocks, its prefix cache and its accounts of memory hold for it, too.
+vLLM gives each layer one array of blocks, each with `heads` slots of ``block_size * bytes_per_token`` bytes. A slot holds the keys of all
+tokens of the block, then their values, then, in caches of 8 bits, the scale of each key and of each value, and, for Quest, the largest and
+the smallest key. As all of it lies in the block, vLLM's own copies of blocks, its prefix cache and its accounts of memory hold for it, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pages:
 
     def _parts(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         tokens, dim = self.block_size, self.head_dim
-        parts = [(name, (tokens, dim), self.dtype) for name in ("k", "v")]
+        parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [(name, (tokens, dim), self.dtype) for name in ("k", "v")]
         if self.scaled:
             parts += [(name, (tokens,), _SCALE) for name in ("k_scale", "v_scale")]
         if self.summary is not None:

@@ -15,7 +15,8 @@ MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may hav
 
 
 class Run(NamedTuple):
-    """Neighbouring requests that attend alike: "dense", "quest" (new tokens over chosen pages) or "sparse" (one prompt, over chosen blocks)."""
+    """Neighbouring requests that attend alike: "dense", "quest" (new tokens over chosen pages) or "sparse" (one prompt, over chosen
+    blocks)."""
 
     how: str
     first: int  # requests
@@ -42,7 +43,8 @@ class Step:
         return slice(int(self.begins[run.first]), int(self.begins[run.end]))
 
     def runs(self, prompts_from: int | None, decode_budget: int | None) -> list[Run]:
-        """The runs of a layer that leaves out blocks of prompts with at least `prompts_from` tokens, and pages beyond `decode_budget` tokens."""
+        """The runs of a layer that leaves out blocks of prompts with at least `prompts_from` tokens, and pages beyond `decode_budget`
+        tokens."""
         key = "runs", prompts_from, decode_budget
         if key not in self._plans:
             self._plans[key] = self._cut(prompts_from, decode_budget)
@@ -78,8 +80,8 @@ class Step:
         return found
 
     def ranges(self, window: int | None) -> np.ndarray | None:
-        """The tokens that each query sees, where some request is not causal: (queries, 2). `window`: tokens before a query that it sees, and, if
-        it is not causal, behind it, too. None if all requests are causal."""
+        """The tokens that each query sees, where some request is not causal: (queries, 2). `window`: tokens before a query that it sees,
+        and, if it is not causal, behind it, too. None if all requests are causal."""
         if self.causal is True:
             return None
         key = "ranges", window

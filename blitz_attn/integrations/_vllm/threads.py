@@ -1,0 +1,37 @@
+"""Threads that may run on all cores of a worker of vLLM.
+
+vLLM binds each of torch's threads to a core of its own, and with them the thread that calls attention. Threads that this one starts would all be bound
+to its core.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from ...block_sparse import block_sparse_attention
+from ...config import get_num_threads
+
+__all__ = ["start_threads"]
+
+
+def start_threads() -> int:
+    """Start the library's threads, on the cores to which the threads of this process are bound together. Returns the number of these cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        return get_num_threads()
+    own, cores = os.sched_getaffinity(0), set()
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            cores |= os.sched_getaffinity(int(thread))
+        except ProcessLookupError:  # it has ended
+            continue
+    if cores == own:
+        return len(cores)
+    os.sched_setaffinity(0, cores)
+    try:
+        x = np.zeros((1, 4 * get_num_threads(), 128, 64), np.float32)
+        block_sparse_attention(x, x, x)  # has work for all threads, which stay for later calls
+    finally:
+        os.sched_setaffinity(0, own)
+    return len(cores)
