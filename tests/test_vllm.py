@@ -233,11 +233,14 @@ class TestEngine:
             assert counts["cancelled"] > 0
 
     def test_what_the_engine_is_refused(self, models):
-        (budget, encoder), log = results(
-            models, "llama", {"options": '{"density": 2}'}, {"options": "1", "engine": {"kv_cache_dtype": "fp8_e5m2"}}
-        )
-        assert "density: expected a number above 0 and at most 1, got 2" in budget["error"]
-        assert "error" in encoder or "vLLM's own attention runs 3 of 3 layers of a group, because of a cache of fp8_e5m2" in log
+        (density, budget, layers, cache), log = results(
+            models, "llama", *({"options": x} for x in ('{"density": 2}', '{"decode_budget": 31}', '{"density": 0.5, "dense_layers": [3]}')),
+            {"options": "1", "engine": {"kv_cache_dtype": "fp8_e5m2"}},
+        )  # fmt: skip
+        assert "density: expected a number above 0 and at most 1, got 2" in density["error"]
+        assert "decode_budget: expected at least the 32 tokens of a block of the cache, got 31" in budget["error"]
+        assert "dense_layers: expected layers from 0 to 2, got 3" in layers["error"]
+        assert "error" in cache or "vLLM's own attention runs 3 of 3 layers of a group, because of a cache of fp8_e5m2" in log
 
     def test_a_server(self, models):
         """`vllm serve` with processes of its own, asked over HTTP."""

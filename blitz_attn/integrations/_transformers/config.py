@@ -14,7 +14,7 @@ from ..._select.choosers import budget_of, chooser_of, fields_of
 from ..._select.prefill import select_blocks_prefill
 from ..._select.profile import Profile, fields_of_profile, profile_of
 
-__all__ = ["SparseConfig", "configure"]
+__all__ = ["SparseConfig", "configure", "expect_model"]
 
 _ATTRIBUTE = "_blitz_attn_config"
 _BUDGETS = ("density", "top_p", "threshold", "top_k")
@@ -167,6 +167,23 @@ def config_of(module: Any) -> SparseConfig:
     return config
 
 
+def expect_model(config: SparseConfig, text: Any) -> None:
+    """Raises ValueError where a configuration is not for models with the configuration `text` of transformers."""
+    layers = getattr(text, "num_hidden_layers", None)
+    if layers is None:
+        return
+    wrong = [n for n in config.dense_layers if not 0 <= n < layers]
+    if wrong:
+        raise ValueError(f"dense_layers: expected layers from 0 to {layers - 1}, got {wrong[0]}")
+    if config.profile is not None:
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        config.profile.options(0, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        if len(config.profile.numbers) != layers:
+            raise ValueError(f"profile: expected one of a model with {layers} layers, got one with {len(config.profile.numbers)}")
+
+
 def configure(config: SparseConfig | None, model: Any = None) -> None:
     """Set how models compute attention: one model, or all that have no configuration of their own.
 
@@ -202,18 +219,6 @@ def configure(config: SparseConfig | None, model: Any = None) -> None:
             vars(module).pop(_ATTRIBUTE, None)
         return
     own: Any = getattr(model, "config", None)
-    text = own.get_text_config() if hasattr(own, "get_text_config") else own
-    layers = getattr(text, "num_hidden_layers", None)
-    if layers is not None:
-        wrong = [n for n in config.dense_layers if not 0 <= n < layers]
-        if wrong:
-            raise ValueError(f"dense_layers: expected layers from 0 to {layers - 1}, got {wrong[0]}")
-    if config.profile is not None and layers is not None:
-        heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-        config.profile.options(0, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-        if len(config.profile.numbers) != layers:
-            raise ValueError(f"profile: expected one of a model with {layers} layers, got one with {len(config.profile.numbers)}")
+    expect_model(config, own.get_text_config() if hasattr(own, "get_text_config") else own)
     for module in model.modules():
         setattr(module, _ATTRIBUTE, config)

@@ -23,6 +23,7 @@ from ..._block_sparse.call import block_sparse_attention
 from ..._select.prefill import select_and_attend_prefill
 from ...paged import append_paged_kv
 from ...quest import quest_prefill_metadata
+from .._transformers.config import expect_model
 from .options import VARIABLE, Options, options
 from .pages import KV_DTYPES, Pages, Views
 from .step import Run, Step
@@ -106,6 +107,7 @@ class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        _expect_model(vllm_config, kv_cache_spec.block_size)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         reasons = {name: layer.impl.reason for name, layer in layers.items() if getattr(layer.impl, "reason", "another class")}
         self._theirs = None
@@ -142,6 +144,18 @@ class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
         return metadata
 
 
+def _expect_model(vllm_config: Any, block_size: int) -> None:
+    """Refuses options that the model or its cache cannot have."""
+    own = _own()
+    budget = own.decode_budget
+    if budget is not None and budget < block_size:
+        raise ValueError(f"{VARIABLE}: decode_budget: expected at least the {block_size} tokens of a block of the cache, got {budget}")
+    try:
+        expect_model(own.sparse, vllm_config.model_config.hf_text_config)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}: {error}") from None
+
+
 def _tell(vllm_config: Any) -> None:
     own, parts = _own(), ["dense attention"]
     if own.prompts:
@@ -167,6 +181,8 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
             kv_sharing_target_layer_name, sinks,
         )  # fmt: skip
         self.reason = self._why_not()
+        self._options = _own()
+        self._leaves_out: bool | None = None  # whether keys are left out in this layer; its number is known when it is called
         self._window = None if sliding_window is None else sliding_window - 1
         self._rules = {"scale": self.scale, "softcap": self.logits_soft_cap or None}
         self.sinks: torch.Tensor | None
@@ -244,12 +260,10 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
             self._encode(step, query[:n], key[:n], value[:n], out)
             return output
         views = self._views_of(kv_cache, query.dtype)
-        own = _own().sparse
-        sparse = own._sparse_in(extract_layer_index(layer.layer_name))
-        alone = self._window is None and self.sinks is None and self.alibi_slopes is None
-        prompts_from = own.min_tokens if _own().prompts and sparse and self._window is None else None
-        budget = own.decode_budget if sparse and alone else None
-        for run in step.runs(prompts_from, budget):
+        if self._leaves_out is None:
+            self._leaves_out = self._window is None and self._options.sparse._sparse_in(extract_layer_index(layer.layer_name))
+        own = self._options
+        for run in step.runs(*((own.prompts_from, own.decode_budget) if self._leaves_out else (None, None))):
             part = step.queries(run)
             if run.how == "sparse":
                 self._attend_prompt(layer, step, run, query[part], views, out[part])
@@ -271,8 +285,9 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
             return
         tables = step.tables[run.first : run.end]
         plan.select_and_attend(
-            q, views.k, views.v, (views.largest, views.smallest), tables, budget=_own().decode_budget, out=out, **scales, **self._extras()
-        )
+            q, views.k, views.v, (views.largest, views.smallest), tables, budget=self._options.decode_budget, out=out, **scales,
+            **self._extras(),
+        )  # fmt: skip
 
     def _attend_prompt(self, layer: Any, step: Step, run: Run, q: torch.Tensor, views: Views, out: torch.Tensor) -> None:
         """A prompt, or a chunk of one, over blocks that are chosen for it."""
@@ -280,7 +295,7 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         pages = torch.from_numpy(step.tables[run.first, : -(-tokens // step.block_size)]).long()
         scales = self._of_cache(layer, views)
         k, v = (self._contiguous(x, scales.get(name), pages, tokens, q.dtype) for x, name in ((views.k, "k_scale"), (views.v, "v_scale")))
-        choice = _own().sparse._options(
+        choice = self._options.sparse._options(
             extract_layer_index(layer.layer_name), heads=self.num_heads, kv_heads=self.num_kv_heads, head_dim=self.head_size
         )
         result = select_and_attend_prefill(
@@ -303,5 +318,5 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         window = None if self._window is None else (self._window, self._window)
         block_sparse_attention(
             q, k, v, layout="TND", cu_seqlens_q=step.begins, cu_seqlens_kv=step.begins, window=window, out=out, **self._rules,
-            **self._extras()
-        )
+            **self._extras(),
+        )  # fmt: skip

@@ -28,6 +28,11 @@ class Options:
     prompts: bool
 
     @property
+    def prompts_from(self) -> int | None:
+        """How many tokens a prompt has at least whose blocks are left out; None where all blocks are kept."""
+        return self.sparse.min_tokens if self.prompts else None
+
+    @property
     def decode_budget(self) -> int | None:
         """Tokens that a KV head attends to for each new token; None for all."""
         return self.sparse.decode_budget

@@ -1,7 +1,7 @@
 """Threads that may run on all cores of a worker of vLLM.
 
-vLLM binds each of torch's threads to a core of its own, and with them the thread that calls attention. Threads that this one starts would all be bound
-to its core.
+vLLM binds each of torch's threads to a core of its own, and with them the thread that calls attention. Threads that this one starts would
+all be bound to its core.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ __all__ = ["start_threads"]
 
 
 def start_threads() -> int:
-    """Start the library's threads, on the cores to which the threads of this process are bound together. Returns the number of these cores."""
+    """Start the library's threads, on the cores to which the threads of this process are bound together. Returns the number of these
+    cores."""
     if not hasattr(os, "sched_setaffinity"):
         return get_num_threads()
     own, cores = os.sched_getaffinity(0), set()
