@@ -38,6 +38,9 @@ def set_num_threads(num_threads: int | None) -> None:
     Order of precedence: ``num_threads=`` of a call, this function, ``BLITZ_ATTN_NUM_THREADS``, ``OMP_NUM_THREADS``, and last
     the number of CPUs that affinity and the cgroup quota allow. The setting holds for the whole process.
 
+    That last number is found once, when it is first needed: a later change of the affinity does not change it. The library sets no
+    affinity. Its threads inherit that of the thread whose call starts them.
+
     Examples
     --------
     >>> import blitz_attn

@@ -7,6 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE / "_ext"))
+sys.path.insert(0, str(HERE.parent / "examples"))  # pages show and run examples
 
 import blitz_attn  # noqa: E402
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import blitz_attn
+from interpreters import python
 
 HERE = Path(__file__).resolve().parent
 BENCHMARK = HERE.parent / "benchmark"
@@ -108,6 +109,25 @@ def test_a_script_runs_by_its_name(tmp_path):
     row = _bench.parse_rows(one.stdout, FIRST_COLUMNS)[0]
     assert row["Share_of_ideal"] == pytest.approx(row["Ref_Latency_[usec]"] / row["Our_Latency_[usec]"], abs=2e-3)
     assert row["GFLOP/s"] == pytest.approx(2 * 4 * 16 * 200 * 200 / row["Our_Latency_[usec]"] / 1e3, rel=1e-2, abs=0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/numa_maps")
+@pytest.mark.skipif(UNDER_ASAN, reason="a sanitizer writes to memory of its own")
+def test_where_memory_lands():
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("this kernel knows no nodes")
+    head, _, *rows, last = python(str(BENCHMARK / "numa.py"), "--tokens", "2048", BLITZ_ATTN_NUM_THREADS="2").splitlines()
+    assert re.fullmatch(r"# \d+ nodes; CPUs \S+; 2 threads", head)
+    assert last.startswith("# CPUs that each thread may use: ")
+    found = {}
+    for row in rows:
+        name, nodes, own, others = re.fullmatch(r"(.*?)  +((?:N\d+ +-?[\d.]+(?:, )?)+) +(\d+) +(\d+)", row).groups()
+        found[name] = sum(float(x) for x in re.findall(r"N\d+ +(-?[\d.]+)", nodes)), int(own), int(others)
+    for name in ("append_paged_kv: a prompt, into new memory", "np.full: two caches"):
+        assert 7.5 < found[name][0] < 9  # two caches of 4 MiB
+    assert found["np.full: two caches"][1] > 2000
+    assert found["np.full: two caches"][2] == found["PagedPlan of 1024 requests"][2] == 0
+    assert sum(found["np.zeros: two caches"][1:]) < 300
 
 
 # ---- Wrong results are seen --------------------------------------------------------------------------------------

@@ -68,6 +68,71 @@ def test_affinity():
     assert python("-c", f"import os; os.sched_setaffinity(0, [{one}]); {TELL}").split()[0] == "1"
 
 
+INHERIT = """
+import os, re
+import numpy as np
+import blitz_attn
+
+def allowed(task):
+    return re.search(r"Cpus_allowed_list:\\s*(\\S+)", open(f"/proc/self/task/{task}/status").read())[1]
+
+before = set(os.listdir("/proc/self/task"))
+every = os.sched_getaffinity(0)
+one = {min(every)}
+os.sched_setaffinity(0, one)
+x = np.ones((1, 4, 1024, 64), np.float32)
+blitz_attn.block_sparse_attention(x, x, x, num_threads=3)
+workers = set(os.listdir("/proc/self/task")) - before
+os.sched_setaffinity(0, every)
+blitz_attn.block_sparse_attention(x, x, x, num_threads=3)
+print(len(workers), {allowed(x) for x in workers} == {str(min(one))}, blitz_attn.get_num_threads() == len(every))
+os.sched_setaffinity(0, one)
+print(blitz_attn.get_num_threads() == len(every))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity to set")
+def test_workers_inherit_the_affinity_of_the_thread_that_starts_them():
+    """The library sets no affinity. The default number of threads is found once, when it is first needed."""
+    assert python("-c", INHERIT) == "2 True True\nTrue"
+
+
+# Threads that write to new memory have page faults, which Linux counts for each thread. Huge pages would take one fault for 2 MiB.
+FAULTS = """
+import ctypes, os, threading
+import numpy as np
+import blitz_attn
+
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
+
+def faults():
+    tasks = os.listdir("/proc/self/task")
+    return {int(x): int(open(f"/proc/self/task/{x}/stat").read().rpartition(")")[2].split()[7]) for x in tasks}
+
+def watch(name, work):
+    before = faults()
+    made = work()
+    count = {task: n - before.get(task, 0) for task, n in faults().items()}
+    own = count.pop(threading.get_native_id())
+    print(name, own > 200, sum(count.values()) == 0)
+
+x = np.ones((2048, 4, 64), np.float32)
+tables, shape = np.arange(128)[None], (128, 16, 4, 64)
+for threads in (1, 3):
+    blitz_attn.append_paged_kv(x, x, np.zeros(shape, np.float32), np.zeros(shape, np.float32), slot_mapping=range(2048), num_threads=threads)
+watch("plan", lambda: blitz_attn.PagedPlan(tables.repeat(1024, axis=0), [2048] * 1024, page_size=16, num_threads=3))
+caches = [np.zeros((1024, 16, 4, 64), np.float32) for _ in range(2)]
+watch("decode", lambda: [blitz_attn.append_paged_kv(x[:1], x[:1], *caches, slot_mapping=[16 * n], num_threads=3) for n in range(1024)])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer writes to memory of its own")
+def test_the_caller_writes_plans_and_single_tokens_first():
+    """On a machine of several nodes, this memory lands on the caller's node."""
+    assert python("-c", FAULTS).splitlines() == ["plan True True", "decode True True"]
+
+
 def test_set_over_environment():
     code = "import blitz_attn as b; b.set_num_threads(7); print(b.get_num_threads()); b.set_num_threads(None); print(b.get_num_threads())"
     assert python("-c", code, BLITZ_ATTN_NUM_THREADS="3").split() == ["7", "3"]
