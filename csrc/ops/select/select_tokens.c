@@ -103,25 +103,39 @@ static void swap(candidate *a, candidate *b) {
     *b = other;
 }
 
-/* Moves the best `kept` of n candidates, which are all different, to the front. */
-static void keep_best(candidate *all, int64_t n, int64_t kept) {
-    int64_t begin = 0, end = n;
-    while (end - begin > 1 && begin < kept && kept < end) {
+/* Moves the candidates that are better than `pivot` to the front and returns their number. There is no branch, which would be mispredicted half of the
+ * time. */
+static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
+    int64_t better = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double score = all[i].score; /* member by member: a load of both would wait for the two stores before it */
+        const int32_t key = all[i].key;
+        all[i].score = all[better].score;
+        all[i].key = all[better].key;
+        all[better].score = score;
+        all[better].key = key;
+        better += (score > pivot.score) | ((score == pivot.score) & (key < pivot.key));
+    }
+    return better;
+}
+
+/* Moves the best `kept` of n candidates, which are all different, to the front. Returns a score that no later candidate may have and be among the best:
+ * that of the last one kept, or of the first one that is not. kept < n. */
+static double keep_best(candidate *all, int64_t n, int64_t kept) {
+    candidate pivot = {0};
+    for (int64_t begin = 0, end = n; begin < kept && kept < end;) {
         candidate *first = all + begin, *middle = all + begin + (end - begin) / 2, *last = all + end - 1;
         if (is_better(middle, first)) swap(middle, first);
         if (is_better(last, middle)) swap(last, middle);
         if (is_better(middle, first)) swap(middle, first);
-        const candidate pivot = *middle;
-        int64_t i = begin, j = end - 1;
-        while (i <= j) {
-            while (is_better(all + i, &pivot)) i++;
-            while (is_better(&pivot, all + j)) j--;
-            if (i <= j) swap(all + i++, all + j--);
-        }
-        if (kept <= j) end = j + 1; /* all behind j are no better than the pivot, all before i no worse */
-        else if (kept >= i) begin = i;
-        else return;
+        pivot = *middle;
+        swap(middle, last); /* to stay apart while the others move */
+        const int64_t at = begin + move_better(first, end - begin - 1, pivot);
+        swap(all + at, last);
+        if (at < kept) begin = at + 1;
+        else end = at;
     }
+    return pivot.score;
 }
 
 /* Sorts candidates, the best first or, by_key, the lowest key first: by a heap whose root is the candidate that comes last. */
@@ -137,26 +151,42 @@ static void sort(candidate *all, int64_t n, bool by_key) {
     }
 }
 
-/* Adds a candidate behind `count` others, all of which have lower keys or blocks, and returns how many there are now. */
-static inline int64_t add_candidate(const select_tokens_call *c, candidate *all, int64_t count, double *least, double score, int64_t key) {
-    if (score <= *least) return count;
-    all[count++] = (candidate){score, (int32_t)key};
-    if (count < c->room) return count;
-    keep_best(all, count, c->most);
-    *least = INFINITY;
-    for (int64_t i = 0; i < c->most; i++) *least = fmin(*least, all[i].score);
-    return c->most;
+/* Makes room for n more candidates of a query. */
+static void make_room(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, int64_t n) {
+    if (s->counts[query] + n <= c->room) return;
+    s->least[query] = keep_best(s->candidates + query * c->room, s->counts[query], c->most);
+    s->counts[query] = c->most;
+}
+
+/* Adds the keys whose scores are above `least` behind `count` candidates, all of which have lower keys, and returns how many there are now. There is no
+ * branch for each key, since the scores of a panel are hard to predict. */
+static inline int64_t append_keys(const int64_t real_size, candidate *all, int64_t count, double least, const void *scores, int64_t n,
+                                  int64_t first) {
+    for (int64_t i = 0; i < n; i++) {
+        const double score = ba_get_real(scores, i, real_size), known = score == score ? score : -INFINITY;
+        all[count] = (candidate){known, (int32_t)(first + i)};
+        count += !(known <= least);
+    }
+    return count;
+}
+
+/* Whether one of n scores may be above `least`. */
+static bool is_any_above(const float *scores, int64_t n, double least) {
+    const float bound = (float)least;
+    int above = isnan(least) || (double)bound > least;
+    for (int64_t i = 0; i < n; i++) above |= scores[i] > bound;
+    return above;
 }
 
 /* Takes the scores of the first n lanes, of which lane 0 is key `first`. */
 static void add_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
-    int64_t count = s->counts[query];
-    for (int64_t i = 0; i < n; i++) {
-        double score = ba_get_real(scores, i, c->real_size);
-        if (isnan(score)) score = -INFINITY;
-        count = add_candidate(c, s->candidates + query * c->room, count, s->least + query, score, first + i);
-    }
-    s->counts[query] = count;
+    candidate *all = s->candidates + query * c->room;
+    if (c->real_size == sizeof(float) && !is_any_above(scores, n, s->least[query])) return;
+    make_room(c, s, query, n);
+    const int64_t count = s->counts[query];
+    const double least = s->least[query];
+    s->counts[query] = c->real_size == sizeof(float) ? append_keys(sizeof(float), all, count, least, scores, n, first)
+                                                     : append_keys(sizeof(double), all, count, least, scores, n, first);
 }
 
 /* The same where blocks are chosen: one is a candidate when its last key has come. `end` is the end of the query's keys in this part. */
@@ -172,7 +202,10 @@ static void add_blocks(const select_tokens_call *c, const select_tokens_scratch 
         }
         s->largest[query] = largest;
         if (first + i < block_end) return;
-        s->counts[query] = add_candidate(c, s->candidates + query * c->room, s->counts[query], s->least + query, largest, block);
+        if (!(largest <= s->least[query])) {
+            make_room(c, s, query, 1);
+            s->candidates[query * c->room + s->counts[query]++] = (candidate){largest, (int32_t)block};
+        }
         s->largest[query] = -INFINITY;
     }
 }
