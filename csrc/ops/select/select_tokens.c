@@ -118,8 +118,8 @@ static void swap(candidate *a, candidate *b) {
     *b = other;
 }
 
-/* Moves the candidates that are better than `pivot` to the front and returns their number. There is no branch, which would be mispredicted half of the
- * time. */
+/* Moves the candidates that are better than `pivot` to the front and returns their number. The only branch is on equal scores, which are rare or
+ * frequent: one on which of two scores is larger would be mispredicted half of the time. */
 static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
     int64_t better = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -129,7 +129,8 @@ static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
         all[i].key = all[better].key;
         all[better].score = score;
         all[better].key = key;
-        better += (score > pivot.score) | ((score == pivot.score) & (key < pivot.key));
+        if (score == pivot.score) better += key < pivot.key;
+        else better += score > pivot.score;
     }
     return better;
 }
@@ -185,18 +186,9 @@ static inline int64_t append_keys(const int64_t real_size, candidate *all, int64
     return count;
 }
 
-/* Whether one of n scores may be above `least`. */
-static bool is_any_above(const float *scores, int64_t n, double least) {
-    const float bound = (float)least;
-    int above = isnan(least) || (double)bound > least;
-    for (int64_t i = 0; i < n; i++) above |= scores[i] > bound;
-    return above;
-}
-
 /* Takes the scores of the first n lanes, of which lane 0 is key `first`. */
 static void add_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
     candidate *all = s->candidates + query * c->room;
-    if (c->real_size == sizeof(float) && !is_any_above(scores, n, s->least[query])) return;
     make_room(c, s, query, n);
     const int64_t count = s->counts[query];
     const double least = s->least[query];
