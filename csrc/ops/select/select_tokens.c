@@ -135,8 +135,8 @@ static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
     return better;
 }
 
-/* Moves the best `kept` of n candidates, which are all different, to the front. Returns a score that no later candidate may have and be among the best:
- * that of the last one kept, or of the first one that is not. kept < n. */
+/* Moves the best `kept` of n candidates, which are all different, to the front. Returns a score that no later candidate may have and be among the
+ * best: that of the last one kept, or of the first one that is not. kept < n. */
 static double keep_best(candidate *all, int64_t n, int64_t kept) {
     candidate pivot = {0};
     for (int64_t begin = 0, end = n; begin < kept && kept < end;) {
@@ -174,8 +174,8 @@ static void make_room(const select_tokens_call *c, const select_tokens_scratch *
     s->counts[query] = c->most;
 }
 
-/* Adds the keys whose scores are above `least` behind `count` candidates, all of which have lower keys, and returns how many there are now. There is no
- * branch for each key, since the scores of a panel are hard to predict. */
+/* Adds the keys whose scores are above `least` behind `count` candidates, all of which have lower keys, and returns how many there are now. There is
+ * no branch for each key, since the scores of a panel are hard to predict. */
 static inline int64_t append_keys(const int64_t real_size, candidate *all, int64_t count, double least, const void *scores, int64_t n,
                                   int64_t first) {
     for (int64_t i = 0; i < n; i++) {
