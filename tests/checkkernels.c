@@ -129,7 +129,7 @@ static void clear_records(void) {
         [PROBABILITIES] = "add_probabilities",
         [SCORES] = "scores",
         [BLOCK_SUMS] = "sum_blocks",
-        [WEIGHED_HEADS] = "weigh_heads",
+        [HEAD_SUMS] = "sum_heads",
         [SOFTMAX] = "softmax",
         [VALUES] = "values",
         [COMPOSED] = "its parts one by one",
@@ -656,29 +656,40 @@ static void check_block_sums(test_case *c) {
     }
 }
 
-static void check_weighed_heads(test_case *c) {
-    record *r = &records[WEIGHED_HEADS];
+/* Lanes are the keys of an indexer, and the keys of the case the heads of its queries. */
+static void check_head_sums(test_case *c) {
+    record *r = &records[HEAD_SUMS];
     const int64_t real = c->s.f->real_size;
-    for (int64_t n = 0; n < 4 * FILLS; n++) {
+    for (int64_t n = 0; n < DIMS * FILLS; n++) {
         if (!is_drawn()) continue;
-        make_case(c, n % FILLS, NO_MASK, 1, 1, 1, 1);
-        const int64_t queries = 1 + pick(9), heads = 1 + pick(n % 2 ? 70 : 5), lanes = c->s.f->lanes[WIDE];
-        void *s = place(SCRATCH, queries * heads * lanes * real), *w = place(WEIGHTS, queries * heads * real),
-             *sums = place(ALPHA, queries * lanes * real);
-        for (int64_t i = 0; i < queries * heads * lanes; i++) set_element(real_dtype(c), s, i, pick(50) ? uniform() : pick(2) ? NAN : INFINITY);
+        const int64_t heads = 1 + pick(n % 2 ? 70 : 5), queries = 1 + pick(n % 7 ? 7 : BA_MAX_CHUNK / heads);
+        make_case(c, n % FILLS, NO_MASK, 1 + pick(c->s.f->lanes[WIDE]), queries * heads, dim_at(n / FILLS), 1);
+        drop_options(c);
+        const ba_panel panel = open_panel(c);
+        ba_chunk chunk = open_chunk(c, 0, c->keys);
+        chunk.k_next = chunk.v_next = chunk.v_rows; /* any rows, since they are only prefetched */
+        chunk.next_rows = pick(c->keys + 1);
+        chunk.k_next_bytes = 1 + pick(300);
+        const bool scaled = pick(2);
+        void *w = place_tight(WEIGHTS, queries * heads * real, real), *sums = place(ALPHA, queries * c->lanes * real),
+             *scales = place(ROW_MAX, c->lanes * real);
         for (int64_t i = 0; i < queries * heads; i++) set_element(real_dtype(c), w, i, uniform());
-        c->s.f->panel->weigh_heads(sums, s, w, queries, heads);
+        for (int64_t i = 0; i < c->lanes; i++) set_element(real_dtype(c), scales, i, (pick(8) ? 1 : -1) * (0.02 + 0.01 * uniform()));
+        c->s.f->panel->sum_heads(&panel, &chunk, &(ba_head_sums){sums, w, scaled ? scales : NULL, queries, heads});
         require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
         for (int64_t q = 0; q < queries; q++)
-            for (int64_t i = 0; i < lanes; i++) {
-                double want = 0, size = 0;
+            for (int64_t i = 0; i < c->queries; i++) {
+                const double scale = scaled ? real_at(c, scales, i) : 1;
+                double want = 0, size = 0, error = 0;
                 for (int64_t h = 0; h < heads; h++) {
-                    const double score = real_at(c, s, (q * heads + h) * lanes + i), weight = real_at(c, w, q * heads + h);
+                    const plain_number s = score_of(c, i, q * heads + h);
+                    const double score = scale * s.value, weight = real_at(c, w, q * heads + h);
                     want += weight * (score < 0 ? 0 : score);
-                    size += fabs(weight * (score < 0 ? 0 : score));
+                    size += fabs(weight * score);
+                    error += fabs(weight) * (fabs(scale) * s.error + 2 * unit(c) * fabs(score) + tiny(c));
                 }
-                const double got = real_at(c, sums, q * lanes + i);
-                if (isfinite(want)) compare(r, got, want, sum_error(c, heads) * size + tiny(c), "sum [query][lane]", q, i);
+                const double got = real_at(c, sums, q * c->lanes + i);
+                if (isfinite(want)) compare(r, got, want, error + sum_error(c, heads) * size + tiny(c), "sum [query][lane]", q, i);
                 else require(r, isnan(want) ? isnan(got) : got == want, "not finite [query][lane]", q, i);
             }
     }
@@ -831,7 +842,7 @@ static void check_variant(void *context) {
     if (c->variant <= 1 && c->s.f->panel->attend_many[c->variant]) check_together(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->add_probabilities) check_probabilities(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->sum_blocks) check_block_sums(c);
-    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->weigh_heads) check_weighed_heads(c);
+    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->sum_heads) check_head_sums(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->routed && c->s.f->routed->choose) check_choose(c);
     if (c->variant == WIDE && !c->s.cache && c->s.f->panel->fill_bias) check_fill_bias(c);
     if (c->variant == FEW) check_empty_join(c);

@@ -236,7 +236,7 @@ enum {
     PACK_V,
     PROBABILITIES,
     BLOCK_SUMS,
-    WEIGHED_HEADS,
+    HEAD_SUMS,
     SCORES,
     SOFTMAX,
     VALUES,

@@ -225,6 +225,27 @@ def test_keys_of_8_bits_give_what_their_float32_keys_give(kv_dtype, level):
             check(half, values, weights, 12, causal=True, k_scale=scale, kv_dtype=kv_dtype, **named)
 
 
+@pytest.mark.parametrize("level", blitz_attn.isa_levels(available=True))
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3"])
+@pytest.mark.parametrize(("queries", "keys", "heads", "dim"), [(1, 70, 1, 1), (40, 33, 3, 31), (20, 100, 40, 33), (9, 65, 70, 100), (2, 40, 512, 64)])
+def test_bfloat16_queries_at_once_and_one_by_one(queries, keys, heads, dim, kv_dtype, level):
+    """The kernels over pairs and tiles fill up heads and dims with zeros, and multiply scores by the scales of 8-bit keys."""
+    q, k, weights, options = problem("bfloat16", queries, keys, heads, dim)
+    if kv_dtype != "bfloat16":
+        k, scale = blitz_attn.quantize_kv(np.random.default_rng(1).standard_normal(k.shape, dtype=np.float32), kv_dtype)
+        scale[:, ::5] *= -1
+        scale[:, 3::7] = 0
+        options |= {"k_scale": scale, "kv_dtype": kv_dtype}
+    options |= {"causal": True}
+    with blitz_attn.isa(level):
+        found, scores = check(q, k, weights, 20, **options)
+        for i in range(queries):
+            one = slice(i, i + 1)
+            alone = select.select_tokens(q[:, one], k, weights[:, one], 20, q_begin=keys - queries + i, return_scores=True, **options)
+            assert alone[0].tobytes() == found[:, one].tobytes()
+            assert alone[1].tobytes() == scores[:, one].tobytes()
+
+
 @pytest.mark.parametrize("more", [{}, {"block_size": 7}, {"pool_size": 3, "keep_tail": True}])
 def test_a_least_score(more):
     q, k, weights, _ = problem(keys=2000, batch=1)

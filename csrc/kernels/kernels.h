@@ -241,17 +241,24 @@ typedef struct ba_block_sums {
 #define BA_SUM_BLOCKS(name) void name(const ba_panel *panel, const ba_chunk *chunk, const void *row_max, void *alpha, const ba_block_sums *blocks)
 typedef BA_SUM_BLOCKS((*ba_sum_blocks_fn));
 
-/* sums[query][lane] = the sum over heads of weights[query][head] * max(0, scores[query][head][lane]), all of reals. NaN stays NaN. The panel is
- * wide. */
-#define BA_WEIGH_HEADS(name) void name(void *sums, const void *scores, const void *weights, int64_t queries, int64_t heads)
-typedef BA_WEIGH_HEADS((*ba_weigh_heads_fn));
+/* The scores of an indexer, whose keys are the lanes of the panel, and whose heads are the keys of the chunk: [query][head].
+ * sums[query][lane] = the sum over heads of weights[query][head] * max(0, scales[lane] * S^T[query][head][lane]). NaN stays NaN. The panel is wide.
+ * Bounds, biases, softcap and scales of the chunk are not read. */
+typedef struct ba_head_sums {
+    void *sums;          /* real [queries][lanes] */
+    const void *weights; /* real [queries][heads] */
+    const void *scales;  /* real [lanes]. NULL: 1 */
+    int64_t queries, heads;
+} ba_head_sums;
+#define BA_SUM_HEADS(name) void name(const ba_panel *panel, const ba_chunk *chunk, const ba_head_sums *heads)
+typedef BA_SUM_HEADS((*ba_sum_heads_fn));
 
 typedef struct ba_panel_kernels {
     ba_attend_fn attend[BA_PANEL_WIDTHS];
     ba_attend_many_fn attend_many[BA_PANEL_WIDTHS]; /* NULL: the family gains nothing by it */
+    ba_sum_heads_fn sum_heads;                      /* NULL: that of the vector family */
     ba_scores_fn scores[BA_PANEL_WIDTHS];           /* NULL, like all that follow, where a family has the fused kernel only */
     ba_sum_blocks_fn sum_blocks;                    /* NULL where scores is */
-    ba_weigh_heads_fn weigh_heads;                  /* likewise */
     ba_softmax_fn softmax[BA_PANEL_WIDTHS];         /* NULL, like values, where weights are kept in another format */
     ba_values_fn values[BA_PANEL_WIDTHS];
     ba_add_probabilities_fn add_probabilities; /* NULL: scores and softmax do this work */

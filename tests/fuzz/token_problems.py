@@ -121,6 +121,8 @@ def _quantised(draw: Draw, like: np.ndarray, kind: str, coarse: bool) -> tuple[n
         bits = rng.choice(np.array([0, 1, 2, 254] if kind == "int8" else [0, 0x38, 0x40, 0xB8], np.uint8), like.shape)  # 0, 1, 2, ...
     bits[(bits & 0x7F) == 0x7F] = 0x11
     scales = np.full(like.shape[:2], 0.5, np.float32) if coarse else (0.5 + rng.random(like.shape[:2], np.float32)) * np.float32(0.01)
+    if draw.flag("signed scales", 0.2):
+        scales *= rng.choice(np.float32([1, -1, 0]), scales.shape)
     k = bits.view(np.int8) if kind == "int8" else bits
     return k, scales, arrays.values_of(k, kind) * scales[..., None].astype(np.float64)
 

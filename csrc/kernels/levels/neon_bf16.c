@@ -79,7 +79,7 @@ const ba_attend_family ba_attend_neon_bf16_bfloat16 = {
             .attend = BA_BOTH(attend),
             .scores = BA_BOTH(scores),
             .sum_blocks = BA_CAT(NAME(sum_blocks), wide),
-            .weigh_heads = BA_CAT(NAME(weigh_heads), wide),
+            .sum_heads = BA_CAT(NAME(sum_heads), wide),
             .softmax = BA_BOTH(softmax),
             .values = BA_BOTH(values),
         },

@@ -1,10 +1,10 @@
 /* Choosing tokens: the best keys of each query by the scores of an indexer, whose several small heads share one key per token.
  *
  * The keys are the lanes of a panel, and the rows that it is multiplied by are the heads of some queries, so that the sum over heads is vertical:
- * S[head][lane] by attention's kernels, then scores[query][lane] by the kernel weigh_heads. What may be among a query's best goes into a buffer that
- * has room for a little more than twice as many candidates as the result has places. A full buffer is cut to as many of its best as there are places,
- * and only scores above the least of these come in from then on. So no array has a score of each pair. Keys come in rising order: of equal scores,
- * those that come later lose. Where blocks of keys are chosen, the largest score so far of one block waits until the block ends. */
+ * scores[query][lane] by the kernel sum_heads. What may be among a query's best goes into a buffer that has room for a little more than twice as many
+ * candidates as the result has places. A full buffer is cut to as many of its best as there are places, and only scores above the least of these
+ * come in from then on. So no array has a score of each pair. Keys come in rising order: of equal scores, those that come later lose. Where blocks of
+ * keys are chosen, the largest score so far of one block waits until the block ends. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -16,7 +16,6 @@
 #include "kernels/work_tuning.h"
 #include "ops/check.h"
 #include "ops/kv_cache/pages.h"
-#include "ops/levels.h"
 #include "ops/nsa/nsa.h"
 #include "ops/problem.h"
 #include "ops/reals.h"
@@ -45,19 +44,27 @@ typedef struct select_tokens_call {
     int64_t most_keys, most_blocks;                /* of the longest sequence */
     int64_t at_once;                               /* queries whose heads are scored together */
     int64_t *first_tile;                           /* [sequences + 1] */
-    ba_pack_rows_fn pack;                          /* NULL: rows of q are read in place */
-    ba_pack_rows_fn widen;                         /* makes reals of 8-bit keys, times their scales */
-    const ba_attend_family *panel_family, *family; /* the family that packs keys, and the one that computes scores */
+    const ba_attend_family *panel_family, *family; /* the family that packs keys, and the one that packs queries and computes scores */
+    ba_pack_rows_fn widen;                         /* makes rows of panel_family of 8-bit keys: reals, or bfloat16 where scales_scores */
+    bool scales_scores;                            /* scores are multiplied by the scales of 8-bit keys, which the widened keys do not carry */
+    int next_level;                                /* where rows are prefetched to */
     int64_t real_size, lanes, scratch_bytes;
     char *scratch;
     candidate *best; /* with several parts: [tile][query][part][most] */
     int64_t *counts; /* of these: [tile][query][part] */
 } select_tokens_call;
 
+/* Keys of a panel, where they lie. */
+typedef struct panel_keys {
+    int64_t first, count; /* the first one's number in its sequence */
+    const void **rows;
+    float *scales; /* of 8-bit keys */
+} panel_keys;
+
 typedef struct select_tokens_scratch {
     const void **pointers, **rows, **wide_rows;
-    float *scales;
-    char *panel, *wide, *packed, *chunk, *row_max, *sums, *weights;
+    panel_keys keys[2]; /* of the panel at hand and of the next one, which take turns */
+    char *panel, *wide, *packed, *chunk, *sums, *weights;
     candidate *candidates; /* [query][room] */
     int64_t *counts;       /* [query] */
     int64_t *seen;         /* [query]: how many keys, from the first on, it may choose from */
@@ -68,18 +75,26 @@ typedef struct select_tokens_scratch {
 
 static int64_t dim_pad(const select_tokens_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->panel_family->dim_pad); }
 
+/* Bytes of the packed rows of the queries that are scored together: each begins a group of rows. */
+static int64_t packed_bytes(const select_tokens_call *c) {
+    const ba_attend_family *f = c->family;
+    return f->pack->keys ? ba_round_up(c->at_once * c->heads, f->key_pad) * ba_round_up(c->dim, f->dim_pad) * f->pack_bytes : 0;
+}
+
 static int64_t lay_out_worker(const select_tokens_call *c, char *base, select_tokens_scratch *s) {
     const int64_t rows = c->at_once * c->heads, tile_rows = c->tile * c->heads, real = c->real_size;
     int64_t used = 0;
-    s->pointers = ba_take(base, &used, ba_max(c->lanes, tile_rows) * (int64_t)sizeof(void *));
+    s->pointers = ba_take(base, &used, tile_rows * (int64_t)sizeof(void *));
     s->rows = ba_take(base, &used, tile_rows * (int64_t)sizeof(void *));
+    for (int i = 0; i < 2; i++) {
+        s->keys[i].rows = ba_take(base, &used, c->lanes * (int64_t)sizeof(void *));
+        s->keys[i].scales = ba_take(base, &used, c->quantised ? c->lanes * (int64_t)sizeof(float) : 0);
+    }
     s->panel = ba_take(base, &used, c->lanes * dim_pad(c) * c->panel_family->q_bytes);
     s->wide_rows = ba_take(base, &used, c->quantised ? c->lanes * (int64_t)sizeof(void *) : 0);
-    s->scales = ba_take(base, &used, c->quantised ? c->lanes * (int64_t)sizeof(float) : 0);
     s->wide = ba_take(base, &used, c->quantised ? c->lanes * ba_round_up(c->dim, BA_PACK_PAD) * real : 0);
-    s->packed = ba_take(base, &used, c->pack ? tile_rows * ba_round_up(c->dim, BA_PACK_PAD) * real : 0);
-    s->chunk = ba_take(base, &used, rows * ba_max(c->family->scratch_per_key, c->lanes * real));
-    s->row_max = ba_take(base, &used, c->lanes * real);
+    s->packed = ba_take(base, &used, ba_ceil_div(c->tile, c->at_once) * packed_bytes(c));
+    s->chunk = ba_take(base, &used, rows * c->family->scratch_per_key);
     s->sums = ba_take(base, &used, c->at_once * c->lanes * real);
     s->weights = ba_take(base, &used, tile_rows * real);
     s->candidates = ba_take(base, &used, c->tile * c->room * (int64_t)sizeof *s->candidates);
@@ -103,25 +118,40 @@ static void swap(candidate *a, candidate *b) {
     *b = other;
 }
 
-/* Moves the best `kept` of n candidates, which are all different, to the front. */
-static void keep_best(candidate *all, int64_t n, int64_t kept) {
-    int64_t begin = 0, end = n;
-    while (end - begin > 1 && begin < kept && kept < end) {
+/* Moves the candidates that are better than `pivot` to the front and returns their number. The only branch is on equal scores, which are rare or
+ * frequent: one on which of two scores is larger would be mispredicted half of the time. */
+static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
+    int64_t better = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double score = all[i].score; /* member by member: a load of both would wait for the two stores before it */
+        const int32_t key = all[i].key;
+        all[i].score = all[better].score;
+        all[i].key = all[better].key;
+        all[better].score = score;
+        all[better].key = key;
+        if (score == pivot.score) better += key < pivot.key;
+        else better += score > pivot.score;
+    }
+    return better;
+}
+
+/* Moves the best `kept` of n candidates, which are all different, to the front. Returns a score that no later candidate may have and be among the
+ * best: that of the last one kept, or of the first one that is not. kept < n. */
+static double keep_best(candidate *all, int64_t n, int64_t kept) {
+    candidate pivot = {0};
+    for (int64_t begin = 0, end = n; begin < kept && kept < end;) {
         candidate *first = all + begin, *middle = all + begin + (end - begin) / 2, *last = all + end - 1;
         if (is_better(middle, first)) swap(middle, first);
         if (is_better(last, middle)) swap(last, middle);
         if (is_better(middle, first)) swap(middle, first);
-        const candidate pivot = *middle;
-        int64_t i = begin, j = end - 1;
-        while (i <= j) {
-            while (is_better(all + i, &pivot)) i++;
-            while (is_better(&pivot, all + j)) j--;
-            if (i <= j) swap(all + i++, all + j--);
-        }
-        if (kept <= j) end = j + 1; /* all behind j are no better than the pivot, all before i no worse */
-        else if (kept >= i) begin = i;
-        else return;
+        pivot = *middle;
+        swap(middle, last); /* to stay apart while the others move */
+        const int64_t at = begin + move_better(first, end - begin - 1, pivot);
+        swap(all + at, last);
+        if (at < kept) begin = at + 1;
+        else end = at;
     }
+    return pivot.score;
 }
 
 /* Sorts candidates, the best first or, by_key, the lowest key first: by a heap whose root is the candidate that comes last. */
@@ -137,26 +167,33 @@ static void sort(candidate *all, int64_t n, bool by_key) {
     }
 }
 
-/* Adds a candidate behind `count` others, all of which have lower keys or blocks, and returns how many there are now. */
-static inline int64_t add_candidate(const select_tokens_call *c, candidate *all, int64_t count, double *least, double score, int64_t key) {
-    if (score <= *least) return count;
-    all[count++] = (candidate){score, (int32_t)key};
-    if (count < c->room) return count;
-    keep_best(all, count, c->most);
-    *least = INFINITY;
-    for (int64_t i = 0; i < c->most; i++) *least = fmin(*least, all[i].score);
-    return c->most;
+/* Makes room for n more candidates of a query. */
+static void make_room(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, int64_t n) {
+    if (s->counts[query] + n <= c->room) return;
+    s->least[query] = keep_best(s->candidates + query * c->room, s->counts[query], c->most);
+    s->counts[query] = c->most;
+}
+
+/* Adds the keys whose scores are above `least` behind `count` candidates, all of which have lower keys, and returns how many there are now. There is
+ * no branch for each key, since the scores of a panel are hard to predict. */
+static inline int64_t append_keys(const int64_t real_size, candidate *all, int64_t count, double least, const void *scores, int64_t n,
+                                  int64_t first) {
+    for (int64_t i = 0; i < n; i++) {
+        const double score = ba_get_real(scores, i, real_size), known = score == score ? score : -INFINITY;
+        all[count] = (candidate){known, (int32_t)(first + i)};
+        count += !(known <= least);
+    }
+    return count;
 }
 
 /* Takes the scores of the first n lanes, of which lane 0 is key `first`. */
 static void add_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
-    int64_t count = s->counts[query];
-    for (int64_t i = 0; i < n; i++) {
-        double score = ba_get_real(scores, i, c->real_size);
-        if (isnan(score)) score = -INFINITY;
-        count = add_candidate(c, s->candidates + query * c->room, count, s->least + query, score, first + i);
-    }
-    s->counts[query] = count;
+    candidate *all = s->candidates + query * c->room;
+    make_room(c, s, query, n);
+    const int64_t count = s->counts[query];
+    const double least = s->least[query];
+    s->counts[query] = c->real_size == sizeof(float) ? append_keys(sizeof(float), all, count, least, scores, n, first)
+                                                     : append_keys(sizeof(double), all, count, least, scores, n, first);
 }
 
 /* The same where blocks are chosen: one is a candidate when its last key has come. `end` is the end of the query's keys in this part. */
@@ -172,7 +209,10 @@ static void add_blocks(const select_tokens_call *c, const select_tokens_scratch 
         }
         s->largest[query] = largest;
         if (first + i < block_end) return;
-        s->counts[query] = add_candidate(c, s->candidates + query * c->room, s->counts[query], s->least + query, largest, block);
+        if (!(largest <= s->least[query])) {
+            make_room(c, s, query, 1);
+            s->candidates[query * c->room + s->counts[query]++] = (candidate){largest, (int32_t)block};
+        }
         s->largest[query] = -INFINITY;
     }
 }
@@ -224,13 +264,20 @@ static void open_rows(const select_tokens_call *c, const select_tokens_scratch *
             ba_set_real(s->weights, i * c->heads + h, ba_get_real(weights->data, row + h * step, c->real_size), c->real_size);
         }
     }
-    const int64_t rows = at->queries * c->heads;
-    if (c->pack) c->pack(s->packed, s->rows, s->pointers, NULL, rows, c->dim);
-    else memcpy(s->rows, s->pointers, (size_t)rows * sizeof *s->rows);
+    const int64_t rows = at->queries * c->heads, together = c->at_once * c->heads;
+    char *packed = s->packed;
+    for (int64_t i = 0; i < rows; i += together, packed += packed_bytes(c)) {
+        const int64_t some = ba_min(together, rows - i);
+        if (c->family->pack->keys) c->family->pack->keys(packed, s->rows + i, s->pointers + i, NULL, some, c->dim);
+        else memcpy(s->rows + i, s->pointers + i, (size_t)some * sizeof *s->rows);
+    }
 }
 
-/* Packs n keys of a sequence as the lanes of the panel. */
-static void pack_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t sequence, int64_t first, int64_t n) {
+/* Finds the keys of the item's panel that begins with key `first`. Behind the last panel there are none. */
+static void find_keys(const select_tokens_call *c, const item_of_tokens *at, int64_t first, panel_keys *keys) {
+    const int64_t n = ba_max(0, ba_min(c->lanes, at->end - first)), sequence = at->sequence;
+    keys->first = first;
+    keys->count = n;
     for (int64_t i = 0; i < n;) {
         int64_t batch = c->args->cu_kv ? 0 : sequence, row = first + i + (c->args->cu_kv ? c->args->cu_kv[sequence] : 0), end = n;
         if (c->paged) {
@@ -238,33 +285,44 @@ static void pack_keys(const select_tokens_call *c, const select_tokens_scratch *
             row %= c->k.tokens;
             end = ba_min(n, i + c->k.tokens - row);
         }
-        for (int64_t j = i; c->quantised && j < end; j++) s->scales[j] = *(const float *)(const void *)ba_row(&c->k_scale, batch, row + j - i, 0);
+        for (int64_t j = i; c->quantised && j < end; j++) keys->scales[j] = *(const float *)(const void *)ba_row(&c->k_scale, batch, row + j - i, 0);
         const char *from = ba_row(&c->k, batch, row, 0);
-        for (int64_t j = 0; i < end; i++, j++) s->pointers[i] = from + j * c->k.token_step;
+        for (int64_t j = 0; i < end; i++, j++) keys->rows[i] = from + j * c->k.token_step;
     }
-    if (c->quantised) c->widen(s->wide, s->wide_rows, s->pointers, s->scales, n, c->dim);
-    c->panel_family->pack->queries[0](s->panel, c->quantised ? s->wide_rows : s->pointers, n, c->dim, c->scale);
 }
 
-/* Scores `keys` keys from `begin` on, which are at most the lanes of a panel, for all queries of the tile. */
-static void score_panel(const select_tokens_call *c, const select_tokens_scratch *s, const item_of_tokens *at, int64_t begin, int64_t keys) {
-    pack_keys(c, s, at->sequence, begin, keys);
+/* Scores the keys of a panel for all queries of the tile, and prefetches those of the next one. */
+static void score_panel(const select_tokens_call *c, const select_tokens_scratch *s, const item_of_tokens *at, const panel_keys *keys,
+                        const panel_keys *next) {
+    const int64_t begin = keys->first;
+    if (c->quantised) c->widen(s->wide, s->wide_rows, keys->rows, keys->scales, keys->count, c->dim);
+    c->panel_family->pack->queries[0](s->panel, c->quantised ? s->wide_rows : keys->rows, keys->count, c->dim, c->scale);
     const ba_panel panel = {.q = s->panel};
+    int64_t next_rows = next->count;
     for (int64_t i = 0; i < at->queries; i += c->at_once) {
         const int64_t queries = ba_min(c->at_once, at->queries - i);
         const ba_chunk chunk = {.keys = queries * c->heads,
                                 .head_dim = c->dim,
                                 .v_dim = 1,
                                 .k_rows = s->rows + i * c->heads,
-                                .v_rows = s->rows + i * c->heads,
+                                .k_next = next->rows,
+                                .v_next = next->rows,
+                                .next_rows = next_rows,
+                                .k_next_bytes = c->dim * ba_dtype_size(c->k.dtype),
+                                .next_level = c->next_level,
                                 .scale = c->scale,
                                 .scratch = s->chunk};
+        const ba_head_sums heads = {.sums = s->sums,
+                                    .weights = s->weights + i * c->heads * c->real_size,
+                                    .scales = c->scales_scores ? keys->scales : NULL,
+                                    .queries = queries,
+                                    .heads = c->heads};
         if (most_seen(s, i, queries) <= begin) continue;
-        c->family->panel->scores[0](&panel, &chunk, s->row_max);
-        c->family->panel->weigh_heads(s->sums, s->chunk, s->weights + i * c->heads * c->real_size, queries, c->heads);
+        c->family->panel->sum_heads(&panel, &chunk, &heads);
+        next_rows = 0;
         for (int64_t q = 0; q < queries; q++) {
             const void *scores = s->sums + q * c->lanes * c->real_size;
-            const int64_t seen = s->seen[i + q], n = ba_min(keys, seen - begin);
+            const int64_t seen = s->seen[i + q], n = ba_min(keys->count, seen - begin);
             if (c->args->block_size == 1) add_keys(c, s, i + q, scores, n, begin);
             else add_blocks(c, s, i + q, scores, n, begin, ba_min(at->end, seen));
         }
@@ -323,9 +381,11 @@ static void score_item(void *context, int64_t item, int worker) {
     memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_blocks, 64) * sizeof *s.chosen);
     at.end = ba_min(at.end, most_seen(&s, 0, at.queries));
     if (at.begin < at.end) open_rows(c, &s, &at);
-    for (int64_t key = at.begin; key < at.end; key += c->lanes) {
+    find_keys(c, &at, at.begin, s.keys);
+    for (int turn = 0; s.keys[turn].count > 0; turn = !turn) {
         if (ba_stopped()) return;
-        score_panel(c, &s, &at, key, ba_min(c->lanes, at.end - key));
+        find_keys(c, &at, s.keys[turn].first + c->lanes, s.keys + !turn);
+        score_panel(c, &s, &at, s.keys + turn, s.keys + !turn);
     }
     for (int64_t i = 0; i < at.queries; i++) {
         candidate *all = s.candidates + i * c->room;
@@ -547,17 +607,15 @@ ba_status ba_select_tokens(const ba_select_tokens_args *args) {
     for (int i = 0; i < args->selected.ndim; i++)
         if (args->selected.dims[i] == 0) return BA_OK;
     const ba_dtype real = ba_real_of(args->q.dtype);
-    const ba_isa active = ba_isa_active(), level = ba_level_with_parts(active, real);
-    const ba_kernels *kernels = ba_kernels_at(level);
-    const ba_attend_family *own = ba_kernels_at(active)->attend[args->q.dtype];
-    c.family = kernels->vector[real];
-    c.panel_family = kernels->vector[c.quantised ? real : args->q.dtype];
-    c.pack = kernels->cache[args->q.dtype]->pack;
-    if (c.quantised) c.widen = kernels->cache[args->k.dtype]->pack;
-    if (own->panel->weigh_heads && !own->pack->keys && (!c.quantised || args->q.dtype == real)) { /* reads rows in place */
-        c.family = c.panel_family = own;
-        c.pack = NULL;
-    }
+    const ba_kernels *kernels = ba_kernels_active();
+    const ba_attend_family *own = kernels->attend[args->q.dtype];
+    const ba_cache_kernels *cache = kernels->cache[args->k.dtype];
+    /* bfloat16 holds the numbers of 8-bit keys exactly, so that nothing is rounded where kernels multiply bfloat16 */
+    c.scales_scores = c.quantised && args->q.dtype == BA_BFLOAT16 && own->panel->sum_heads && own->takes_scales && cache->widen;
+    c.family = own->panel->sum_heads && (!c.quantised || c.scales_scores) ? own : kernels->vector[args->q.dtype];
+    c.panel_family = c.quantised && !c.scales_scores ? kernels->vector[real] : c.family;
+    c.widen = c.scales_scores ? cache->widen : cache->pack;
+    c.next_level = cache->prefetch_level;
     c.real_size = c.family->real_size;
     c.lanes = c.family->lanes[0];
     int64_t tiles;
