@@ -14,11 +14,11 @@ import pytest
 
 import blitz_attn
 
+NEED_FRAMEWORKS = re.compile(r"blitz_attn\.integrations\.(_transformers\.(?!config$)|_vllm\.(backend|pages)$)")
 MODULES = sorted(
     info.name
     for info in pkgutil.walk_packages(blitz_attn.__path__, "blitz_attn.")
-    if info.name.rpartition(".")[2] not in ("_core", "__main__")
-    and (not info.name.startswith("blitz_attn.integrations._transformers.") or info.name.endswith(".config"))  # others need transformers
+    if info.name.rpartition(".")[2] not in ("_core", "__main__") and not NEED_FRAMEWORKS.match(info.name)
 )
 
 PUBLIC = [
@@ -30,6 +30,7 @@ PUBLIC = [
     "blitz_attn.integrations.jax",
     "blitz_attn.integrations.torch",
     "blitz_attn.integrations.transformers",
+    "blitz_attn.integrations.vllm",
     "blitz_attn.nsa",
     "blitz_attn.plot",
     "blitz_attn.reference",

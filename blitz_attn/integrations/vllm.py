@@ -44,8 +44,7 @@ def register() -> None:
     operations lack, such as attention from a decoder to an encoder, is computed by vLLM's own backend, and the reason is logged once. So is
     everything where vLLM's interface is another one than that of the release this was written for (0.32).
 
-    Attention's bits do not depend on the batch unless blocks are left out of prompts; then they depend on how vLLM cuts prompts into
-    chunks.
+    Attention's bits do not depend on the other requests of a step, but on how vLLM cuts a prompt into chunks.
 
     Examples
     --------

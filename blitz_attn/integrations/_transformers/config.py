@@ -14,7 +14,7 @@ from ..._select.choosers import budget_of, chooser_of, fields_of
 from ..._select.prefill import select_blocks_prefill
 from ..._select.profile import Profile, fields_of_profile, profile_of
 
-__all__ = ["SparseConfig", "configure", "expect_model"]
+__all__ = ["SparseConfig", "configure"]
 
 _ATTRIBUTE = "_blitz_attn_config"
 _BUDGETS = ("density", "top_p", "threshold", "top_k")

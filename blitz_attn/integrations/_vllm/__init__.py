@@ -1,0 +1,1 @@
+"""What `blitz_attn.integrations.vllm` is made of."""

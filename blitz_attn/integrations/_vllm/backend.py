@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -28,8 +28,6 @@ from .options import VARIABLE, Options, options
 from .pages import KV_DTYPES, Pages, Views
 from .step import Run, Step
 from .threads import start_threads
-
-__all__ = ["Backend", "Builder", "Layer"]
 
 _LOG = init_logger("vllm.blitz_attn")
 _MOST_HEAD_DIM = 576
@@ -82,8 +80,9 @@ class Backend(cpu_attn.CPUAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """True where no blocks of prompts are left out: these are chosen for each chunk of a prompt, and chunks depend on the batch."""
-        return not _own().prompts
+        """True where prompts are attended to whole. Bits depend on how a prompt is cut into chunks, and chunks depend on the batch."""
+        found = get_current_vllm_config()
+        return not (found.scheduler_config.enable_chunked_prefill or found.cache_config.enable_prefix_caching)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

@@ -7,8 +7,6 @@ import importlib
 import inspect
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["take_over"]
-
 _WRITTEN_FOR = "0.32"
 _BACKENDS = "vllm.v1.attention.backends."
 # Parameters by position, as the backend passes and takes them.

@@ -12,8 +12,6 @@ from ..._select.profile import Profile
 from ..._sentences import shown
 from .._transformers.config import SparseConfig
 
-__all__ = ["VARIABLE", "Options", "options"]
-
 VARIABLE = "BLITZ_ATTN_VLLM"
 _ON, _OFF = ("1", "on", "true", "yes"), ("", "0", "off", "false", "no")
 _BUDGETS = ("density", "top_p", "threshold", "top_k", "profile")

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["KV_DTYPES", "Pages", "Views"]
-
 # Of vLLM's names of cache dtypes: the dtype here, and whether each token and head has scales of its own.
 KV_DTYPES: dict[str, tuple[str | None, bool]] = {
     "auto": (None, False),

@@ -9,8 +9,6 @@ import numpy as np
 
 from ..._paged.plan import PagedPlan
 
-__all__ = ["Run", "Step"]
-
 MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may have; more are a chunk of a prompt
 
 

@@ -13,8 +13,6 @@ import numpy as np
 from ...block_sparse import block_sparse_attention
 from ...config import get_num_threads
 
-__all__ = ["start_threads"]
-
 
 def start_threads() -> int:
     """Start the library's threads, on the cores to which the threads of this process are bound together. Returns the number of these
