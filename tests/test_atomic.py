@@ -142,7 +142,7 @@ class Stopped(BaseException):
 
 
 # The files that change the objects of the cases. An exception in a function that they call arrives at the bytecode of the call.
-WATCHED = ("blitz_attn/nsa.py", "_nsa/store.py", "_transformers/cache.py", "transformers/cache_utils.py")
+WATCHED = ("blitz_attn/nsa.py", "_nsa/store.py", "_transformers/cache.py", "_transformers/steps.py", "transformers/cache_utils.py")
 
 
 def watched(filename):

@@ -1,7 +1,10 @@
 """A paged cache in place of transformers' own: everything that models and `generate` read from a cache, before, between and after steps."""
 
+import copy
+import pickle
 import random
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,9 +12,11 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from transformers import cache_utils  # noqa: E402
 
+import blitz_attn  # noqa: E402
+from blitz_attn.integrations._transformers import steps  # noqa: E402
 from blitz_attn.integrations._transformers.cache import PagedLayer  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
-from cases_transformers import SMALL, WINDOWED, tensors  # noqa: E402
+from cases_transformers import SMALL, WINDOWED, in_chunks, small_model, tensors  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -247,3 +252,126 @@ def test_new_tokens_of_an_encoder_decoder_attend_to_chosen_pages():
                 found = model(IDS, decoder_input_ids=IDS[:, n : n + 1], use_cache=True, past_key_values=cache).logits
         logits.append(found)
     assert not torch.equal(*logits)
+
+
+# ---- Chosen pages, and memory -----------------------------------------------------------------------------------------------
+
+
+def by_hand(layer, q, starts, ends, budget, dense_below, rules):
+    """What `select_and_attend` of a layer returns: each query by itself, by the library's functions over pages that are cut anew."""
+    rows = []
+    for b, t in np.ndindex(*q.shape[:2]):
+        length = min(layer.length - q.shape[1] + t + 1, ends[b])
+        if length <= starts[b] or layer.length - q.shape[1] + t >= ends[b]:  # padding
+            rows.append(q.new_zeros(1, q.shape[2], layer.values.shape[3]))
+            continue
+        keys, values = (x[b, :, starts[b] : length].transpose(0, 1) for x in (layer.keys, layer.values))
+        count = -(-len(keys) // layer.page_size)
+        caches = []
+        for x in (keys, values):
+            cache = x.new_zeros(count * layer.page_size, *x.shape[1:])
+            cache[: len(x)] = x
+            caches.append(cache.unflatten(0, (count, layer.page_size)))
+        tables, summary_tables, lens = np.arange(count)[None], np.array([[0]]), [len(keys)]
+        source = tuple(caches[0].new_zeros(1, count, *caches[0].shape[2:]) for _ in range(2))
+        blitz_attn.quest_prefill_metadata(caches[0], tables, lens, summary_tables, *source)
+        blocks = count if len(keys) < dense_below - starts[b] else max(1, budget // layer.page_size)
+        rows.append(blitz_attn.select_and_attend(q[b, t][None], *caches, tables, lens, source, summary_tables, k=blocks, **rules))
+    return torch.cat(rows).unflatten(0, q.shape[:2])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_chosen_pages_have_the_bits_of_the_library(seed):
+    """All options are drawn together. Steps, drafts, crops and copies follow one another, so that buffers grow and summaries are kept."""
+    rng = random.Random(seed)
+    numbers = np.random.default_rng(seed)
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    (batch, kv_heads, group), (dim, value_dim) = (rng.randint(1, 3) for _ in range(3)), (rng.choice([8, 24]) for _ in range(2))
+    layer = PagedLayer(rng.choice([4, 16]))
+    starts, padded = ([rng.choice(choice) for _ in range(batch)] for choice in ([0, 0, 5, 90], [0, 0, 2]))
+    draw = lambda tokens, heads, dim: torch.from_numpy(numbers.standard_normal((batch, tokens, heads, dim))).to(dtype)  # noqa: E731
+    tokens = rng.randint(7, 50)
+    with torch.no_grad():
+        for _ in range(12):
+            layer.update(*(draw(tokens, kv_heads, d).transpose(1, 2) for d in (dim, value_dim)))
+            q = draw(min(tokens, rng.choice([1, 3])), kv_heads * group, dim)
+            rules = {"scale": rng.choice([None, 0.3]), "softcap": rng.choice([None, 5.0])}
+            rules["sinks"] = rng.choice([None, draw(1, q.shape[2], 1).flatten(1)[0].float()])
+            budget, dense_below, ends = rng.choice([4, 16, 32]), rng.choice([0, layer.length - 1]), [layer.length - n for n in padded]
+            begins = [min(n, layer.length) for n in starts]  # an entry may be padding to its end
+            bounds, limits = list(zip(begins, ends, strict=True)), {"budget": budget, "dense_below": dense_below}
+            found = layer.select_and_attend(q, bounds, **limits, num_threads=1, **rules)
+            expected = by_hand(layer, q, begins, ends, budget, dense_below, rules)
+            assert found.dtype == dtype
+            assert torch.equal(found, expected)
+            tokens = rng.choice([1, 1, 1, 4, 20])
+            if rng.random() < 0.3:
+                layer.crop(-rng.randint(1, 5))
+            if rng.random() < 0.3:
+                layer = rng.choice([copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])(layer)
+            if rng.random() < 0.2:
+                layer.reorder_cache(torch.tensor([rng.randrange(batch) for _ in range(batch)]))
+
+
+def test_a_deep_copy_shares_nothing():
+    layer = PagedLayer(4)
+    q, new = tensors(1, 1, 4, 8), tensors(2, 1, 2, 1, 8)
+    layer.update(*tensors(2, 1, 2, 30, 8, seed=1))
+    attend = lambda x: x.select_and_attend(q, [(0, x.length)], budget=8, dense_below=0)  # noqa: E731
+    attend(layer)
+    copied = copy.deepcopy(layer)
+    layer.update(*new)
+    expected = attend(layer)
+    layer.crop(-1)
+    copied.update(*new)
+    layer.update(*(-x for x in new))
+    assert torch.equal(attend(copied), expected)
+    assert not torch.equal(attend(layer), expected)
+
+
+def test_layers_share_the_plan_of_a_step(monkeypatch):
+    made = []
+    plan = steps.PagedPlan
+    monkeypatch.setattr(steps, "PagedPlan", lambda *a, **k: made.append(1) or plan(*a, **k))
+    steps._step_of.cache_clear()
+    model = small_model("llama")
+    configure(SparseConfig(density=1.0, min_tokens=1, decode_budget=8, on_unsupported="error"))
+    ids = torch.arange(3, 33)[None]
+    in_chunks(model, "blitz_attn_sparse", ids, None, paged_cache(model, page_size=4), [20, *[1] * 10])
+    assert len(model.model.layers) == 2
+    assert len(made) == 10
+
+
+def bytes_held(layer):
+    """Bytes of all arrays that a layer holds, each memory once."""
+    pages = layer._pages
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (pages.keys, pages.values, *pages.views)}
+    for group in pages.groups:
+        for x in group:
+            if isinstance(x, np.ndarray):
+                begin, end = np.lib.array_utils.byte_bounds(x)
+                if not any(a <= begin and end <= a + n for a, n in held.items()):
+                    base = x.base if isinstance(x.base, np.ndarray) else x
+                    held[base.ctypes.data] = base.nbytes
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("prompt", [1024, 1025, 1087, 1090, 4000, 8100])
+def test_pages_and_summaries_take_little_more_memory_than_a_dynamic_cache(prompt):
+    """At most a tenth, in each step, for pages of 64 tokens."""
+    layer, other = PagedLayer(64), cache_utils.DynamicLayer()
+    new = [tensors(1, 1, prompt, 2, seed=n) for n in range(2)]
+    other.update(*new)
+    each_token = other.keys[:, :, :1].numel() * 4 * 2
+    rooms = set()
+    with torch.no_grad():
+        for _ in range(200):
+            layer.update(*new)
+            assert bytes_held(layer) <= 1.1 * each_token * layer.length
+            layer.select_and_attend(new[0][:, :, -1:], [(0, layer.length)], budget=64, dense_below=0)
+            held = bytes_held(layer)
+            assert held >= each_token * layer.length + layer._pages.groups[0].largest.nbytes * 2
+            assert held <= 1.1 * each_token * layer.length
+            rooms.add(layer._pages.keys.shape[1])
+            new = [x[:, :, :1] for x in new]
+    assert len(rooms) <= 5  # layers are not copied at every step

@@ -16,11 +16,13 @@ from .._sentences import shown
 from ._transformers.config import SparseConfig, configure
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from transformers import Cache, PretrainedConfig, PreTrainedModel
 
     from ._transformers.trained import Trained
 
-__all__ = ["SparseConfig", "configure", "paged_cache", "register", "trained_sparse"]
+__all__ = ["SparseConfig", "configure", "continuous_batching", "paged_cache", "register", "trained_sparse"]
 
 
 def __dir__() -> list[str]:
@@ -72,10 +74,11 @@ def register() -> None:
     if "q_offset" not in inspect.signature(sdpa_mask).parameters:
         raise ImportError(f"transformers: expected a version whose masks have a q_offset, such as 5.24, got {__version__}")
 
-    from ._transformers.attention import attend_dense, attend_sparse
+    from ._transformers import batching
+    from ._transformers.attention import attend_batch, attend_dense, attend_sparse
     from ._transformers.masks import make_mask
 
-    for name, function in (("blitz_attn", attend_dense), ("blitz_attn_sparse", attend_sparse)):
+    for name, function in (("blitz_attn", attend_dense), ("blitz_attn_sparse", attend_sparse), (batching.NAME, attend_batch)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
 
@@ -125,6 +128,64 @@ def paged_cache(model: PreTrainedModel | PretrainedConfig, *, page_size: int = 6
     from ._transformers.cache import PagedCache, PagedPair
 
     return (PagedPair if getattr(config, "is_encoder_decoder", False) else PagedCache)(config, page_size)
+
+
+def continuous_batching(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Let transformers' continuous batching of a model attend by this library, on CPUs, while a ``with`` statement lasts.
+
+    transformers itself gathers the keys and values of all requests in each layer and step, and makes a mask of all queries and keys. Here,
+    attention reads the pages of its cache where they lie, by a table that is made once per step, and no mask is made. Layers with a
+    sliding window attend to the keys that transformers gathers for them.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model whose ``generate_batch`` or ``init_continuous_batching`` is called in the statement. All requests must be finished before
+        it ends.
+
+    Returns
+    -------
+    context manager
+        It sets the model's ``attn_implementation``, and resets it at the end.
+
+    Raises
+    ------
+    TypeError
+        `model` is no model with continuous batching.
+    ImportError
+        The release of transformers has another kind of cache for continuous batching.
+
+    See Also
+    --------
+    register : is called by this.
+
+    Notes
+    -----
+    transformers takes an implementation of attention for continuous batching if it is its own, or if "flash" is in its name: such a
+    function reads the cumulative lengths of the requests, and gets no mask. The name that is set here is ``"blitz_attn_flash"``. It is
+    not for ``attn_implementation=``, where transformers looks for such names among its packages.
+
+    Requests attend to all their tokens: `decode_budget` and the budgets for prompts do not hold. What attention lacks (dropout, other
+    devices) is a ValueError, because there is nothing to fall back to.
+
+    Examples
+    --------
+    >>> from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    >>> from blitz_attn.integrations.transformers import continuous_batching
+    >>> shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 64}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=100, **shape)).eval()
+    >>> options = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=99, pad_token_id=0)
+    >>> memory = ContinuousBatchingConfig(num_blocks=32, page_size=16, max_batch_tokens=64)  # else most of the machine's memory
+    >>> with continuous_batching(model):
+    ...     found = model.generate_batch([[5, 6, 7], [8, 9]], options, continuous_batching_config=memory)
+    >>> [len(x.generated_tokens) <= 3 for x in found.values()]
+    [True, True]
+    """
+    from ._transformers.batching import batched, check_model
+
+    check_model(model)
+    register()
+    return batched(model)
 
 
 def trained_sparse(model: PreTrainedModel) -> Trained:

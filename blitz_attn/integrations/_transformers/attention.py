@@ -28,7 +28,7 @@ from .masks import MATRIX, AdditiveMask, Call, RuleMask, Rules, TracedMask, addi
 from .operators import NUMBERS, Traced, attend_in_graph, register_operator
 from .tokens import Appended, Listed, all_seen, as_lists, as_mask, check_indices, is_exact, pays_as_blocks, pays_as_lists, pieces
 
-__all__ = ["attend_dense", "attend_sparse"]
+__all__ = ["attend_batch", "attend_dense", "attend_sparse"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST_HEAD_DIM = 576
@@ -36,10 +36,11 @@ _MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may ha
 
 # Arguments of models to the attention function that change nothing about attention, or that are computed.
 _HARMLESS = frozenset({
-    "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "input_ids", "is_causal", "labels", "logits_to_keep",
-    "max_length_k", "max_length_q", "num_items_in_batch", "num_logits_to_keep", "output_attentions", "output_hidden_states",
-    "output_router_logits", "past_key_value", "past_key_values", "position_bias", "position_embeddings", "position_ids", "return_dict",
-    "seq_idx", "sliding_window", "token_type_ids", "use_cache",
+    "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "input_ids", "is_causal", "labels", "logits_indices",
+    "logits_processor_args", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch", "num_logits_to_keep",
+    "output_attentions", "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values", "position_bias",
+    "position_embeddings", "position_ids", "read_index", "return_dict", "seq_idx", "sliding_window", "token_type_ids", "use_cache",
+    "write_index",
 })  # fmt: skip
 
 
@@ -696,3 +697,33 @@ def _attention(sparse: bool) -> Any:
 
 attend_dense = _attention(False)
 attend_sparse = _attention(True)
+
+
+def attend_batch(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *given: Any, **options: Any) -> tuple[Any, Any]:
+    """Attention of a step of continuous batching, and that of `attend_dense` in all other calls."""
+    if options.get("read_index") is None:
+        return attend_dense(module, query, key, value, attention_mask, *given, **options)
+    return _attend_requests(module, query, key, value, options), None
+
+
+@torch.compiler.disable(reason="blitz_attn: the pages of continuous batching are no tensors of a graph")
+def _attend_requests(module: Any, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+    """Attention of the requests of a step, with 0 for the padding after them. No mask is read: cumulative lengths say what is seen."""
+    batch, cache = options.pop("paged_batch", None), options.get("cache")
+    if cache is not None:  # in earlier releases, attention gives the cache its keys and values
+        key, value = cache.update(key, value, module.layer_idx, kwargs=options)
+    queries, keys = (int(options[name][-1]) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    own = {name: options.pop(name, None) for name in ("scaling", "dropout", "s_aux")}
+    layer = _Layer(
+        module, query[:, :, :queries], key[:, :, :keys], value[:, :, :keys], None, own["scaling"], own["dropout"] or 0.0,
+        _numbers_of(options), own["s_aux"], None, None, True, options, config_of(module), False,
+    )  # fmt: skip
+    reason = _why_not_by_shape(layer)
+    if reason is not None:
+        raise ValueError(f"{layer.kind}: expected requests that blitz_attn can attend to, got {reason}")
+    out = None if batch is None else batch.attend(layer)
+    if out is None:
+        window = options.get("sliding_window")
+        rules = replace(_rules_of(layer), causal=True, left=None if window is None else window - 1)
+        out = _attend_packed(layer, rules, _cumulative(layer))
+    return out if queries == query.shape[2] else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, query.shape[2] - queries))

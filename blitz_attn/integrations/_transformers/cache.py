@@ -7,17 +7,20 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import cache_utils
 
-from ...quest import quest_prefill_metadata, select_and_attend
 from .._torch.tensors import autocast_dtype, lowered
+from .steps import Group, groups_of
 
 __all__ = ["PagedCache", "PagedLayer", "PagedPair", "keeps_few_keys", "pages_of"]
 
 _ATTRIBUTE = "_blitz_attn_pages"  # of the tensor of keys that a layer hands to attention
 COPIED_AT_A_TIME = 1 << 12  # tokens, so that a signal need not wait for all of them
+# Tokens that fit before a layer is copied again: at least 16, and about a sixteenth of its tokens. With the rest of the last page and the
+# summaries of pages of 64 tokens, a layer of 1024 tokens and more takes less than 1.1 times the memory of its tokens.
+_LEAST_ROOM = 16
+_SHARE_OF_ROOM = 16
 
 
 class Pages(NamedTuple):
@@ -28,14 +31,18 @@ class Pages(NamedTuple):
     values: Any
     length: int
     views: tuple[Any, Any]  # keys and values as transformers knows them, (B, Hkv, length, D)
-    summaries: tuple[Any, Any] | None = None  # of all pages, (B, pages, Hkv, D): the largest and smallest keys
-    starts: tuple[int, ...] = ()  # the token with which the first page of each entry begins, for the summaries
+    starts: tuple[int, ...] = ()  # the token with which the first page of each entry begins; empty where nobody has asked for pages
+    groups: tuple[Group, ...] = ()  # pages and summaries that begin there
     summarised: int = 0  # number of tokens that the summaries cover
 
     @classmethod
-    def of(cls, keys: Any, values: Any, length: int) -> Pages:
+    def of(cls, keys: Any, values: Any, length: int, starts: tuple[int, ...] = ()) -> Pages:
         """Buffers without summaries."""
-        return cls(keys, values, length, _views(keys, values, length))
+        return cls(keys, values, length, _views(keys, values, length), starts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles leave out the groups, whose arrays are the memory of these buffers."""
+        return Pages.of, (self.keys, self.values, self.length)
 
     def with_length(self, length: int) -> Pages:
         summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # its last page is made again
@@ -48,7 +55,15 @@ class Pages(NamedTuple):
             for at in range(0, self.length, COPIED_AT_A_TIME):
                 some = slice(at, min(at + COPIED_AT_A_TIME, self.length))
                 new[:, some] = old[:, some]
-        return Pages.of(keys, values, self.length)
+        return Pages.of(keys, values, self.length, self.starts)
+
+    def with_whole_pages(self, end: int, starts: tuple[int, ...], size: int) -> Pages:
+        """The same, in larger buffers where these do not hold whole pages of `size` tokens, from `starts` on, for all tokens before
+        `end`, and at least one page from each."""
+        needed = max((start + max(1, -((start - end) // size)) * size for start in starts), default=end)
+        if needed <= self.keys.shape[1]:
+            return self
+        return self.with_room(max(-(-needed // size), (end + max(size - 1 + _LEAST_ROOM, end // _SHARE_OF_ROOM)) // size) * size)
 
 
 def _views(keys: Any, values: Any, length: int) -> tuple[Any, Any]:
@@ -111,11 +126,14 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         dtype = autocast_dtype()
         if dtype is not None:
             key_states, value_states = lowered(key_states, dtype), lowered(value_states, dtype)
-        pages = self._appended(self._pages, key_states, value_states)
+        self._publish(self._appended(self._pages, key_states, value_states))
+        return self.keys, self.values
+
+    def _publish(self, pages: Pages) -> None:
+        """Makes `pages` what the layer holds. Attention recognises their keys."""
         # The reference is weak: otherwise, the buffers of a layer that is replaced would wait for Python's garbage collector.
         setattr(pages.views[0], _ATTRIBUTE, weakref.ref(self))
         self._pages = pages
-        return pages.views
 
     def _appended(self, pages: Pages | None, key_states: Any, value_states: Any) -> Pages:
         """Pages with these tokens after those that they had."""
@@ -124,9 +142,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         if (pages.keys.dtype, pages.values.dtype) != (key_states.dtype, value_states.dtype):
             pages = Pages.of(pages.keys.to(key_states.dtype), pages.values.to(value_states.dtype), pages.length)
         begin, end = pages.length, pages.length + key_states.shape[2]
-        if end > pages.keys.shape[1] - self.page_size:  # one page more than needed, because pages may begin at any token
-            count = -(-end // self.page_size)
-            pages = pages.with_room((max(count, count if begin == 0 else count * 3 // 2) + 1) * self.page_size)
+        pages = pages.with_whole_pages(end, pages.starts, self.page_size)
         for buffer, new in ((pages.keys, key_states), (pages.values, value_states)):
             for at in range(begin, end, COPIED_AT_A_TIME):
                 some = slice(at, min(at + COPIED_AT_A_TIME, end))
@@ -172,65 +188,36 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     # ---- Pages
 
-    def _caches(self, pages: Pages, entries: slice, start: int) -> tuple[Any, Any, Any]:
-        """Page caches and page table of batch entries whose first page begins at token `start`."""
-        count = (pages.keys.shape[1] - start) // self.page_size
-        caches = []
-        for buffer in (pages.keys, pages.values):
-            rows = buffer[entries, start : start + count * self.page_size]
-            caches.append(rows.unflatten(1, (count, self.page_size)).flatten(0, 1))
-        tables = np.arange(caches[0].shape[0], dtype=np.int32).reshape(-1, count)
-        return caches[0], caches[1], tables
-
-    def _summarised(self, pages: Pages, groups: list[tuple[slice, int]]) -> Pages:
-        """`pages` with summaries of all pages. Earlier summaries are left alone; a page that is summarised again after an exception gets
-        the same summary."""
-        starts = tuple(start for entries, start in groups for _ in range(entries.stop - entries.start))
-        if pages.summaries is None or starts != pages.starts:
-            batch, tokens, heads, dim = pages.keys.shape
-            shape = (batch, tokens // self.page_size, heads, dim)
-            pages = pages._replace(summaries=(pages.keys.new_zeros(shape), pages.keys.new_zeros(shape)), starts=starts, summarised=0)
-        if pages.summarised < pages.length:
-            assert pages.summaries is not None
-            for entries, start in groups:
-                k_cache, _, tables = self._caches(pages, entries, start)
-                largest, smallest = (x[entries] for x in pages.summaries)
-                lengths = [pages.length - start] * len(tables)
-                before = [max(0, pages.summarised - start)] * len(tables)
-                summary_tables = np.arange(len(tables), dtype=np.int32)[:, None]
-                quest_prefill_metadata(k_cache, tables, lengths, summary_tables, largest, smallest, start_lens=before)
+    def _with_groups(self, pages: Pages, starts: tuple[int, ...], summaries: bool) -> Pages:
+        """`pages` with groups that begin at `starts`, and with summaries of all pages where they are asked for. Earlier summaries are left
+        alone; a page that is summarised again after an exception gets the same summary."""
+        if starts != pages.starts or not pages.groups:
+            pages = pages.with_whole_pages(pages.length, starts, self.page_size)
+            groups = groups_of(pages.keys, pages.values, starts, self.page_size)
+            pages = pages._replace(starts=starts, groups=groups, summarised=0)
+        if summaries and pages.summarised < pages.length:
+            for group in pages.groups:
+                group.summarise(pages.summarised, pages.length)
             pages = pages._replace(summarised=pages.length)
         return pages
 
     def select_and_attend(self, q: Any, bounds: Iterable[tuple[int, int]], *, budget: int, dense_below: int, **options: Any) -> Any:
         """Attention of the last tokens of each batch entry, (B, T, H, D), each over the pages that Quest chooses for it. `bounds` leave out
         padding: the first token of each entry, and the place after its last; padding itself gets 0. A token with fewer than `dense_below`
-        tokens up to it, padding included, attends to all.
+        tokens up to it, padding included, attends to all. `options`: those of `Group.attend`.
 
         Each token is a request of its own, so that its result is that of a step with this token alone."""
         pages = self._pages
         assert pages is not None
         starts, ends = zip(*bounds, strict=True)
-        groups, first, count = [], 0, q.shape[1]
-        for b in range(1, len(starts) + 1):  # the pages of several entries are one array where they begin at the first token
-            if b == len(starts) or starts[b] != starts[first] or starts[first]:
-                groups.append((slice(first, b), starts[first]))
-                first = b
-        self._pages = pages = self._summarised(pages, groups)
-        assert pages.summaries is not None
-        parts = []
-        for entries, start in groups:
-            k_cache, v_cache, tables = self._caches(pages, entries, start)
-            source = tuple(x[entries] for x in pages.summaries)
-            summary_tables = np.arange(len(tables), dtype=np.int32).repeat(count)[:, None]
-            blocks = max(1, budget // self.page_size)
-            places = np.arange(pages.length - count, pages.length)
-            lengths = np.where(places < np.array(ends[entries])[:, None], places + 1 - start, 0).clip(0).ravel()
-            out = select_and_attend(
-                q[entries].flatten(0, 1), k_cache, v_cache, tables.repeat(count, axis=0), lengths, source, summary_tables, k=blocks,
-                dense_below=dense_below - start if pages.length - count < dense_below else None, **options,
-            )  # fmt: skip
-            parts.append(out.unflatten(0, (len(tables), count)))
+        blocks = max(1, budget // self.page_size)
+        some = blocks * self.page_size < pages.length - min(starts)  # else all pages are chosen, which takes no summaries
+        pages = self._with_groups(pages, starts, some)
+        self._publish(pages)
+        parts, first = [], pages.length - q.shape[1]
+        for group in pages.groups:
+            dense = dense_below - group.start if first < dense_below else None
+            parts.append(group.attend(q, first, ends, blocks if some else None, dense, **options))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
