@@ -3,8 +3,8 @@
 A block list is an integer array (B or 1, H or Hkv or 1, R, W): for each of the R = ceil(s_q / block_q) blocks of queries, the
 column numbers of the blocks of keys that it attends to. A row ends at its first pad, which is 65535 in uint16 and any negative number in
 the signed types. Builders return (1, 1, R, W), or more where they are given heads or batches, with columns rising, in int32, padded with
--1. Token rules (causal, window, lengths) cut exactly inside the listed blocks when they are passed to the attention call: a builder lists
-every block in which such a rule leaves at least one token.
+-1. Lists are coarser than token rules (causal, window, lengths): a builder lists every block in which its rule leaves at least one token.
+Pass the same rule to the attention call as well, and it hides the other tokens of these blocks exactly.
 
 Lists that are made for a block shape know it (`BlockList`), so that attention needs no `block_shape` with them. The first one or two of
 a list's four axes may be missing: they then count as 1, as in NumPy's broadcasting.

@@ -154,6 +154,6 @@ def test_queries_that_are_not_the_last_tokens(method):
     step = Step()
     plan, _ = plan_paged(step.case, q_begin=[0, 0, 30, 100, 599])
     with pytest.raises(
-        ValueError, match="^q_begin: expected none where blocks are selected, .* the last tokens of their requests, got some"
+        ValueError, match="^q_begin: expected none, because blocks are selected only for .* last tokens of their requests, got some"
     ):
         step.by_plan(plan, method, {"k": 3})

@@ -1,4 +1,7 @@
-"""Page summaries and the selection of pages, against the float64 twins: bit for bit, because sums of small integers are exact in every dtype.
+"""Page summaries and the selection of pages, against the float64 twins.
+
+The selected pages and the largest and smallest keys must be the same. So must scores of small integers, whose sums are exact in every dtype. Scores
+over quantised keys and means of keys must be within a tolerance.
 
 Values of all kinds, including NaN, forced and stale blocks, views and batch mates are drawn together in tests/fuzz/quest_problems.py, whose
 oracle knows all right selections. This file also has upstream's grids, and the cases in which upstream's own rule is wrong.
@@ -290,8 +293,8 @@ def test_writing_forms(k, since, rows):
 def test_every_refresh_length_and_step(since):
     """All cases of upstream's window rule: the newest page must be chosen, whenever summaries were made and whatever tokens came since.
 
-    Upstream's own rule leaves the newest page out if the length at the refresh is a multiple of the page size and the length now is not. It also
-    names a page twice, and takes one page too many in the opposite case.
+    Upstream's own rule leaves the newest page out if the length at the refresh is a multiple of the page size and the length now is not. It takes
+    one page too many if the length now is a multiple and the length at the refresh is not. It also names a page twice.
     """
     size, refreshed = 128, np.arange(641)
     for step in range(since, since + 4):

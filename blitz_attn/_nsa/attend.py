@@ -52,7 +52,7 @@ def selected_branch(rules: Rules, sequences: Sequences, lists: np.ndarray | None
 
 
 def window_branch(size: int, causal: bool, sequences: Sequences) -> Branch:
-    """The `size` tokens that end with the query itself; not causal: half as many before it, as many after it, and itself."""
+    """The `size` tokens that end with the query itself. Not causal: ``size // 2`` tokens before the query, as many after it, and itself."""
     return Branch(causal, sequences, window=(size - 1, 0) if causal else (size // 2, size // 2))
 
 

@@ -186,7 +186,7 @@ def compressed_attention(
     tokens : int, optional
         Number of tokens of each sequence, of which `q` has the last. Default: as many as `q` has. Only without `cu_seqlens`.
     cu_seqlens_q : sequence of int, optional
-        The same for packed sequences: ``(sequences + 1,)`` numbers of queries, where `q` has only the last tokens of each sequence;
+        For packed sequences of which `q` has only the last tokens: ``(sequences + 1,)`` numbers of queries that rise from 0;
         `cu_seqlens` counts all tokens.
     return_lse : bool
         Also return the log-sum-exp.
@@ -307,7 +307,7 @@ def selected_attention(
     ----------
     q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
-        Where `q` has fewer tokens than `k` and `v`, they are the last ones.
+        Where `q` has fewer tokens than `k` and `v`, its tokens are the last ones.
     block_indices : array_like of int
         ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``: a row names no block
         twice and ends at its first -1.
@@ -433,7 +433,7 @@ def window_attention(
     ----------
     q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
-        Where `q` has fewer tokens than `k` and `v`, they are the last ones.
+        Where `q` has fewer tokens than `k` and `v`, its tokens are the last ones.
     window_size : int
         Number W of keys that a query sees, at least 1; the last is its own.
     causal : bool

@@ -101,7 +101,8 @@ class Call:
 
     @property
     def width(self) -> int:
-        """Entries of a row of the selection that can be in use: as many as are asked for, or as the longest sequence has blocks."""
+        """Entries of a row of the selection that can be in use: as many as are asked for, but at most as many as the longest sequence has
+        blocks."""
         return max(1, self.rules.init + self.rules.local, min(self.rules.count, -(-self.sequences.longest // self.rules.select)))
 
     @property

@@ -74,9 +74,9 @@ def score_and_select_blocks(
     compress_block_size : int
         Number l of tokens per compressed block.
     causal : bool
-        Paper mode: only blocks that begin at or before the query; mslk mode: before the end of its tile.
+        A query selects only blocks that begin at or before it (paper mode), or before the end of its tile (mslk mode).
     q_tile_size : int
-        mslk mode: number of queries that share a row. The last tile of a sequence may have fewer; its mean query is over those.
+        mslk mode: number of queries that share a row. The last tile of a sequence may have fewer, and its mean query is the mean of those.
     scale : float, optional
         Factor of the products. Default: ``1 / sqrt(D)``.
     cu_seqlens : sequence of int, optional

@@ -69,7 +69,7 @@ class Sequences(NamedTuple):
 
     @classmethod
     def stretch(cls, begin: int | np.ndarray, lengths: int | np.ndarray) -> Sequences:
-        """The same, where the queries are any stretch of the tokens, from token `begin` on."""
+        """Sequences with a batch axis whose queries are any stretch of their tokens, from token `begin` on."""
         return cls(None, None, None, None, begin, lengths)
 
     def runs(self, batch: int) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""One number of blocks for a whole model, given to the layers and heads where it lowers the model's loss most."""
+"""One number of blocks for a whole model, shared out to the layers and heads where blocks lower the model's loss most."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ _POOL = 8
 class Pooled(NamedTuple):
     """Scores from means and ranges of a few neighbouring tokens.
 
-    Queries are pooled by `pool` tokens to their mean, keys to their mean and, channel by channel, their largest and smallest
-    element. A row i of pooled queries and a group j of pooled keys score ``scale`` times
+    Each group of `pool` queries becomes one row, the mean of these queries. Each group of `pool` keys has the mean of these keys and,
+    channel by channel, their largest and smallest element. A row i of pooled queries and a group j of pooled keys score ``scale`` times
 
     - ``qmean_i . kmean_j`` for ``term="mean"``,
     - ``max(qmean_i, 0) . kmax_j + min(qmean_i, 0) . kmin_j``, an upper bound of the product with any key of the group, for ``"bound"``,
     - the mean of the two for ``"both"``.
 
-    A softmax over the groups that the row may see, summed over the groups of a key block, is the row's share of each block. A block's
+    A softmax over the groups that the row sees, summed over the groups of a key block, is the row's share of that block. A block's
     score is the largest or the mean of these shares over the rows of the block of queries.
 
     With bfloat16 inputs, means are rounded to bfloat16, and so are the two vectors of a group from which the bound is computed: the factor
@@ -107,8 +107,8 @@ class VerticalSlash(NamedTuple):
 
     Notes
     -----
-    The cost relative to dense attention's arithmetic is about ``rows / Sq``, twice that in causal calls: each of these queries is
-    multiplied with all keys two times, to find its log-sum-exp and then its weights.
+    The cost relative to dense attention's arithmetic is about ``rows / Sq``: each of these queries is multiplied with all keys twice, first
+    to find its log-sum-exp and then its weights. In causal calls it is twice as much, because dense attention then has half the arithmetic.
     """
 
     rows: int = 64

@@ -102,8 +102,8 @@ def select_blocks_prefill(
         blocks. Forced blocks count; where they alone are more than this share, it is exceeded. With one number per head, each head has its
         own share. `blitz_attn.sabi.density` counts all pairs of blocks instead: for a causal list it gives about half of this number.
     top_p : float or sequence of float, optional
-        Each row keeps its fewest best blocks that hold this much of its scores, forced blocks first: from above 0 to 1. One
-        number, or one per head.
+        Each row keeps its forced blocks, and then as few of its best other blocks as it takes to hold this much of its scores in all: from
+        above 0 to 1. One number, or one per head.
     threshold : float or sequence of float, optional
         Each row keeps the blocks that score at least this: from above 0 to 1. One number, or one per head.
     top_k : int or sequence of int, optional
@@ -161,7 +161,7 @@ def select_blocks_prefill(
         length of the longest row, at least 1. A torch tensor where `q` is one.
     scores : array
         With `return_scores`: ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32; 0 for
-        blocks that a row may not see. With `per_kv_head`, Hkv heads.
+        blocks that a row does not see. With `per_kv_head`, Hkv heads.
 
     Raises
     ------
@@ -186,7 +186,7 @@ def select_blocks_prefill(
     under `density`, the lower head, then row, then column. A NaN score counts as 0; if all scores of a row are NaN, the blocks that it
     sees count alike. Scores are computed in float32 (float64 for float64) and kept as float32; they, and the list, are the same bit for bit
     whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens, and under `density`
-    with the number of pairs of blocks, by four bytes per pair and 600 bytes per row of pairs.
+    with the number of pairs of blocks, by four bytes per pair and 600 bytes per row of blocks.
 
     With `kv_ranges`, blocks that no query of a row sees are neither kept nor counted as visible, even where they lie between blocks that
     it sees. Queries that a chooser pools into one see all keys from the first to the last that any of them sees, and pools are not cut
@@ -285,7 +285,7 @@ def scores(
     -------
     array
         ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32, with `per_kv_head` Hkv heads: the scores that
-        `select_blocks_prefill` returns with ``return_scores=True``. They are at least 0, never NaN, 0 for blocks that a row may not
+        `select_blocks_prefill` returns with ``return_scores=True``. They are at least 0, never NaN, 0 for blocks that a row does not
         see, and add up to 1 in each row that sees anything. In layout TND, B is the number of sequences, and rows and columns are those of
         the longest.
 
@@ -348,9 +348,9 @@ def list_from_scores(
     ----------
     scores : array
         ``(B, H, ceil(s_q / block_shape[0]), ceil(s_kv / block_shape[1]))``, float32, or another float, which is rounded to it: at least 0
-        and finite. NaN and minus infinity count as 0, and so do blocks that a row may not see. Only ratios within a row matter: each row is
-        divided by the sum over the blocks that it sees, unless this is 1 to within 1e-4. In a row of zeros, the blocks that it sees count
-        alike.
+        and finite. NaN and minus infinity count as 0, and so do blocks that a row does not see. Only ratios within a row matter: each row
+        is divided by the sum over the blocks that it sees, unless this is 1 to within 1e-4. In a row of zeros, the blocks that it sees
+        count alike.
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     density, top_p, threshold, top_k, block_shape, causal, window, q_lens, kv_lens, q_begin, kv_ranges, sink, recent, last_columns

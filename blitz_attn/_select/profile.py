@@ -31,7 +31,7 @@ class Profile(NamedTuple):
     Attributes
     ----------
     heads, kv_heads, head_dim : int
-        The model's shape; the number of layers is that of `numbers`.
+        The model's shape; the number of layers is the length of `numbers`.
     chooser : Pooled, Antidiagonal, SampledRows or VerticalSlash, or tuple of them
         How blocks are scored: in all layers, or in each.
     block_shape : (int, int)
@@ -309,8 +309,8 @@ def calibrate(
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     steps : int
-        How often the range from 0 to 1 is halved, 1 to 20 times: numbers are multiples of ``2**-steps``, and lower thresholds powers of
-        two.
+        How often the range from 0 to 1 is halved, 1 to 20 times: numbers are multiples of ``2**-steps``, and thresholds below
+        ``2**-steps`` are powers of two.
     every : int
         Only every n-th block of queries is looked at: see `recall`.
     **rules
@@ -321,8 +321,8 @@ def calibrate(
     -------
     Profile
         The smallest numbers (with ``budget="threshold"`` the largest) that meet the target, and the shape of the model. A head for
-        which no number meets it gets the number that keeps the most: 1, or the threshold ``2**-149``, which keeps every block whose score
-        is not 0.
+        which no number meets the target gets the number that keeps the most: 1, or the threshold ``2**-149``, which keeps every
+        block whose score is not 0.
 
     Raises
     ------
@@ -336,8 +336,8 @@ def calibrate(
     Notes
     -----
     Numbers are found by binary search, which assumes that a larger budget keeps more. A layer takes one dense attention call and
-    ``steps`` choices and sparse calls per capture, with ``budget="threshold"`` up to ``max(8, steps + 2)``. Texts that a result is
-    reported on should not be among the captures.
+    ``steps`` choices and sparse calls per capture; with ``budget="threshold"`` it takes up to ``max(8, steps + 2)`` of each. Texts
+    that a result is reported on should not be among the captures.
 
     Examples
     --------
@@ -376,7 +376,7 @@ def refuse_unknown(function: str, rules: dict[str, Any]) -> None:
 
 def captures_of(layers: Any, names: tuple[str, ...], rules: dict[str, Any]) -> Iterator[tuple[list[Any], tuple[int, int, int]]]:
     """The captures of each layer, one layer after the other, with the shape of the model, which must be the same in all. Refuses an
-    empty sequence of layers. `names` are those of the arrays of a capture; q and k are the first."""
+    empty sequence of layers. `names` are the names of a capture's arrays, of which q and k are the first."""
     if not isinstance(layers, (tuple, list)) and not hasattr(layers, "__next__"):
         raise TypeError(f"layers: expected a sequence or a generator of the layers' captures, got {type(layers).__name__}")
     shape: tuple[int, int, int] | None = None

@@ -180,7 +180,8 @@ def recall(
     sabi : array of int
         The block list, ``(B or 1; H, Hkv or 1; ceil(Sq / block_shape[0]); W)``.
     block_shape : (int, int), optional
-        Tokens in a block of queries and in a block of keys. Default: that of the list, for other arrays than `BlockList` (64, 64).
+        Tokens in a block of queries and in a block of keys. Default: the shape that the list knows if it is a `BlockList`; (64, 64) for any
+        other array.
     every : int
         Look at every n-th block of queries, where n is this number, beginning with the first; the time falls in proportion. 1 looks at all.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges

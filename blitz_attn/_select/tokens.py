@@ -98,11 +98,12 @@ def select_tokens(
         Queries of the indexer, ``(B, Sq, H, D)``, or with `cu_seqlens_q` ``(T, H, D)``: float32, float16, bfloat16 or float64; H up to 512,
         D up to 576.
     k : array
-        One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`. With `pool_size`, one per pool of tokens; a pool that is not
-        complete needs none. With `block_tables`, pages of them, ``(num_blocks, page_size, D)``. With `k_scale`, int8 or
-        float8_e4m3, for queries that are not float64.
+        One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`. With `pool_size`, one key per pool of tokens; a pool that
+        is not complete needs none. With `block_tables`, pages of keys, ``(num_blocks, page_size, D)``. With `k_scale`, keys are int8 or
+        float8_e4m3, and queries are not float64.
     weights : array of float
-        ``(B, Sq, H)``, or ``(T, H)``. Read as float32, for float64 queries as float64. Finite; those behind `q_lens` are not read.
+        ``(B, Sq, H)``, or ``(T, H)``. They are read as float32 (float64 for float64 queries), and must be finite. Those of queries behind
+        `q_lens` are not read.
     top_k : int
         How many keys, pools or blocks each query gets, at least 1.
     scale : float, optional
@@ -110,14 +111,14 @@ def select_tokens(
     causal : bool
         A query sees the tokens up to its own. The last query stands at the last token, unless `q_begin` says otherwise.
     q_lens, kv_lens : sequence of int, optional
-        ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. With packed queries there is no `q_lens`,
-        and `kv_lens` only with `block_tables` or a `pool_size` above 1: the number of tokens of each sequence. Default: all, in complete
-        pools.
+        ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. Packed queries have no `q_lens`, and
+        have `kv_lens`, the number of tokens of each sequence, only with `block_tables` or a `pool_size` above 1. Default: all queries and
+        keys; with a `pool_size`, all pools are complete.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
         ``(B + 1,)``: where the sequences of packed arrays begin and end, as rows of q and of k (with `pool_size`, these are pools).
     block_tables : array of int, optional
-        ``(B, W)``, int32 or int64: the pages of each sequence, for all of its tokens; `kv_lens` says how many these are. The queries are
-        batched, or packed with `cu_seqlens_q`.
+        ``(B, W)``, int32 or int64: the pages of each sequence, for all of its tokens; `kv_lens` says how many tokens it has. The queries
+        are batched, or packed with `cu_seqlens_q`.
     q_begin : int or sequence of int, optional
         The token number of the first query, where the queries are a part of their sequence: one for all sequences, or ``(B,)``.
     ascending : bool
@@ -126,10 +127,11 @@ def select_tokens(
         How many tokens a key stands for: GLM-5.3 and Qwen's QSA choose pools. A query may choose a pool when it sees all of its tokens.
         Results are pool numbers, for attention with ``block_shape=(1, pool_size)``. `kv_lens`, `q_begin` and `causal` count tokens.
     keep_tail : bool
-        The pool that a query sees only in part, if there is one, is always in its row, behind the chosen ones. Rows are one place longer.
+        The pool that a query sees only in part, if there is one, is always in the query's row, behind the chosen ones. Rows are one place
+        longer.
     block_size : int
-        Choose blocks of so many keys, as MiniMax-M3 does. The score of a block is the largest of those of its keys that the query sees.
-        Results are block numbers, for attention with ``block_shape=(1, block_size)``. Not together with `pool_size`.
+        Choose blocks of so many keys, as MiniMax-M3 does. The score of a block is the largest score of those of its keys that the query
+        sees. Results are block numbers, for attention with ``block_shape=(1, block_size)``. Not together with `pool_size`.
     min_score : float, optional
         Only keys, pools or blocks with a score of at least this are chosen, still no more than `top_k`; a tail that `keep_tail` adds needs
         no score.
@@ -138,19 +140,19 @@ def select_tokens(
     return_scores : bool
         Also return the scores of the chosen keys.
     dtype, kv_dtype : str or dtype, optional
-        ``dtype="bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits, and ``kv_dtype="float8_e4m3"`` what uint8 keys hold.
-        Otherwise only checked.
+        ``dtype="bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits, and ``kv_dtype="float8_e4m3"`` says that uint8
+        keys hold bits of that dtype. Otherwise only checked.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
     Returns
     -------
     selected : array of int32
-        ``(B, Sq, top_k)``, or ``(T, top_k)``, with `keep_tail` one more: the keys, counted from the first of the sequence. Of equal scores,
-        the lower key comes first; NaN counts as minus infinity. A row with fewer keys to choose from ends with -1.
+        ``(B, Sq, top_k)``, or ``(T, top_k)``, with `keep_tail` one place longer: the keys, counted from the first of the sequence. Of
+        equal scores, the lower key comes first; NaN counts as minus infinity. A row with fewer keys to choose from ends with -1.
     scores : array
-        With `return_scores`, of the same shape: float32, for float64 queries float64; infinity for a tail, minus infinity where there is
-        no key.
+        With `return_scores`, of the same shape: float32 (float64 for float64 queries). Infinity stands for a tail, minus infinity for a
+        place without a key.
 
     Raises
     ------

@@ -244,7 +244,7 @@ def bandwidth(comm: Any) -> list[str]:
 
 
 def run(comm: Any, check: bool) -> int:
-    """Print the report on rank 0, and with `check` test; returns the exit status, the same on all ranks."""
+    """Print the report on rank 0, and with `check` also test; returns the exit status, the same on all ranks."""
 
     def say(lines: list[str]) -> None:
         if comm.Get_rank() == 0:

@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 30  # most bytes of one run in a datatype: lengths are 32-bit
 
 
 def import_mpi() -> Any:
-    """The module ``mpi4py.MPI``, which initialises MPI where nobody has yet.
+    """The module ``mpi4py.MPI``, which initialises MPI unless that has been done already.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def _no_message(*arguments: Any) -> Any:
 
 
 class Alone:
-    """A communicator of one rank that needs no MPI: the same program in one process.
+    """A communicator of one rank that needs no MPI, for running the same program in one process.
 
     Examples
     --------
@@ -140,7 +140,7 @@ class Alone:
 # ---- Agreement ----------------------------------------------------------------------------------------------------
 
 _KINDS: tuple[type[Exception], ...] = (TypeError, ValueError, MemoryError, RuntimeError)
-_RECORD = 4  # numbers per rank: what failed (0: nothing), digest of what must be the same, ISA level, length of the pickled words
+_RECORD = 4  # numbers per rank: what failed (0: nothing), digest of what must be the same, ISA level, bytes of the error's sentence
 
 
 def digest(*values: Any) -> int:
@@ -177,8 +177,9 @@ class Agreement:
     """A ``with`` block of checks after which all ranks go on, or all of them raise the same error.
 
     An error in the block on one rank is raised on all ranks at the end of the block. An error is also raised if ranks differ in a value
-    that was given to `same`, or in release, processor architecture or instruction set level, whose bits differ. It costs one Allgather of
-    32 bytes where all is well. The block itself must not communicate. A rank that never comes to the block makes the others wait.
+    that was given to `same`, in release, in processor architecture or, with `one_level`, in instruction set level: where the last three
+    differ, the last bits of results may differ. Where no error is raised, the block costs one Allgather of 32 bytes from each rank. The
+    block itself must not communicate. A rank that never comes to the block makes the others wait.
 
     Parameters
     ----------
@@ -257,7 +258,7 @@ def _of_levels(levels: Sequence[str]) -> str:
 
 
 def gather_bytes(comm: Any, mine: bytes, lengths: Sequence[int] | ndarray) -> list[bytes]:
-    """The bytes of every rank, on every rank. `lengths`: their numbers, which all ranks know."""
+    """The bytes of every rank, on every rank. `lengths`: how many bytes each rank has, which all ranks know."""
     counts = [int(n) for n in lengths]
     ends = np.cumsum([0, *counts]).tolist()
     place = np.empty(ends[-1], np.uint8)
@@ -269,7 +270,7 @@ def gather_bytes(comm: Any, mine: bytes, lengths: Sequence[int] | ndarray) -> li
 
 
 def block_type(starts: Iterable[int], lengths: Iterable[int]) -> Any:
-    """A committed MPI datatype of runs of bytes: a message of one of them may be longer than 2 GiB, and so may a run.
+    """A committed MPI datatype of runs of bytes. A message of one element of this type may be longer than 2 GiB, and so may a run.
 
     Parameters
     ----------
@@ -312,7 +313,7 @@ class Waiter:
             self._thread.start()
 
     def submit(self, requests: Sequence[Any]) -> Transfer:
-        """Take transfers that have been started. They are completed in the order of these calls."""
+        """Take transfers that have been started. They are completed in the order of the calls of `submit`."""
         transfer = Transfer(list(requests))
         if self._jobs is not None:
             transfer.done = threading.Event()

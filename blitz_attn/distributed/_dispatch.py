@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy import ndarray
 
-EVEN = 1.05  # a cut at whole rows whose busiest rank has more than this times the mean is cut finer
-SNAP = 0.03  # the busiest rank may get this share of work more where a cut of items moves to a border of heads
+EVEN = 1.05  # a cut at whole rows is made finer where its busiest rank has more than this many times the mean work
+SNAP = 0.03  # the share of work that the busiest rank may get in addition where a cut of items moves to a border of heads
 
 
 class Cut(NamedTuple):
@@ -71,7 +71,7 @@ class Dispatch(NamedTuple):
 
 
 def cut_of(at: ndarray, rank: ndarray) -> Cut:
-    """The cut with the borders `at`, without empty stretches, and neighbours of one rank as one stretch."""
+    """The cut with the borders `at`, without empty stretches; neighbouring stretches of one rank become one."""
     at, rank = np.asarray(at, np.int64), np.asarray(rank, np.int64)
     full = at[1:] > at[:-1]
     begins, ranks = at[:-1][full], rank[full]
@@ -81,7 +81,7 @@ def cut_of(at: ndarray, rank: ndarray) -> Cut:
 
 
 def balance(loads: ndarray) -> float:
-    """Work of the busiest rank over the mean, 1 where there is no work."""
+    """Work of the busiest rank divided by the mean; 1 where there is no work."""
     mean = float(loads.mean())
     return float(loads.max()) / mean if mean > 0 else 1.0
 

@@ -146,7 +146,7 @@ class Stages:
     thread : bool
         Whether a thread waits for transfers.
     ahead : bool
-        Whether the transfers of a stage start before the stage before it is computed.
+        Whether the transfers of a stage start before the previous stage is computed.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Stages:
         self.steps = len(self.order[self.rank])
         self.pieces: dict[int, list[Piece]] = {}
         self.gathered: dict[int, list[ndarray]] = {}
-        self.alive: list[Any] = []  # datatypes of collectives, which must outlive them
+        self.alive: list[Any] = []  # datatypes of collectives, which must exist until the collectives end
         self.kept: list[Piece] = []  # pieces whose results are being sent
 
     def window_of(self, shard: ndarray) -> tuple[tuple[int, ...], str]:
@@ -298,7 +298,8 @@ class Stages:
         return [self.comm.Ialltoallw(*sides)], []
 
     def _make_pieces(self, head: int) -> None:
-        """The pieces of a stage: parts of shards where this rank holds all of their rows, else copies, into which it puts its own rows."""
+        """The pieces of a stage: parts of shards where this rank holds all of their rows, else copies, into which this rank puts its own
+        rows."""
         made = self.pieces[head] = []
         for first, end in self.routes.computed[head].of(self.rank):
             begin, after = int(self.problem.row_at[first]), int(self.problem.row_at[end])

@@ -25,7 +25,7 @@ class Segments(NamedTuple):
     local: ndarray
     """Index of `begin` in the holder's shard."""
     bounds: ndarray
-    """Where each rank's segments begin, and their end."""
+    """Index of each rank's first segment, and at the end the number of all segments."""
 
 
 class Runs(NamedTuple):
@@ -102,7 +102,7 @@ class Routes:
 
     @computed_once
     def segments(self) -> Segments:
-        """All tokens of keys that a row can see, once."""
+        """All tokens of keys that some row can see, each of them once."""
         entry, begin, end = self.problem.cell_tokens()
         column = np.arange(len(entry))
         first = np.maximum(np.searchsorted(self.kv_held.at, begin, side="right") - 1, 0)

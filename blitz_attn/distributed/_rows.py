@@ -81,7 +81,8 @@ class RowCall:
 
 
 def _below(lists: ndarray, columns: int, pad: int) -> ndarray:
-    """Lists without columns that only longer sequences have: there are no keys in them here, and a call would refuse them."""
+    """Lists without the columns that only longer sequences have. The sequences of this call have no keys there, and it would refuse
+    them."""
     padded = lists == pad if pad > 0 else lists < 0
     kept = ~np.logical_or.accumulate(padded, axis=-1) & (lists < columns)
     if (kept | padded).all():

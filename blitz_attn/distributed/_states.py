@@ -59,7 +59,8 @@ def sinks_of(sinks: Any, heads: int) -> ndarray | None:
 def with_sinks(out: ndarray, lse: ndarray, sinks: ndarray) -> tuple[ndarray, ndarray]:
     """The states (rows, H, Dv) and (rows, H) with one more score per head in their softmax, which has no value.
 
-    As in a call without chunks, a sink counts as infinite where its exponent of 2 is infinite, and then leaves nothing of finite scores."""
+    A sink counts as infinite where its exponent of 2 is infinite, as in a call without chunks. Beside a sink of plus infinity, finite
+    scores have weight 0."""
     with np.errstate(over="ignore"):
         exponents = (sinks.astype(np.float64) * np.log2(np.e)).astype(lse.dtype)
     scores = np.where(np.isinf(exponents), exponents, sinks.astype(lse.dtype))

@@ -18,7 +18,7 @@ class Level(NamedTuple):
     left: ndarray
     right: ndarray
     owner: ndarray
-    """The rank that has all chunks of both halves; -1 where no rank has."""
+    """The rank that has all chunks of both halves; -1 where no rank has them all."""
 
 
 class Tree(NamedTuple):

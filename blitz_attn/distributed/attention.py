@@ -181,7 +181,7 @@ def context_parallel_attention(
     plan : ContextParallelPlan
         Made by all ranks for the call over the whole sequence. It holds the block lists and the rules.
     comm : communicator, optional
-        The plan's, which is only checked.
+        The communicator of the plan. It is only checked.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     sinks, softcap
@@ -189,7 +189,7 @@ def context_parallel_attention(
         the log-sum-exp includes.
     comm_type : {"auto", "p2p", "all_gather", "a2a"}
         How keys and values travel. "p2p": messages between pairs of ranks, of listed blocks alone. "a2a": the same bytes in one collective
-        per stage. "all_gather": everything to everybody. "auto": "p2p" up to 64 ranks, then "a2a".
+        per stage. "all_gather": all keys and values to all ranks. "auto": "p2p" up to 64 ranks, then "a2a".
     overlap : bool or "thread"
         Whether the keys and values of a KV head travel while the previous head is computed. A thread then waits for them where ranks run on
         several machines, if MPI allows calls from several threads; "thread" starts it in any case.
@@ -205,7 +205,7 @@ def context_parallel_attention(
     out : array
         Results of this rank's queries, in the layout and dtype of `q`, and the same kind of array.
     lse : array
-        With `return_lse`: ``(B, H, tokens)``, for layout TND ``(tokens, H)``; float32, for float64 inputs float64.
+        With `return_lse`: ``(B, H, tokens)``, for layout TND ``(tokens, H)``; float32 (float64 for float64 inputs).
 
     Raises
     ------
@@ -308,7 +308,7 @@ def context_parallel_attention_backward(
     out, lse : array
         What the forward call returned.
     plan : ContextParallelPlan
-        That of the forward call.
+        The plan of the forward call.
     dlse : array, optional
         Gradient of the loss with respect to `lse`, of its shape and dtype, given by all ranks or by none. Default: 0.
     comm, scale, softcap, comm_type, overlap, dtype, num_threads
@@ -412,7 +412,7 @@ def dispatch(x: Any, plan: ContextParallelPlan, *, keys: bool = False, axis: int
     Raises
     ------
     TypeError, ValueError
-        Not an array, or one of another number of tokens.
+        `x` is not an array, or has another number of tokens.
 
     Examples
     --------

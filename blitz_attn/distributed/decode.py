@@ -182,8 +182,8 @@ class DecodePlan:
     comm : communicator, optional
         Any object with the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
     interleave : int, optional
-        Ranks take turns along each request: tokens from 0 on are rank 0's, the next `interleave` ones rank 1's, and so on. A multiple of
-        `kv_split`.
+        Ranks take turns along each request: the first `interleave` tokens are rank 0's, the next ones are rank 1's, and so on. A multiple
+        of `kv_split`.
     kv_split : int
         Number of tokens per chunk, a multiple of `page_size`: attention over each is computed by itself, and the results are merged by a
         fixed tree.
@@ -209,7 +209,7 @@ class DecodePlan:
     ------
     TypeError, ValueError
         As `blitz_attn.paged_attention`, on all ranks, with the message of the lowest rank that raised; also where ranks disagree, and where
-        no rank holds some page.
+        some page is on no rank.
 
     See Also
     --------
@@ -435,7 +435,7 @@ class DecodePlan:
             )
         except ValueError:
             if lists is not None:
-                lists.refuse_repeated()  # names the caller's block numbers; the call's own count within chunks
+                lists.refuse_repeated()  # this names the caller's block numbers; those of the call count within chunks
             raise
         out[self._state_rows], lse[self._state_rows] = state
 
@@ -562,7 +562,7 @@ def decode_context_parallel_attention(
     ------
     TypeError, ValueError, MemoryError
         As `blitz_attn.paged_select_attention`, on all ranks, with the message of the lowest rank that raised; also where ranks disagree,
-        where no rank holds some page, or where ranks use different instruction sets.
+        where some page is on no rank, or where ranks use different instruction sets.
     ModuleNotFoundError
         `comm` is None and mpi4py is not installed.
 

@@ -65,7 +65,7 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
     result : object
         What `work` returned on this rank, in the run that ended well on all ranks.
     comm : communicator
-        The one of that run: the given one where no rank died.
+        The communicator of that run, which is the given one where no rank died.
 
     Raises
     ------
@@ -120,10 +120,11 @@ def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], 
     Parameters
     ----------
     x : ndarray
-        The tokens of ``before[rank]``, one stretch after the other along `axis`; of any dtype, the same on all ranks, as the other axes.
+        The tokens of ``before[rank]``, one stretch after the other along `axis`. It has any dtype; this and the
+        other axes are the same on all ranks.
     before : sequence of sequence of (int, int)
-        For each rank of `comm` the stretches of tokens ``(begin, end)`` that it has. Tokens that several ranks have come from the lowest of
-        them.
+        For each rank of `comm` the stretches of tokens ``(begin, end)`` that it has. A token that several ranks have is taken
+        from the lowest of these ranks.
     after : sequence of sequence of (int, int)
         For each rank the stretches that it is to have.
     axis : int
@@ -203,7 +204,7 @@ def finish(comm: Any, *, comm_before: Any = None, status: int = 0) -> None:
     comm : communicator
         What `run_with_survivors` returned.
     comm_before : communicator, optional
-        The communicator that it was given. Default: ``MPI.COMM_WORLD``.
+        The communicator that `run_with_survivors` was given. Default: ``MPI.COMM_WORLD``.
     status : int
         Exit status.
 

@@ -88,7 +88,7 @@ class ContextParallelPlan:
     loads : numpy.ndarray
         (size,): pairs of a query and a key that each rank computes, in the blocks that its rows see.
     balance : float
-        Load of the busiest rank over the mean.
+        Load of the busiest rank divided by the mean.
     bytes : numpy.ndarray
         (size, size) of int64: bytes that the first rank sends to the second in one forward call, exactly.
     backward_bytes : numpy.ndarray
@@ -238,7 +238,7 @@ class ContextParallelPlan:
         Raises
         ------
         TypeError, ValueError
-            Not positive numbers.
+            `link` or `rate` is not a positive number.
 
         Examples
         --------
@@ -260,7 +260,7 @@ class ContextParallelPlan:
         Returns
         -------
         str
-            Lines without trailing blanks. A bar is the load; a full one is that of the busiest rank.
+            Lines without trailing blanks. A bar shows the load of a rank; a full bar is the load of the busiest rank.
 
         Examples
         --------

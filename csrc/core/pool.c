@@ -46,8 +46,9 @@ static _Atomic int64_t next_item;
 /* ---- Stopping a job ------------------------------------------------------------------------------------------- */
 
 #define POLL_NANOSECONDS 50000000
-/* Where more time than this lay between the last two readings of the clock, the next check reads it again. Otherwise the 16th check from then
- * on reads it, because reading the clock costs more than reading the flag. */
+/* A check is a call of ba_stopped(). Every check reads the flag `raised` of its job. In the thread of the job's caller some checks also read the
+ * clock, to find out whether a poll is due: the check after a reading of the clock reads the clock again if more time than this lay between the
+ * last two readings. Otherwise the 16th check after the reading does, because reading the clock costs more than reading the flag. */
 #define RARE_NANOSECONDS 1000000
 enum {
     CHECKS_PER_READ = 16,
@@ -61,7 +62,9 @@ typedef struct ba_stopper {
     bool forked;         /* the poll function forked the process, and this is the child, where the job's workers do not exist */
 } ba_stopper;
 
-static int forks; /* how many forks lie between this process and the one that loaded the library */
+/* How many forks have led to this process since the fork handler was registered, which happens at the first job of several threads. Earlier forks
+ * are not counted: there were no workers then that a child could lack. */
+static int forks;
 
 /* The clock that says when to poll: accurate to a few milliseconds, and read in a quarter of the time that the exact clock takes. */
 #if defined(CLOCK_MONOTONIC_COARSE)

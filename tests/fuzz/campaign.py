@@ -31,7 +31,7 @@ SHRINK_SECONDS = 60.0
 
 
 class Outcome(NamedTuple):
-    kind: str  # "passed", "discarded", or what went wrong: an exception's name, a signal's, "hang"
+    kind: str  # "passed", "discarded", or what went wrong: the name of an exception or of a signal, "exit N" or "hang"
     text: str
     options: dict[str, Any]
     simpler: dict[str, list[Any]]

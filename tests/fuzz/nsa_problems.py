@@ -242,7 +242,7 @@ def whole_forward(draw: Draw) -> None:
 
 
 def one_alone(call: Call, out: Any) -> None:
-    """Checks that each sequence has the result that it has alone."""
+    """Checks that one sequence, drawn at random, has the result that it has alone."""
     setting, draw = call.setting, call.setting.draw
     which = draw.rng("alone").integers(len(setting.lens))
     tokens = slice(setting.cu[which], setting.cu[which + 1]) if setting.packed else slice(which, which + 1)

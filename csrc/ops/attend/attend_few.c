@@ -19,7 +19,7 @@ static int64_t rows_ahead(const ba_attend_call *c, int which, int64_t bytes) {
     return ba_min(c->tuning->few.keys, ba_ceil_div(c->few_prefetch->distances[which], bytes));
 }
 
-/* The same for the pass with the largest distance. */
+/* The largest of these distances, over all passes. */
 static int64_t most_rows_ahead(const ba_attend_call *c, int64_t bytes) {
     int64_t most = 0;
     for (int i = 0; i < BA_PREFETCH_PASSES; i++) most = ba_max(most, rows_ahead(c, i, bytes));
@@ -49,12 +49,12 @@ static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_row
 typedef struct row_run {
     const void **rows; /* [keys]: rows of the item's first head */
     int64_t keys;
-    int64_t offset; /* bytes from there to the rows that are read */
+    int64_t offset; /* bytes from each of these rows to the row that is read */
 } row_run;
 
-/* What to prefetch while `now` is read: its own rows, apart from the first ones, which lie nearer than any pass reaches, and then the first rows
- * of `then`, which is read next. The pointers to the latter are written behind those of now->rows, so that one array has all. A prefetcher adds the
- * offset of `now` to every pointer, so it is subtracted from those of `then`. */
+/* What to prefetch while `now` is read: first the rows of `now`, except for its first ones, which lie nearer than any pass reaches, and then the
+ * first rows of `then`, which is read next. The pointers to the latter are written behind those of now->rows, so that one array has all. A prefetcher
+ * adds the offset of `now` to every pointer, so it is subtracted from those of `then`. */
 static ba_prefetch_rows find_ahead(const ba_attend_call *c, const row_run *now, const row_run *then, int64_t bytes) {
     const int64_t more = ba_min(then->keys, most_rows_ahead(c, bytes)), all = now->keys + more, nearest = rows_ahead(c, 0, bytes);
     for (int64_t j = 0; j < more; j++) now->rows[now->keys + j] = (const char *)then->rows[j] + then->offset - now->offset;

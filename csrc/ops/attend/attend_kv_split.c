@@ -31,7 +31,7 @@ typedef struct slice {
     int64_t splits;
 } slice;
 
-/* The size of a round: its slices, the rows of their queries, and the splits of the request with the most. */
+/* The size of a round: how many slices it has, how many rows their queries have, and how many splits the longest of its requests has. */
 typedef struct round_size {
     int64_t slices, rows, splits;
 } round_size;
@@ -51,7 +51,7 @@ typedef struct split_call {
     int64_t most_rows;                         /* of queries in a round; a request with more is cut into slices */
     int64_t *first_word;                       /* [batch]: where the bitmaps of a request's lists begin in `listed` */
     uint64_t *listed;                          /* NULL: no lists */
-    bool refused;                              /* an entry of the lists is wrong: the one at `bad` is the first */
+    bool refused;                              /* an entry of the lists is wrong; `bad` says where the first wrong one is */
     int64_t bad[4];
     /* of the round */
     slice *slices;
@@ -122,8 +122,8 @@ static void merge_state(const split_call *c, int64_t state, const void *other_ou
     ba_set_real(c->lses, state, lse, c->real_size);
 }
 
-/* Lets a sink take part, which has a score and no value. As in a call without splits, a sink counts as infinite where it overflows in log2 units, and
- * keys of finite scores then have weight 0 beside plus infinity. */
+/* Lets a sink take part, which has a score and no value. A sink counts as infinite where it overflows in log2 units, as in a call without splits.
+ * Beside a sink of plus infinity, keys with finite scores have weight 0. */
 static void add_sink(const split_call *c, int64_t state, double sink) {
     double exponent = sink * BA_LOG2_E;
     if (c->real_size == 4) exponent = (double)(float)exponent;
@@ -132,7 +132,8 @@ static void add_sink(const split_call *c, int64_t state, double sink) {
         merge_state(c, state, c->nothing, score);
         return;
     }
-    char *out = state_out(c, state); /* a merge would take the difference of two infinities. 0 times an output is NaN where that is not finite */
+    /* A merge would take the difference of two infinities. 0 times an output is NaN where the output is not finite. */
+    char *out = state_out(c, state);
     for (int64_t d = 0; d < c->whole->v_dim; d++) ba_set_real(out, d, ba_get_real(out, d, c->real_size) * 0, c->real_size);
     ba_set_real(c->lses, state, INFINITY, c->real_size);
 }
@@ -235,7 +236,7 @@ static void fill_entries(const split_call *c, const entries *e, ba_problem *wave
                                         .listed_words = words_of(p, b)};
             e->kv_len[n] = ba_min(p->kv_lens[b] - first_key, c->split_tokens);
             e->first_page[n] = p->first_page[b] + first_key / p->page_size;
-            /* A query that stands farther before or behind the tokens sees the same as one at this position. */
+            /* A query that stands farther before or behind the tokens sees the same tokens as a query at this position. */
             e->q_begin[n] = ba_max(-BA_MOST_TOKENS, ba_min(begin - first_key, BA_MOST_TOKENS)) + s->first_query;
             e->q_total[n] = queries;
             e->q_row[n] = row;

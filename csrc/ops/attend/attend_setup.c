@@ -26,8 +26,8 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     assert(!c->widen || BA_WIDE_KEYS % f->key_pad == 0);
     c->pack_k = !own ? cache->pack : f->pack->keys ? f->pack->keys : c->widen;
     c->pack_v = !own ? cache->pack : f->pack->values ? f->pack->values : c->widen;
-    /* The number of query heads per KV head decides, not the number of queries in a panel: it is the same whether heads share lists or not, and both
-     * kinds of lists must give the same bits. */
+    /* The number of query heads per KV head decides, not the number of queries in a panel: the former is the same whether heads share lists or
+     * not, and both kinds of lists must give the same bits. */
     const int64_t least_heads = ba_tuning_at(native->isa)->few_least_heads[p->kv_dtype];
     c->own_few = native->few->attend[p->kv_dtype] && least_heads > 0 && p->group >= least_heads;
     c->few_family = c->own_few ? native : f;
@@ -42,9 +42,9 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     const ba_tuning *of_level = ba_tuning_at(level);
     *own = *ba_tuning_at(c->family->isa);
     own->few = c->own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
-    /* few_queries is the largest number of queries that few kernels attend; panels attend larger numbers. It is smaller where these are panels of the
-     * level's own family, since such panels are faster: where the call widens rows, and where the family has kernels of its own for few queries,
-     * whether or not this call has enough heads for these kernels. */
+    /* few_queries is the largest number of queries that few kernels attend; panels attend larger numbers of queries. Panels of the level's own family
+     * are faster than others, so few_queries is smaller where the call uses them: where it widens rows, or where the family has kernels of its own
+     * for few queries. (It does not matter whether this call has enough heads for these kernels.) */
     const ba_dtype kv_dtype = c->problem->kv_dtype;
     const bool own_panels = c->widen || (c->family->few->attend[kv_dtype] && of_level->few_least_heads[kv_dtype] > 0);
     own->few_queries = own_panels ? of_level->own_few_queries : of_level->few_queries;

@@ -56,7 +56,7 @@ static int64_t tile_count(const bias_call *c) {
 
 static int64_t run_count(const bias_call *c) { return ba_ceil_div(c->common.problem->kv_len, c->common.tuning->gradient_keys); }
 
-/* The queries of tile number `index` in a sequence of so many tokens. There may be none. */
+/* The queries of tile number `index` in a sequence of `tokens` tokens. The range is empty where the tile lies behind them. */
 static ba_range tile_at(const bias_call *c, int64_t index, int64_t tokens) {
     const ba_tiling *t = &c->common.plan.tiling;
     const int64_t row = index / tiles_per_row(t), first = row * t->row_tokens + index % tiles_per_row(t) * t->tile_queries;
@@ -151,8 +151,8 @@ static void clear_sums(const bias_call *c, const bias_scratch *s) {
 
 /* ---- attn_mask ---------------------------------------------------------------------------------------------------------- */
 
-/* An axis of the mask is `length` long, and the problem's axis `count` long. Returns the indices on the problem's axis that the mask's index `place`
- * stands for. */
+/* An axis of the mask is `length` long, and the problem's axis is `count` long. Returns the indices on the problem's axis that the mask's index
+ * `place` stands for. */
 static ba_range places_of(int64_t length, int64_t place, int64_t count) { return length == 1 ? (ba_range){0, count} : (ba_range){place, place + 1}; }
 
 /* Writes numbers to consecutive elements of the mask's gradient. */
@@ -179,7 +179,7 @@ static void write_rectangle(const bias_call *c, const bias_scratch *s, int64_t p
     }
 }
 
-/* Adds the sums of a rectangle to s->numbers: to one for each query, or to one for each key, or all to the first. */
+/* Adds the sums of a rectangle to s->numbers: to one number for each query, or to one for each key, or all to the first number. */
 static void fold_rectangle(const bias_call *c, const bias_scratch *s, bool by_query, bool by_key, ba_range queries, ba_range keys) {
     for (int64_t lane = 0; lane < queries.hi - queries.lo; lane++) {
         const char *sums = sums_of_lane(c, s, lane);

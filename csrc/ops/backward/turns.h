@@ -15,7 +15,7 @@
 
 typedef struct ba_turn {
     _Atomic int64_t past;   /* the item adds nothing more to keys below this number; BA_TURN_OVER: the item is done */
-    _Atomic int64_t before; /* the nearest earlier item that adds to the same sums and may not be done; -1: there is none */
+    _Atomic int64_t before; /* the nearest earlier item that adds to the same sums and is not known to be done; -1: there is none */
 } ba_turn;
 
 /* Waits until all items before `item` that add to the same sums have passed `key`, or until the job is stopped. */

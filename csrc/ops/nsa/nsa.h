@@ -27,7 +27,7 @@ static inline char *ba_sequence_row(const ba_token_rows *r, const int64_t *cu, i
 }
 static inline int64_t ba_sequence_length(const int64_t *cu, int64_t each, int64_t sequence) { return cu ? cu[sequence + 1] - cu[sequence] : each; }
 
-/* The number of complete blocks of `block` tokens, which begin `stride` tokens apart, among so many tokens. */
+/* The number of complete blocks of `block` tokens, which begin `stride` tokens apart, among `tokens` tokens. */
 static inline int64_t ba_complete_blocks(int64_t tokens, int64_t block, int64_t stride) { return tokens < block ? 0 : (tokens - block) / stride + 1; }
 
 /* Checks the dtype (a float), the rank (3 where packed, else 4), D and the last axis of `t`, and fills `out`. `axes` is the expected shape in the

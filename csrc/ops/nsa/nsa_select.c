@@ -33,7 +33,7 @@ typedef struct nsa_select_call {
     int64_t most_blocks;       /* blocks of the longest sequence */
     int64_t width, cmp_width;  /* entries per row of `selected` and of `selected_cmp` */
     const ba_kernels *kernels;
-    const ba_attend_family *family; /* where has_own, the family of q's dtype, else that of real */
+    const ba_attend_family *family; /* where has_own, the family of q's dtype; else that of reals */
     bool has_own;                   /* the family of q's own dtype has add_probabilities, which is used */
     int64_t real_size;
     int64_t *first_row, *first_panel; /* [sequences + 1], where args->cu_q is given: the first row and panel of each sequence among those of a head */
@@ -259,7 +259,7 @@ static void score_by_query(const nsa_select_call *c, const nsa_select_scratch *s
     }
 }
 
-/* Scores blocks for rows that are tiles: the products of the compressed keys and the mean query. */
+/* Scores blocks for rows that are tiles: the scores are the products of the compressed keys and the mean query. */
 static void score_by_tile(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at) {
     int64_t most, least;
     const ba_panel panel = open_panel(c, s, at, at->head, 1, 0, &most, &least);
@@ -487,7 +487,8 @@ static ba_status check_select(const ba_nsa_select_args *a, nsa_select_call *c) {
                        ba_dtype_name(a->k_cmp.dtype));
     if (c->k.dim != c->q.dim || c->q.heads % c->k.heads)
         return ba_fail(BA_ERROR_VALUE,
-                       BA_ARG("k_cmp") ": expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like " BA_ARG("q") ", got %s",
+                       BA_ARG("k_cmp") ": expected D = %" PRId64
+                                       ", as " BA_ARG("q") " has, and a number of heads that divides " BA_ARG("q") "'s %" PRId64 ", got %s",
                        c->q.dim, c->q.heads, ba_shape_text(&a->k_cmp).chars);
     c->dim = c->q.dim;
     c->group = c->q.heads / c->k.heads;

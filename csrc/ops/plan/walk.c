@@ -17,7 +17,7 @@ static void next_column(ba_walk *w) {
     w->column = column;
 }
 
-/* Goes on to the next column where the current one is finished, and ends the walk where no later key is seen. */
+/* Goes on to the next column where the current one is finished, and ends the walk at its `stop` or where no later key is seen. */
 static void settle(ba_walk *w) {
     while (w->key != BA_WALK_END && w->key >= w->end && w->key < w->keys) next_column(w);
     if (w->key >= w->keys || w->key >= w->range.hi || w->position >= w->stop) w->key = BA_WALK_END;

@@ -1,5 +1,5 @@
-/* Decides from the scores which blocks are kept. ba_budget_block_row() does it for one block row: first the forced blocks, which are always kept,
- * then the others as the budget says. Where block rows share a density, it only outlines how the other blocks compete, by their tails
+/* Decides from the scores which blocks are kept. ba_budget_block_row() decides for one block row: it keeps the forced blocks first, and then those of
+ * the others that the budget asks for. Where block rows share a density, it only outlines how the other blocks compete, by their tails
  * (select_prefill_call.h), and ba_budget_share() keeps the best of all block rows together. */
 #include <math.h>
 #include <string.h>
@@ -59,7 +59,7 @@ static void keep_run(const kept_words *r, int64_t begin, int64_t end) {
         if (!is_kept(r, b)) keep(r, b);
 }
 
-/* Keeps the forced blocks of a block row: those that are always kept. `seen` are the blocks that it may see. */
+/* Keeps the forced blocks of a block row: those that are always kept. `seen` runs from the first to the last block that it sees. */
 static void keep_forced(const ba_prefill *c, const kept_words *r, int64_t batch, int64_t block_row, ba_range seen) {
     const ba_select_prefill_args *a = c->args;
     const int64_t q_valid = ba_q_span(&c->p, batch).valid, kv_valid = ba_kv_span(&c->p, batch).valid;
@@ -270,7 +270,7 @@ enum { OCTAVES = 16, CLASS_SHIFT = 18, CLASS_ZERO = (127 - OCTAVES) << (23 - CLA
 static int class_of(double tail) { return (int)ba_min(BA_TAIL_CLASSES - 1, ba_max(0, (bits_of((float)tail) >> CLASS_SHIFT) - CLASS_ZERO)); }
 
 /* Counts each block of a block row twice: in the first BA_TAIL_CLASSES bins by the class of the least tail that it may have, and in as many bins
- * behind these by the class of the largest. */
+ * behind these by the class of the largest tail that it may have. */
 static void count_buckets(int64_t *bins, const ba_outline *o, const int32_t *counts) {
     for (int i = 0, class = class_of(o->bounds[0]); i < BUCKETS; i++) {
         const int below = class_of(o->bounds[i + 1]);
@@ -312,7 +312,7 @@ static void keep_by_number(const kept_words *r, const ba_band_scratch *s, const 
     for (int64_t i = 0; i < kept; i++) keep(r, column_of(s->sort_keys[i]));
 }
 
-/* Copies the scores of the blocks that compete for what the forced blocks leave; the others get -1. */
+/* Copies the scores of the blocks that compete for what the forced blocks leave; the other blocks get the score -1. */
 static void find_free_scores(const kept_words *r, const float *scores, ba_range seen, const uint64_t *visible, float *free_scores) {
     memcpy(free_scores + seen.lo, scores + seen.lo, (size_t)(seen.hi - seen.lo) * sizeof *scores);
     for (int64_t word = seen.lo / 64; word * 64 < seen.hi; word++)
@@ -395,7 +395,7 @@ void ba_budget_count(const ba_prefill *c, const ba_band_scratch *s, int64_t batc
     add_to_bins(bins_of(c, share_of(c, batch, list_head)), s->bins, 2 * BA_TAIL_CLASSES);
 }
 
-/* The largest class with at least `tails` tails in it and above. */
+/* The largest class that has, together with the classes above it, at least `tails` tails. */
 static int largest_class(const int64_t *counts, int64_t tails) {
     int n = BA_TAIL_CLASSES - 1;
     for (int64_t above = counts[n]; n > 0 && above < tails; above += counts[n]) n--;
@@ -467,8 +467,8 @@ static void count_tails(void *context, int64_t item, int worker) {
     add_to_bins(bins_of(c, share), bins, BA_BUDGET_BINS);
 }
 
-/* Finds one more digit of the least tail. The tails in the highest bins are kept: going down from the last bin, they lower the number to keep, until
- * a bin holds at least as many as are left. Its number is the digit. */
+/* Finds one more digit of the least tail. Goes down from the last bin: all tails of a bin are kept, and their number is taken off the number that is
+ * still to be kept, until a bin holds at least as many tails as are still to be kept. The index of this bin is the digit. */
 static void find_digit(const ba_prefill *c, ba_share *share) {
     const int64_t *bins = bins_of(c, share);
     uint32_t bin = ((uint32_t)1 << digits[c->digit].bits) - 1;
@@ -501,7 +501,7 @@ static void keep_tails(void *context, int64_t item, int worker) {
     }
 }
 
-/* Keeps the first blocks of a list head with exactly the least tail, as many as the share still is to keep. */
+/* Keeps the first blocks of a list head with exactly the least tail, as many as the share still has to keep. */
 static void keep_ties(const ba_prefill *c, ba_share *share, int64_t batch, int64_t list_head) {
     for (int64_t block_row = 0; block_row < c->p.block_rows && share->to_keep > 0; block_row++) {
         const ba_range seen = ba_prefill_blocks(c, batch, block_row);

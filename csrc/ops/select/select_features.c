@@ -1,4 +1,4 @@
-/* Pools queries and keys: turns a few, or one, into a vector of reals. The product of a pooled query and a pooled key is the score.
+/* Pools queries and keys: turns one or a few of them into one vector of reals. The product of a pooled query and a pooled key is the score.
  *
  * For a mean query q, and the largest and the smallest element of each channel of some keys, the bound is
  *
@@ -149,7 +149,7 @@ void ba_features_of_query(const ba_prefill *c, const ba_features *s, int64_t bat
     case BA_CHOOSER_SAMPLED_ROWS:
     case BA_CHOOSER_VERTICAL_SLASH: copy_row(c, s, to, s->pointers[n - 1]); return;
     case BA_CHOOSER_POOLED:
-    case BA_CHOOSER_GIVEN: break; /* the latter has no pooled queries */
+    case BA_CHOOSER_GIVEN: break; /* BA_CHOOSER_GIVEN has no pooled queries */
     }
     const int64_t ahead = begin + ba_max(n, ba_work.choose.ahead_tokens);
     prefetch_tokens(ba_query_row(&c->p, &c->p.q, c->p.element_size, batch, head, ahead), c->p.q.token_stride * c->p.element_size,

@@ -24,8 +24,9 @@
 /* Selection takes two jobs. The items of the first are runs of pages, each scored for all heads, because the heads of a page lie close
  * together in memory. The items of the second are the rows of the result, each chosen from the scores of all its pages.
  *
- * An entry is one query of one row of the result: a query head's, or the mean of a group's heads. Each KV head has the entries of its rows by the
- * request's query 0, then those by query 1, and so on. The scores of a row's entries become one score by their maximum. */
+ * An entry is one query of one row of the result: the query of one query head, or the mean of a group's queries. The entries of a KV head are
+ * numbered in this order: those of all its rows for the request's query 0, then those of all its rows for query 1, and so on. A row's score of a
+ * page is the largest of the scores of the row's entries. */
 typedef struct select_pages_call {
     const ba_select_args *args;
     const ba_page_tables *opened; /* opened tables, or NULL */
@@ -97,9 +98,10 @@ static int64_t lay_out_select_pages(const select_pages_call *c, char *base, sele
 static int64_t first_query(const select_pages_call *c, int64_t batch) { return c->args->cu_q ? c->args->cu_q[batch] : batch; }
 static int64_t queries_of(const select_pages_call *c, int64_t batch) { return c->args->cu_q ? c->args->cu_q[batch + 1] - c->args->cu_q[batch] : 1; }
 
-/* Decides how many heads and entries read each row together. Quest's bound has only a kernel in which several heads and entries share one pass over
- * the rows. For products, that kernel scores single entries of keys that are not quantised; the kernel for few queries is faster for several entries.
- * Where the heads of a row do not lie side by side, each head reads all rows of a chunk before the next head does. */
+/* Decides how many heads and entries read each row together. In the kernel score_heads, several heads and entries share one pass over the rows.
+ * Quest's bound has no other kernel. Products are computed by score_heads where each KV head has one entry; for several entries, the kernel for few
+ * queries is faster. Quantised keys have no score_heads, and are left to the kernel for few queries. Where the heads of a row do not lie side by
+ * side, each head reads all rows of a chunk before the next head does. */
 static row_passes choose_row_passes(const select_pages_call *c, int64_t entries) {
     const int64_t most = BA_HEADS_REALS / ba_round_up(c->dim, 32);
     if (!c->cache->score_heads || (entries > 1 && c->args->method != BA_SELECT_QUEST))
@@ -167,7 +169,7 @@ static void load_all_entries(const select_pages_call *c, const select_pages_scra
     s->loaded[1] = first;
 }
 
-/* Page number `index` of a request, among the pages that are scored. */
+/* The pool number of page `index` of a request: a page of keys for BA_SELECT_MAX, a page of summaries otherwise. */
 static int64_t page_of(const select_pages_call *c, int64_t batch, int64_t index) {
     return ba_request_page(c->args->method == BA_SELECT_MAX ? c->opened : NULL, &c->args->tables, batch, index);
 }
@@ -456,7 +458,8 @@ static ba_status check_summaries(const ba_select_args *a, select_pages_call *c) 
                        q->dtype == BA_FLOAT64 ? "float64" : "float32, float16 or bfloat16", ba_dtype_name(q->dtype), ba_dtype_name(a->a.dtype));
     if (c->a.dim != q->dims[2] || q->dims[1] % c->a.heads != 0)
         return ba_fail(BA_ERROR_VALUE,
-                       BA_ARG("%s") ": expected D = %" PRId64 " and a number of heads that divides %" PRId64 " like " BA_ARG("query") ", got %s",
+                       BA_ARG("%s") ": expected D = %" PRId64
+                                    ", as " BA_ARG("query") " has, and a number of heads that divides " BA_ARG("query") "'s %" PRId64 ", got %s",
                        name, q->dims[2], q->dims[1], ba_shape_text(&a->a).chars);
     BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, name, &a->a, tokens ? a->kv_layout : BA_NHD, c->a.heads, &c->k_scale));
     if (a->method != BA_SELECT_QUEST) return BA_OK;
@@ -577,7 +580,7 @@ ba_status ba_select_by_tables(const ba_select_args *args, const ba_page_tables *
     if (opened->q_begin)
         return ba_fail(
             BA_ERROR_VALUE,
-            BA_ARG("q_begin") ": expected none where blocks are selected, for queries that are the last tokens of their requests, got some");
+            BA_ARG("q_begin") ": expected none, because blocks are selected only for queries that are the last tokens of their requests, got some");
     reused.seq_lens = opened->seq_lens;
     reused.cu_q = opened->cu_q;
     reused.batch = opened->batch;

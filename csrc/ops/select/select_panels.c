@@ -8,7 +8,7 @@
 
 /* The largest number of chunks of a panel. Where a block is longer than a chunk, all blocks together have at most as many whole chunks as fit into
  * the pooled keys of the sequence (which may be shorter than one block), and each block has at most one chunk that is not whole. Where chunks consist
- * of whole blocks, the panel's first chunk may be shorter than the others: one more. */
+ * of whole blocks, the panel's first chunk may be shorter than the others, so that there is one more. */
 static int64_t most_chunks(const ba_prefill *c) {
     const int64_t per_block = c->k_per_block;
     if (per_block > c->chunk) return ba_ceil_div(c->p.kv_len, c->k_tokens) / c->chunk + c->p.block_columns;

@@ -125,7 +125,7 @@ static ba_status check_given(const ba_prefill *c) {
     ba_tensor one_each = *expected;
     if (t->ndim == 4 && t->dims[1] == c->p.heads) one_each.dims[1] = c->p.heads;
     if (!ba_same_shape(t, &one_each))
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("scores") ": expected shape %s, a score for each block that a row of blocks may see, got %s",
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("scores") ": expected shape %s, a score for each block of queries and block of keys, got %s",
                        ba_shape_text(expected).chars, ba_shape_text(t).chars);
     return ba_check_extent("scores", t);
 }

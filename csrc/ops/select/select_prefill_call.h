@@ -14,7 +14,7 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
-/* What is known, before they are sorted, of the blocks of a block row that are not always kept: see select_budget.c. */
+/* What is known of those blocks of a block row that are not always kept, before they are sorted: see select_budget.c. */
 enum { BA_OUTLINE_BUCKETS = 64 };
 typedef struct ba_outline {
     int32_t highest, shift;                /* the bits of the highest score; a bucket takes 1 << shift different bits */
@@ -51,7 +51,7 @@ typedef struct ba_prefill {
     const ba_attend_family *family;
     ba_dtype real;
     int64_t real_size, number_size; /* a number of a pooled query or key is a real, or bfloat16 where the family multiplies pairs of these */
-    int64_t lanes, chunk;           /* pooled keys scored together */
+    int64_t lanes, chunk;           /* pooled queries, and pooled keys, that are scored together */
     /* The KV heads, counted over the batch, whose pooled keys are in memory, and the bytes of those of each. */
     int64_t first_batch_head, batch_heads, batch_head_bytes;
     char *pooled_keys;
@@ -80,10 +80,10 @@ static inline int64_t ba_head_pitch(const ba_prefill *c) { return ba_round_up(c-
 
 /* ---- What block rows see (select_visible.c) ------------------------------------------------------------------------ */
 
-/* From the first key that one of the queries first .. last may see to the one after the last: [0, 0) where they see none. With kv_ranges, there may
- * be keys between that none of them sees. */
+/* From the first key that one of the queries first .. last sees to the one after the last such key: [0, 0) where they see none. With kv_ranges, there
+ * may be keys between that none of these queries sees. */
 ba_range ba_prefill_keys(const ba_prefill *c, int64_t batch, int64_t first, int64_t last);
-/* The blocks of keys that a block row may see, likewise. */
+/* From the first block of keys that a block row sees to the one after the last, likewise. */
 ba_range ba_prefill_blocks(const ba_prefill *c, int64_t batch, int64_t block_row);
 
 /* The bits of a word that stand for blocks of a range. */
@@ -92,13 +92,13 @@ static inline uint64_t ba_bits_within(int64_t word, ba_range blocks) {
     return lo < hi ? ~(uint64_t)0 >> (64 - (hi - lo)) << lo : 0;
 }
 
-/* The bits of the blocks between the ends of ba_prefill_blocks() that the block row may see: NULL where it may see all. */
+/* The bits of the blocks between the ends of ba_prefill_blocks() that the block row sees. NULL: it sees all of them. */
 static inline const uint64_t *ba_visible_blocks(const ba_prefill *c, int64_t batch, int64_t block_row) {
     return c->notes.visible ? c->notes.visible + (batch * c->p.block_rows + block_row) * c->words : NULL;
 }
 static inline bool ba_is_visible(const uint64_t *visible, int64_t block) { return !visible || visible[block / 64] >> block % 64 & 1; }
 
-/* How many blocks a block row may see. */
+/* How many blocks a block row sees. */
 static inline int64_t ba_count_visible(const ba_prefill *c, const uint64_t *visible, ba_range seen) {
     if (!visible) return seen.hi - seen.lo;
     int64_t n = 0;

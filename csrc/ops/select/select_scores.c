@@ -1,6 +1,7 @@
 /* Scores of blocks. Pooled queries are the lanes of a panel, as queries are in attention, and are multiplied by one chunk of pooled keys after the
- * other. The weights of a chunk are relative to the maximum so far. Each block keeps its sum of weights, and each chunk the factor by which it has
- * raised the maximum; when all chunks are done, these factors and the sum of all weights turn the sums into shares. */
+ * other. The weights of a chunk are relative to the maximum so far. Each block has its sum of weights. Each chunk has the factor by which
+ * earlier weights become smaller where the chunk raises the maximum. When all chunks are done, these factors and the sum of all weights turn the
+ * blocks' sums into shares. */
 #include <math.h>
 #include <string.h>
 
