@@ -429,6 +429,8 @@ def select_and_attend(draw: Draw) -> None:
     how = choice.given() | {"method": method, "per_query_head": per_query_head}
     attending = case.options() | {"return_lse": True}
     of_keys = {name: attending.get(name) for name in ("k_scale", "kv_dtype")} if method == "max" else {}
+    if isinstance(of_keys.get("kv_dtype"), tuple):  # of keys and of values
+        of_keys["kv_dtype"] = of_keys["kv_dtype"][0]
     with checks.at_level(draw):
         selected, counts = blitz_attn.select_blocks(
             case.q.array, source, summary_tables, p.seq_lens, **how, **of_keys, block_size=size, kv_layout="HND" if case.hnd else "NHD",
