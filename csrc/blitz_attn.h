@@ -223,8 +223,8 @@ BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, con
  * ba_paged_attention(). In 8-bit caches, a scale per token and head is written as ba_quantize_kv() computes it. Scales of fewer axes are read, and
  * what then lies beyond the largest number of the dtype becomes that number. v NULL, and v_cache and v_scale not given: K alone is written. Fails,
  * and writes nothing, where two tokens have one slot, two arrays that are written share memory, or a number for an 8-bit cache is not finite, or too
- * large for a scale that is written. Rows of q8_0, q4_0 and q4_1 are as ba_quantize_kv() makes them. Of the other members of `args`, kv_layout and num_threads are read. k_cache and v_cache may be views of one
- * array. */
+ * large for a scale that is written. Rows of q8_0, q4_0 and q4_1 are as ba_quantize_kv() makes them. Of the other members of `args`, kv_layout and
+ * num_threads are read. k_cache and v_cache may be views of one array. */
 BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args);
 
 /* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */

@@ -127,7 +127,8 @@ static void check_quantise_cells(const subject *s) {
         require(&records[QUANTISE], neighbours_untouched(), "wrote beside a buffer", n, -1);
         for (int64_t d = 0; d < dim; d += 32) {
             quantise_plainly(s->kv_dtype, row + d, want);
-            for (int64_t i = 0; i < size; i++) require(&records[QUANTISE], to[d / 32 * size + i] == want[i], "byte [row][byte]", n, d / 32 * size + i);
+            for (int64_t i = 0; i < size; i++)
+                require(&records[QUANTISE], to[d / 32 * size + i] == want[i], "byte [row][byte]", n, d / 32 * size + i);
         }
     }
 }
@@ -183,7 +184,8 @@ static void check_scores_of(const subject *s, const void *packed, const ba_chunk
                 size += fabs((double)q_rows[0][g][d]) * (fabs(keys_of.value[j][0][d]) + 4);
             }
             if (isfinite(want))
-                compare(&records[SCORES], (double)scores[g * stride + j], want, ((double)keys_of.dim + 8) * 0x1p-24 * size, "score [query][key]", g, j);
+                compare(&records[SCORES], (double)scores[g * stride + j], want, ((double)keys_of.dim + 8) * 0x1p-24 * size, "score [query][key]", g,
+                        j);
         }
 }
 
@@ -236,7 +238,8 @@ static void check_few_cells(const subject *s) {
                                    .scratch = scratch[h]};
             for (int way = 0; way < 3; way++) {
                 float *state = memset(states[way][h], 0, sizeof states[way][h]);
-                panels[way][h] = (ba_panel){.q = packed[h], .o = state, .m = state + BA_FEW_QUERIES * BA_FEW_PAD(v_dim), .lo = hides ? lo : NULL, .hi = hides ? hi : NULL};
+                panels[way][h] = (ba_panel){
+                    .q = packed[h], .o = state, .m = state + BA_FEW_QUERIES * BA_FEW_PAD(v_dim), .lo = hides ? lo : NULL, .hi = hides ? hi : NULL};
                 panels[way][h].l = (float *)panels[way][h].m + BA_FEW_QUERIES;
                 for (int g = 0; g < BA_FEW_QUERIES; g++) ((float *)panels[way][h].m)[g] = -3.402823466e38f;
             }

@@ -71,9 +71,8 @@ ba_tensor ba_contiguous(const void *data, ba_dtype dtype, int ndim, const int64_
 }
 
 const char *ba_dtype_name(ba_dtype dtype) {
-    static const char *const names[BA_DTYPE_COUNT] = {"float32", "float16", "bfloat16", "float64",     "uint16", "int16",
-                                                      "int32",   "int64",   "int8",     "float8_e4m3", "bool",   "q8_0",
-                                                      "q4_0",    "q4_1"};
+    static const char *const names[BA_DTYPE_COUNT] = {"float32", "float16", "bfloat16",    "float64", "uint16", "int16", "int32",
+                                                      "int64",   "int8",    "float8_e4m3", "bool",    "q8_0",   "q4_0",  "q4_1"};
     return (unsigned)dtype < BA_DTYPE_COUNT ? names[dtype] : "unknown";
 }
 

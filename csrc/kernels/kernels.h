@@ -507,9 +507,9 @@ typedef BA_SUMMARISE((*ba_summarise_fn));
 #define BA_MAGNITUDE(name) double name(const double *row, int64_t dim)
 typedef BA_MAGNITUDE((*ba_magnitude_fn));
 
-/* Quantises a row of finite numbers. Without cells: to[d] = the number of the dtype nearest to row[d] / scale, ties to even. Where that is beyond the dtype's
- * largest number, 127 or 448, or beyond its negative, it is that number. scale is a positive float. With cells: as ggml's reference does, from numbers rounded to float, and
- * scale is not read. No number may be larger than what d or m hold in float16. */
+/* Quantises a row of finite numbers. Without cells: to[d] = the number of the dtype nearest to row[d] / scale, ties to even. Where that is beyond the
+ * dtype's largest number, 127 or 448, or beyond its negative, it is that number. scale is a positive float. With cells: as ggml's reference does,
+ * from numbers rounded to float, and scale is not read. No number may be larger than what d or m hold in float16. */
 #define BA_QUANTISE(name) void name(void *to, double scale, const double *row, int64_t dim)
 typedef BA_QUANTISE((*ba_quantise_fn));
 
@@ -526,7 +526,7 @@ typedef struct ba_cache_kernels {
     ba_quantise_fn quantise;
     ba_attend_few_fn few;
     ba_attend_few_fn few_beside[BA_CELL_DTYPES]; /* dtypes with cells: `few` by the dtype of V, minus BA_Q8_0; else NULL */
-    ba_order_few_fn order_few; /* NULL: packed queries are in order */
+    ba_order_few_fn order_few;                   /* NULL: packed queries are in order */
     ba_scores_few_fn scores;
     ba_score_heads_fn score_heads; /* NULL, like summarise, for quantised dtypes */
     ba_summarise_fn summarise;

@@ -26,6 +26,7 @@ class Cache:
     def __init__(self, draw: Draw, name: str, shape: tuple[int, ...], dtype: str, used: np.ndarray, garbage: float, hnd: bool):
         rng = draw.rng(name)
         self.dtype, self.scales = dtype, None
+        self.terms = 0.0  # where a value is a difference of two numbers, as in formats of 4 bits: the largest of these
         if dtype in ("int8", "float8_e4m3"):
             bits = rng.integers(0, 256, shape, dtype=np.uint8)
             bits[(bits & 0x7F) == 0x7F] = 0x11
@@ -41,6 +42,8 @@ class Cache:
             heads = (rng.standard_normal((*shape[:3], shape[3] // 32, head)) * (0.02 if dtype == "q8_0" else 0.3)).astype(np.float16)
             blocks = raw.reshape(*heads.shape[:-1], size)
             blocks[..., : 2 * head] = heads.view(np.uint8)
+            if dtype != "q8_0" and heads.size:
+                self.terms = 16 * float(np.abs(heads.astype(np.float64)).max())
             self.values = arrays.numbers_of_rows(raw, dtype)
             blocks[~used, :, : 2 * head] = np.full(head, garbage, np.float16).view(np.uint8)
         else:
@@ -72,8 +75,8 @@ class Case:
         cache_dtype = draw.pick("cache", CACHES, (4, 1, 1, 1, 2, 2))
         cache_dtype = dtype if cache_dtype == "same" or dtype == "float64" else cache_dtype
         formats = cache_dtype, cache_dtype  # of keys and of values
-        if dtype != "float64" and draw.flag("rows", 0.15):
-            formats = draw.pick("rows.k", tuple(arrays.ROWS)), draw.pick("rows.v", tuple(arrays.ROWS))
+        if dtype != "float64" and draw.flag("blocks", 0.15):
+            formats = draw.pick("blocks.k", tuple(arrays.ROWS)), draw.pick("blocks.v", tuple(arrays.ROWS))
         self.cache_dtype = formats[0] if formats[0] == formats[1] else formats
         batch = draw.integer("batch", 0 if regime == "small" else 1, {"small": 4, "long": 2, "chunk": 2}[regime], likely=(1, 2))
         kv_heads = draw.integer("kv_heads", 1, 3)
@@ -176,6 +179,14 @@ class Case:
             "attn_mask": self.mask, "alibi_slopes": self.slopes, **bits,
         }  # fmt: skip
 
+    def roundings(self) -> tuple[float, float]:
+        """What the differences that values are made of add to the allowed errors of outputs and of log-sum-exps."""
+        p = self.problem
+        sums = np.abs(p.q).sum(axis=-1).max(initial=0)
+        score = 2.0**-22 * abs(p.scale) * float(sums) * self.k.terms
+        largest = np.abs(p.v[np.isfinite(p.v)]).max(initial=0)
+        return 4 * score * largest + 2.0**-20 * self.v.terms, 2 * score
+
     def new_options(self) -> dict[str, Any]:
         """The options that cases for `select_and_attend` do not draw: `q_begin`, which it does not take, and options that change no chosen block."""
         p = self.problem
@@ -227,6 +238,8 @@ def run(draw: Draw, listed: bool) -> None:
         out, lse = case.call(draw.rng("order"), with_counts, checks.threads(draw), out=written["out"].array if written else None)
         expected, expected_lse, allowed, allowed_lse = attend(p)
         got = arrays.values_of(out, case.out_dtype)
+        more_out, more_lse = case.roundings()
+        allowed, allowed_lse = allowed + more_out, allowed_lse + more_lse
         if case.kv_split:  # each merge rounds
             merges = 64 * checks.EPSILON[p.real]
             allowed = allowed + merges * (np.abs(expected) + np.abs(p.v[np.isfinite(p.v)]).max(initial=0))

@@ -400,7 +400,7 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     return (vec)((ivec)value | ((bits & 0x80) << 24));
 }
 #endif
-/* The float16 number that p, of any alignment, points to, in every lane. */
+/* The float16 number that p, of any alignment, points to, in every lane. Four bytes can be read there. */
 #ifndef BA_HAVE_V_SPREAD_F16
 BA_INLINE vec NAME(v_spread_f16)(const void *p) {
     uint16_t all[BA_LANES];

@@ -29,9 +29,9 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
 
 #define BA_HAVE_V_SPREAD_F16 1
 BA_INLINE vec NAME(v_spread_f16)(const void *p) {
-    short bits;
+    int bits;
     memcpy(&bits, p, sizeof bits);
-    return (vec)_mm256_cvtph_ps(_mm_set1_epi16(bits));
+    return (vec)_mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
 }
 BA_INLINE void NAME(v_spread_two_f16)(const void *p, vec *one, vec *other) {
     int bits;

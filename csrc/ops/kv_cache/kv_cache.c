@@ -22,8 +22,8 @@ ba_status ba_check_cache(const char *name, const ba_tensor *t, ba_kv_layout layo
     const int64_t cell = ba_cell_bytes(t->dtype);
     if (cell && (t->dims[3] < cell || t->dims[3] % cell || ba_cache_dim(t) > BA_MAX_HEAD_DIM))
         return ba_fail(BA_ERROR_VALUE,
-                       BA_ARG("%s") ": expected a last axis of %" PRId64 " bytes for each 32 dims of %s, and a head dim from 32 to %d, got %s", name, cell,
-                       ba_dtype_name(t->dtype), BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
+                       BA_ARG("%s") ": expected a last axis of %" PRId64 " bytes for each 32 dims of %s, and a head dim from 32 to %d, got %s", name,
+                       cell, ba_dtype_name(t->dtype), BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
     if (!cell && (t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a head dim from 1 to %d, got %s", name, BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
     if (t->dims[token_axis] < 1)

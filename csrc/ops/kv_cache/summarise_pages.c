@@ -56,8 +56,7 @@ static void widen_rows(const ba_summary_call *c, int64_t page, int64_t head, int
     float scales[1024];
     for (int64_t t = 0; t < tokens && c->scale.data; t++) scales[t] = *(const float *)(void *)ba_row_of(&c->scale, sizeof(float), page, head, t);
     const void *packed[1024];
-    c->widen(ba_take(c->scratch + worker * c->scratch_bytes, &used, c->wide_bytes), packed, rows, c->scale.data ? scales : NULL, tokens,
-             c->k.dim);
+    c->widen(ba_take(c->scratch + worker * c->scratch_bytes, &used, c->wide_bytes), packed, rows, c->scale.data ? scales : NULL, tokens, c->k.dim);
     memcpy(rows, packed, (size_t)tokens * sizeof *rows);
 }
 

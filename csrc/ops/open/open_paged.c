@@ -99,8 +99,9 @@ static ba_status check_caches(const ba_paged_args *args, ba_caches *c) {
                        q->dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8, float8_e4m3, q8_0, q4_0 or q4_1",
                        ba_dtype_name(q->dtype), ba_dtype_name(c->dtype));
     if (c->k_dim != q->dims[2] && ba_has_cells(c->dtype))
-        return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected rows of D = %" PRId64 " like " BA_ARG("q") ", got rows of D = %" PRId64 " in %s, %s",
-                       q->dims[2], c->k_dim, ba_dtype_name(c->dtype), ba_shape_text(k).chars);
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("k_cache") ": expected rows of D = %" PRId64 " like " BA_ARG("q") ", got rows of D = %" PRId64 " in %s, %s", q->dims[2],
+                       c->k_dim, ba_dtype_name(c->dtype), ba_shape_text(k).chars);
     if (c->k_dim != q->dims[2])
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected a last axis D = %" PRId64 " like " BA_ARG("q") ", got %s", q->dims[2],
                        ba_shape_text(k).chars);
