@@ -138,10 +138,11 @@ def attend_requests(
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
         kinds = _arrays.dtype_name(rules[0], "out_dtype"), _arrays.dtype_name(rules[1])
-        values, kv_kind = _arrays.of_format(_arrays.readable(v_cache, "v_cache", True), _arrays.kv_dtype_name(rules[2]))
+        kv_kind = _arrays.kv_dtype_name(rules[2])
+        query, keys = _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True)
+        values, kv_kind = _arrays.of_format(_arrays.readable(v_cache, "v_cache", True), kv_kind)
         result = _core.paged_attention(
-            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True),
-            values, *requests, selected, counts, selected_size, sinks, k_scale, v_scale,
+            family.empty, query, keys, values, *requests, selected, counts, selected_size, sinks, k_scale, v_scale,
             kv_ranges, attn_mask, alibi_slopes, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"),
             (*kinds, kv_kind, *rules[3:]),
         )  # fmt: skip
