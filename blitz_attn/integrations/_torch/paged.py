@@ -14,15 +14,15 @@ from .tensors import expect_tensors, integers_of, lowered, torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._paged import call
+    from ..._paged.call import PagedRules, PagedSelectRules
     from ..._types import Array, Integers, Tables
 
-    class PagedRules(call.PagedRules, total=False):
+    class TensorRules(PagedRules, total=False):
         """Options of `paged_attention` here."""
 
         kv_dtype: str | tuple[str, str] | None
 
-    class PagedSelectRules(call.PagedSelectRules, total=False):
+    class TensorSelectRules(PagedSelectRules, total=False):
         """Options of `paged_select_attention` here."""
 
         kv_dtype: str | tuple[str, str] | None
@@ -87,17 +87,17 @@ def _attend(function: str, q: Any, k_cache: Any, v_cache: Any, block_tables: Any
 @overload
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None = None, *,
-    return_lse: Literal[False] = False, **options: Unpack[PagedRules],
+    return_lse: Literal[False] = False, **options: Unpack[TensorRules],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: Literal[True],
-    **options: Unpack[PagedRules],
+    **options: Unpack[TensorRules],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: bool,
-    **options: Unpack[PagedRules],
+    **options: Unpack[TensorRules],
 ) -> Any: ...  # fmt: skip
 @like(numpy_calls.paged_attention, NOT_TAKEN_OF_PAGES)
 def paged_attention(
@@ -147,17 +147,17 @@ def paged_attention(
 @overload
 def paged_select_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
-    return_lse: Literal[False] = False, **options: Unpack[PagedSelectRules],
+    return_lse: Literal[False] = False, **options: Unpack[TensorSelectRules],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_select_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
-    return_lse: Literal[True], **options: Unpack[PagedSelectRules],
+    return_lse: Literal[True], **options: Unpack[TensorSelectRules],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_select_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None, selected: Array, *, return_lse: bool,
-    **options: Unpack[PagedSelectRules],
+    **options: Unpack[TensorSelectRules],
 ) -> Any: ...  # fmt: skip
 @like(numpy_calls.paged_select_attention, NOT_TAKEN_OF_PAGES)
 def paged_select_attention(
