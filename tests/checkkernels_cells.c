@@ -90,8 +90,8 @@ static void check_pack(const subject *s) {
 static void quantise_plainly(ba_dtype dtype, const double *x, unsigned char *cell) {
     float low = (float)x[0], high = (float)x[0], most = 0;
     for (int i = 0; i < 32; i++) {
-        low = fminf(low, (float)x[i]);
-        high = fmaxf(high, (float)x[i]);
+        low = (float)x[i] < low ? (float)x[i] : low; /* of 0 and -0, the first */
+        high = (float)x[i] > high ? (float)x[i] : high;
         if (fabsf((float)x[i]) > fabsf(most)) most = (float)x[i];
     }
     const float d = dtype == BA_Q8_0 ? fabsf(most) / 127 : dtype == BA_Q4_0 ? most / -8 : (high - low) / 15;
