@@ -27,7 +27,7 @@ import _bench  # noqa: F401  (finds the library of this checkout)
 import machine
 from _bench import Contender, Report, checked, columns, command, in_turns, parameters, parser_of, positive, sizes, yes
 from blitz_attn import _core, testing
-from operations import ITEM_BYTES, Decode, draw_decode, memory_available, poison, query_dtype, token_bytes
+from operations import CACHE_DTYPES, CELL_BYTES, ITEM_BYTES, Decode, draw_decode, memory_available, poison, query_dtype, token_bytes
 from other_libraries import DECODE_PEERS, Pieces, Step, UnavailableError, pause
 
 LEVELS = ("L2", "L3", "DRAM")
@@ -101,7 +101,7 @@ def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
     for name, (batch, heads, kv_heads, tokens) in whole:
         for dtype in args.dtypes or ("float16",):  # upstream's dtype
             yield Cell(name, dtype, (tokens,) * batch, heads, kv_heads, args.head_dim, args.page)
-    for level, dtype in itertools.product(() if args.shapes else args.cells, args.dtypes or tuple(ITEM_BYTES)):
+    for level, dtype in itertools.product(() if args.shapes else args.cells, args.dtypes or (*ITEM_BYTES, *CELL_BYTES)):
         kv_heads, each = KV_HEADS.get(level, 8), []
         if level == "ragged":
             each = [RAGGED_LENGTHS]
@@ -192,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--quick", action="store_true", help="3 dtypes, groups 1 and 4, batch 1, 2 repeats, not upstream's cells")
     what.add_argument("--cells", nargs="+", choices=CELLS, help="kinds of cells (all)")
     what.add_argument("--shapes", type=shape, nargs="+", metavar="BxHxHKVxS", help="these problems instead")
-    what.add_argument("--dtypes", nargs="+", choices=tuple(ITEM_BYTES), help="of the caches (all; upstream's cells: float16)")
+    what.add_argument("--dtypes", nargs="+", choices=CACHE_DTYPES, help="of the caches (all except pairs; upstream's cells: float16)")
     what.add_argument("--groups", type=positive, nargs="+", help="query heads per KV head (1 4 8)")
     what.add_argument("--batches", type=positive, nargs="+", help="requests (1 16)")
     what.add_argument("--head-dim", type=positive, default=HEAD_DIM, help="head dimension (%(default)s)")

@@ -259,12 +259,17 @@ def is_feasible(tokens: int, block_shape: tuple[int, int], sparsity: float, fram
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3": 1}
 QUANTISED = ("int8", "float8_e4m3")
+CELL_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # of 32 numbers, with their factors
+PAIRS = {f"{k}+{v}": (k, v) for k in CELL_BYTES for v in CELL_BYTES if k != v}  # formats of K and V
+CACHE_DTYPES = (*ITEM_BYTES, *CELL_BYTES, *PAIRS)
 SCALE_BYTES = 4  # one float32 a token and KV head
 DRAWN_TOKENS = 4099  # tokens drawn at random; a cache repeats them. Prime, so that pages differ
 
 
 def token_bytes(dtype: str, kv_heads: int, head_dim: int) -> int:
     """Bytes of K and V that one token holds, with its scales."""
+    if dtype in CELL_BYTES or dtype in PAIRS:
+        return sum(kv_heads * head_dim // 32 * CELL_BYTES[x] for x in PAIRS.get(dtype, (dtype, dtype)))
     return 2 * kv_heads * (head_dim * ITEM_BYTES[dtype] + (SCALE_BYTES if dtype in QUANTISED else 0))
 
 
@@ -277,7 +282,7 @@ class Cache:
     v: np.ndarray
     memory: np.ndarray  # the bytes of both
     scales: dict[str, np.ndarray] = field(default_factory=dict)  # k_scale and v_scale, where it is quantised
-    bits: dict[str, str] = field(default_factory=dict)  # kv_dtype, where the arrays are bare bits
+    bits: dict[str, Any] = field(default_factory=dict)  # kv_dtype, where the arrays are bare bits
 
     def values(self, which: str, pages: np.ndarray, head: int) -> np.ndarray:
         """The float64 values of one KV head on the listed pages of `which` (k or v), (pages * page_size, D)."""
@@ -285,6 +290,9 @@ class Cache:
         scale = self.scales.get(f"{which}_scale")
         if scale is not None:
             raw = blitz_attn.dequantize_kv(raw, scale[pages, :, head])
+        of = PAIRS.get(self.dtype, (self.dtype, self.dtype))["kv".index(which)]
+        if of in CELL_BYTES:
+            raw = blitz_attn.dequantize_rows(raw, of)
         return testing.to_float64(raw.reshape(-1, raw.shape[-1]), bits_options(raw).get("dtype"))
 
 
@@ -309,17 +317,22 @@ def draw_cache(dtype: str, pages: int, page: int, kv_heads: int, head_dim: int, 
     """A cache of random tokens."""
     rng = np.random.default_rng(seed)
     scales, parts = {}, []
-    for name in ("k", "v"):
+    for name, of in zip("kv", PAIRS.get(dtype, (dtype, dtype)), strict=True):
         drawn = rng.standard_normal((min(DRAWN_TOKENS, pages * page), kv_heads, head_dim), dtype=np.float32)
         if dtype in QUANTISED:
             drawn, scale = blitz_attn.quantize_kv(drawn, dtype)
             scales[f"{name}_scale"] = _fill_pages(_on_a_line((pages, page, kv_heads), scale.dtype), scale)
         else:
-            drawn = testing.round_to(drawn, dtype)
+            drawn = blitz_attn.quantize_rows(drawn, of) if of in CELL_BYTES else testing.round_to(drawn, of)
         parts.append(drawn)
-    memory = _on_a_line((2, pages, page, kv_heads, head_dim), parts[0].dtype)
-    k, v = (_fill_pages(whole, part) for whole, part in zip(memory, parts, strict=True))
-    return Cache(dtype, k, v, memory.view(np.uint8).reshape(-1), scales, {"kv_dtype": dtype} if k.dtype in (np.uint16, np.uint8) else {})
+    sizes = [pages * page * part[0].nbytes for part in parts]
+    memory = _on_a_line((sum(sizes),), np.dtype(np.uint8))
+    k, v = (
+        _fill_pages(whole.view(part.dtype).reshape(pages, page, *part.shape[1:]), part)
+        for whole, part in zip(np.split(memory, [sizes[0]]), parts, strict=True)
+    )
+    bits = {"kv_dtype": PAIRS.get(dtype, dtype)} if k.dtype in (np.uint16, np.uint8) else {}
+    return Cache(dtype, k, v, memory, scales, bits)
 
 
 def draw_tables(lengths: Sequence[int], page: int, pages: int, rng: np.random.Generator) -> np.ndarray:
@@ -343,14 +356,14 @@ class Decode:
     out: np.ndarray
 
     @property
-    def bits(self) -> dict[str, str]:
+    def bits(self) -> dict[str, Any]:
         """The options that name dtypes, if the arrays hold bare bits."""
         return self.cache.bits | bits_options(self.q)
 
     def work(self) -> Work:
         """Reads K, V and their scales once, and counts a multiply and an add per element of K and V for every query head of the group."""
         tokens = int(self.lengths.sum())
-        moved = tokens * token_bytes(self.cache.dtype, *self.cache.k.shape[2:])
+        moved = tokens * token_bytes(self.cache.dtype, self.cache.k.shape[2], self.q.shape[2])
         return Work(4.0 * tokens * self.q.shape[1] * self.q.shape[2], moved, self.call, self.out)
 
     def plan(self, threads: int | None = None, library: ModuleType = blitz_attn) -> blitz_attn.PagedPlan:
@@ -387,7 +400,7 @@ class Decode:
 
 def query_dtype(dtype: str) -> str:
     """The dtype of queries and outputs for a cache of `dtype`."""
-    return "bfloat16" if dtype in QUANTISED else dtype
+    return dtype if ITEM_BYTES.get(dtype, 1) > 1 else "bfloat16"
 
 
 def draw_decode(lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: str, seed: int) -> Decode:

@@ -331,7 +331,7 @@ class Pieces:
     """K and V of a step in one contiguous piece, (B, H_kv, S, D), gathered once for all peers; one piece per request if lengths differ."""
 
     def __init__(self, step: Decode):
-        if step.cache.scales:
+        if step.cache.scales or step.cache.k.dtype == np.uint8:
             raise UnavailableError("no quantised caches")
         self.step = step
         self.ragged = len(set(step.lengths.tolist())) > 1

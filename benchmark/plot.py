@@ -29,6 +29,7 @@ Row = dict[str, Any]
 
 GREY = "#666666"
 DTYPE_COLOURS = {"float32": "#0072B2", "float16": "#56B4E9", "bfloat16": "#009E73", "int8": "#E69F00", "float8_e4m3": "#D55E00"}
+DTYPE_COLOURS |= {"q8_0": "#CC79A7", "q4_0": "#F0E442", "q4_1": "#000000"}
 
 
 def new_figure(width: float, height: float, dpi: int) -> Any:

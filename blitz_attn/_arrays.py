@@ -17,6 +17,7 @@ import numpy as np
 
 from . import _core
 from ._float_mode import in_usual_mode
+from ._formats import CELL_BYTES
 from ._sentences import shown
 
 _core.refuse_masked(np.ma.MaskedArray)  # the memory of such an array has numbers even where its mask hides them
@@ -409,6 +410,25 @@ def bias_for_core(attn_mask: Any, alibi_slopes: Any) -> tuple[Any, Any]:
     """attn_mask and alibi_slopes as the core takes them."""
     mask = None if attn_mask is None else readable(attn_mask, "attn_mask")
     return mask, None if alibi_slopes is None else float32_numbers(alibi_slopes, "alibi_slopes")
+
+
+def kv_dtype_name(kv_dtype: Any) -> Any:
+    """`dtype_name` of the argument kv_dtype, which may be a pair: the names of the formats of keys and of values. Two equal names become
+    one."""
+    if not isinstance(kv_dtype, (tuple, list)):
+        return dtype_name(kv_dtype, "kv_dtype")
+    names = tuple(dtype_name(x, "kv_dtype") for x in kv_dtype)
+    if len(names) != 2 or any(x not in CELL_BYTES for x in names):
+        raise ValueError(f"kv_dtype: expected one dtype, or a pair of 'q8_0', 'q4_0' and 'q4_1' for keys and values, got {shown(kv_dtype)}")
+    return names[0] if names[0] == names[1] else names
+
+
+def of_format(v_cache: Any, kv_dtype: Any) -> tuple[Any, Any]:
+    """A cache of values that is `readable` or `writable`, and kv_dtype as the core takes them: where `kv_dtype` is a pair, the core is told
+    the first of it for the keys, and the second beside the array of values."""
+    if type(kv_dtype) is not tuple:
+        return v_cache, kv_dtype
+    return (v_cache if v_cache is None or type(v_cache) is tuple else (v_cache, kv_dtype[1])), kv_dtype[0]
 
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> Any:

@@ -1,4 +1,4 @@
-"""Number formats that NumPy lacks, in NumPy's integers: bfloat16 and float8 e4m3, between values and bits."""
+"""Number formats that NumPy lacks, in NumPy's integers: bfloat16, float8 e4m3, and rows of ggml's blocks, between values and bits."""
 
 from __future__ import annotations
 
@@ -24,6 +24,28 @@ _E4M3_VALUES = _e4m3_table()
 def e4m3_from_bits(bits: np.ndarray) -> np.ndarray:
     """float32 values of float8 e4m3 bits."""
     return _E4M3_VALUES[bits]
+
+
+CELL_DIMS = 32  # of a block of ggml
+CELL_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}
+
+
+def cells_to_float32(rows: np.ndarray, name: str) -> np.ndarray:
+    """float32 values ``(..., D)`` of rows of q8_0, q4_0 or q4_1, uint8 ``(..., bytes)``."""
+    count = rows.shape[-1] // CELL_BYTES[name]
+    cells = rows.reshape(*rows.shape[:-1], count, CELL_BYTES[name])
+    head = 4 if name == "q4_1" else 2
+    factors = np.ascontiguousarray(cells[..., :head]).view(np.float16).astype(np.float32)
+    packed = cells[..., head:]
+    if name == "q8_0":
+        numbers = packed.view(np.int8)
+    else:
+        numbers = np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int8) - np.int8(8 if name == "q4_0" else 0)
+    with np.errstate(over="ignore", invalid="ignore"):  # factors may be infinite or NaN
+        values = numbers.astype(np.float32) * factors[..., :1]
+        if name == "q4_1":
+            values += factors[..., 1:]
+    return values.reshape(*rows.shape[:-1], count * CELL_DIMS)
 
 
 def bfloat16_bits(x: np.ndarray) -> np.ndarray:

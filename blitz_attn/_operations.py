@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 from . import _core
+from ._formats import CELL_BYTES, CELL_DIMS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -119,5 +120,6 @@ def result_shapes(given: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int,
     """Shapes of the output and of the log-sum-exp, of attention over sequences or over pages. The output has the dtype of q."""
     q = given["q"]
     if "v_cache" in given:
-        return (*q.shape[:-1], given["v_cache"].shape[-1]), tuple(q.shape[:-1])
+        width, cell = given["v_cache"].shape[-1], CELL_BYTES.get((given.get("kv_dtype") or "").rpartition(",")[2])
+        return (*q.shape[:-1], width // cell * CELL_DIMS if cell else width), tuple(q.shape[:-1])
     return sequence_shapes(q, given["v"], given.get("layout", "BNSD"), given.get("num_heads") or 1, given.get("num_kv_heads"))

@@ -58,6 +58,7 @@ Integers = Array | Sequence[SupportsIndex]
 IntOrIntegers = SupportsIndex | Integers
 Numbers = Array | Sequence[SupportsFloat]
 DType = str | type | HasItemsize
+KVDType = DType | tuple[str, str]  # of a cache: of both arrays, or the formats of keys and of values
 
 Tables = Array | tuple[Integers, Integers, Integers]
 Scale = float | Array

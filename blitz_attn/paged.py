@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +19,12 @@ from ._paged.tables import tables_for_core
 from ._sentences import shown
 
 if TYPE_CHECKING:
-    from ._types import Array, ArrayLike, DType, Integers, Scale, Tables
+    from ._types import Array, ArrayLike, DType, Integers, KVDType, Scale, Tables
 
-__all__ = ["PagedPlan", "append_paged_kv", "dequantize_kv", "paged_attention", "paged_select_attention", "quantize_kv"]
+__all__ = [
+    "PagedPlan", "append_paged_kv", "dequantize_kv", "dequantize_rows", "paged_attention", "paged_select_attention", "quantize_kv",
+    "quantize_rows",
+]  # fmt: skip
 
 _QUANTISED = ("int8", "float8_e4m3")
 
@@ -73,9 +77,22 @@ def quantize_kv(x: Array, kv_dtype: DType, *, dtype: DType | None = None) -> tup
     >>> bool((error <= 0.501 * scale[..., None]).all())
     True
     """
-    to, own = _arrays.dtype_name(kv_dtype, "kv_dtype"), _arrays.dtype_name(dtype)
+    to = _arrays.dtype_name(kv_dtype, "kv_dtype")
     if to not in _QUANTISED:
         raise ValueError(f"kv_dtype: expected 'int8' or 'float8_e4m3', got {shown(to)}")
+    array, named = _to_quantise(x, dtype)
+    values, scale = np.empty(array.shape, np.int8 if to == "int8" else np.uint8), np.empty(array.shape[:-1], np.float32)
+    rows = scale.size, array.shape[-1]
+    _core.quantize_kv(
+        array.reshape(rows), values.reshape(rows), scale.reshape(-1), dtype=named,
+        kv_dtype="float8_e4m3" if to == "float8_e4m3" else None,
+    )  # fmt: skip
+    return values, scale
+
+
+def _to_quantise(x: Array, dtype: DType | None) -> tuple[ndarray, str | None]:
+    """The array as the core takes it, with at least one axis, and what to tell the core of its dtype."""
+    own = _arrays.dtype_name(dtype)
     if own is not None and own not in FLOATS:
         raise ValueError(f"dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got {shown(own)}")
     array, kind = floats(x, "x", own, strided=True)
@@ -83,13 +100,7 @@ def quantize_kv(x: Array, kv_dtype: DType, *, dtype: DType | None = None) -> tup
         raise TypeError(f"x: expected {own} as dtype says, got {kind}")
     if array.ndim < 1:
         raise ValueError(f"x: expected shape (..., D), got {array.shape}")
-    values, scale = np.empty(array.shape, np.int8 if to == "int8" else np.uint8), np.empty(array.shape[:-1], np.float32)
-    rows = scale.size, array.shape[-1]
-    _core.quantize_kv(
-        np.require(array, requirements=("C", "A")).reshape(rows), values.reshape(rows), scale.reshape(-1),
-        dtype="bfloat16" if kind == "bfloat16" else None, kv_dtype="float8_e4m3" if to == "float8_e4m3" else None,
-    )  # fmt: skip
-    return values, scale
+    return np.require(array, requirements=("C", "A")), "bfloat16" if kind == "bfloat16" else None
 
 
 def dequantize_kv(values: Array, scale: ArrayLike) -> ndarray:
@@ -138,6 +149,139 @@ def dequantize_kv(values: Array, scale: ArrayLike) -> ndarray:
     return _products(array, kind, np.broadcast_to(factors, rows)[..., None])
 
 
+def quantize_rows(x: Array, kv_dtype: str, *, dtype: DType | None = None) -> ndarray:
+    """Keys or values as rows of llama.cpp's blocks, which hold their scales themselves: 8.5, 5 or 4.5 bits per number.
+
+    A block is 32 numbers of a row: a float16 factor d, for q4_1 then a float16 offset m, and 32 integers n.
+
+    ======  ==============================  ==================  =====
+    format  integers                        number              bytes
+    ======  ==============================  ==================  =====
+    q8_0    -127 to 127, one byte each      ``d * n``           34
+    q4_0    0 to 15, two in each byte       ``d * (n - 8)``     18
+    q4_1    0 to 15, two in each byte       ``d * n + m``       20
+    ======  ==============================  ==================  =====
+
+    Of the 16 bytes of a block of 4-bit integers, byte i has number i in its lower half and number i + 16 in its upper half.
+
+    Parameters
+    ----------
+    x : array
+        ``(..., D)``: float32, float16, bfloat16 or float64; D a multiple of 32. Magnitudes are at most 65504 for q4_1, 8 times as much
+        for q4_0, and 127 times as much for q8_0, since d and m are float16.
+    kv_dtype : {"q8_0", "q4_0", "q4_1"}
+        The format.
+    dtype : str or dtype, optional
+        ``"bfloat16"`` says that a uint16 `x` holds bfloat16 bits. Otherwise only checked.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``(..., D // 32 * bytes)`` uint8: what a cache with ``kv_dtype="q4_0"`` and so on holds.
+
+    Raises
+    ------
+    TypeError
+        `x` is not an array of floats, or not of `dtype`.
+    ValueError
+        `kv_dtype` names another format, D is not a multiple of 32 or above ``2**24``, or `x` has a NaN or a number that is too large.
+
+    See Also
+    --------
+    dequantize_rows : the inverse, up to rounding.
+    quantize_kv : 8 bits with one scale per token and head.
+
+    Notes
+    -----
+    The integers are those of ggml's reference. Numbers are first rounded to float32, and all arithmetic is in float32. q8_0: d is the
+    largest magnitude of the block divided by 127, and n is ``x * (1 / d)``, halves away from 0. q4_0: d is the number of the largest
+    magnitude, with its sign, divided by -8 (the first such number, if several have this magnitude), and n is ``x * (1 / d) + 8.5``
+    rounded down, at most 15. q4_1: m is the smallest number, d the difference of the largest and the smallest divided by 15, and n is
+    ``(x - m) * (1 / d) + 0.5`` rounded down, at most 15. d and m are rounded to float16 after that.
+
+    References
+    ----------
+    ggml, ggml-quants.c, quantize_row_q8_0_ref, quantize_row_q4_0_ref and quantize_row_q4_1_ref.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> x = np.random.default_rng(0).standard_normal((4, 2, 64), dtype=np.float32)
+    >>> rows = blitz_attn.quantize_rows(x, "q4_0")
+    >>> rows.dtype.name, rows.shape
+    ('uint8', (4, 2, 36))
+    >>> error = np.abs(blitz_attn.dequantize_rows(rows, "q4_0") - x)
+    >>> bool(error.max() < np.abs(x).max() / 8)
+    True
+    """
+    to = _format_of_rows(kv_dtype)
+    array, named = _to_quantise(x, dtype)
+    if array.shape[-1] % _formats.CELL_DIMS:
+        raise ValueError(f"x: expected a last axis of a multiple of 32 for {to}, got {array.shape}")
+    width = array.shape[-1] // _formats.CELL_DIMS * _formats.CELL_BYTES[to]
+    rows, count = np.empty((*array.shape[:-1], width), np.uint8), math.prod(array.shape[:-1])
+    _core.quantize_kv(array.reshape(count, array.shape[-1]), rows.reshape(count, width), None, dtype=named, kv_dtype=to)
+    return rows
+
+
+def dequantize_rows(rows: Array, kv_dtype: str) -> ndarray:
+    """The numbers that rows of llama.cpp's blocks stand for.
+
+    Parameters
+    ----------
+    rows : array of uint8
+        ``(..., D // 32 * bytes)``: see `quantize_rows`.
+    kv_dtype : {"q8_0", "q4_0", "q4_1"}
+        The format.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``(..., D)`` float32.
+
+    Raises
+    ------
+    TypeError
+        `rows` has another dtype.
+    ValueError
+        `kv_dtype` names another format, or the last axis is not a multiple of the bytes of a block.
+
+    See Also
+    --------
+    quantize_rows : the inverse, up to rounding.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import blitz_attn
+    >>> x = np.arange(-16, 16, dtype=np.float32)
+    >>> blitz_attn.dequantize_rows(blitz_attn.quantize_rows(x, "q4_0"), "q4_0")[::8].tolist()
+    [-16.0, -8.0, 0.0, 8.0]
+    """
+    of = _format_of_rows(kv_dtype)
+    array, kind = _arrays.host(rows, "rows")
+    size = _formats.CELL_BYTES[of]
+    if kind != "uint8":
+        raise TypeError(f"rows: expected uint8, got {kind}")
+    if array.ndim < 1 or array.shape[-1] % size:
+        raise ValueError(f"rows: expected a last axis of a multiple of {size} bytes for {of}, got {array.shape}")
+    numbers = np.empty((*array.shape[:-1], array.shape[-1] // size * _formats.CELL_DIMS), np.float32)
+    for at in _arrays.pieces(array.shape):
+        numbers[at[:-1]] = _numbers(array[at], of)
+    return numbers
+
+
+def _format_of_rows(kv_dtype: Any) -> str:
+    name: str = _arrays.dtype_name(kv_dtype, "kv_dtype")
+    if name not in _formats.CELL_BYTES:
+        raise ValueError(f"kv_dtype: expected 'q8_0', 'q4_0' or 'q4_1', got {shown(name)}")
+    return name
+
+
+_numbers = in_usual_mode(_formats.cells_to_float32)
+
+
 @in_usual_mode
 def _products(values: ndarray, kind: str, factors: ndarray) -> ndarray:
     numbers = np.empty(values.shape, np.float32)
@@ -168,13 +312,14 @@ def append_paged_kv(
     meanblocks: Array | None = None,
     metadata_block_tables: Array | None = None,
     dtype: DType | None = None,
-    kv_dtype: DType | None = None,
+    kv_dtype: KVDType | None = None,
     num_threads: int | None = None,
 ) -> None:
     """Write the keys and values of new tokens into a paged cache, and update its summaries.
 
-    Numbers are rounded once, to the nearest number of the cache's dtype, ties to even. Either `slot_mapping` says where each token goes, or
-    `block_tables` and `seq_lens` do, as in `paged_attention`: call this function, then `paged_attention` with the same tables and lengths.
+    Numbers are rounded once, to the nearest number of the cache's dtype, ties to even; for caches of llama.cpp's blocks, `quantize_rows`
+    says how. Either `slot_mapping` says where each token goes, or `block_tables` and `seq_lens` do, as in `paged_attention`: call this
+    function, then `paged_attention` with the same tables and lengths.
 
     Parameters
     ----------
@@ -196,10 +341,10 @@ def append_paged_kv(
         each row gets the scale that `quantize_kv` computes. A scale that is one number, or one per head, is only read: ``x / scale`` is
         rounded, and what lies beyond the dtype's largest number, 127 or 448, becomes that number.
     maxblocks, minblocks, meanblocks, metadata_block_tables : array, optional
-        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again; in 8-bit caches, from the quantised
-        keys, in float32. Only with `block_tables`, which must then be an array.
+        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again; in caches of 8 bits and
+        fewer, from the quantised keys, in float32. Only with `block_tables`, which must then be an array.
     dtype, kv_dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, see `paged_attention`.
         If one of the two is bfloat16, it is the default of the other.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`.
@@ -207,8 +352,8 @@ def append_paged_kv(
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong kind, shape or range, two tokens for one slot, or a NaN or an infinity for an 8-bit cache.
-        Nothing has been written then.
+        An argument of the wrong kind, shape or range, two tokens for one slot, or a NaN or an infinity for a cache of 8 bits or fewer, or
+        a number that is too large for it. Nothing has been written then.
 
     Notes
     -----

@@ -16,7 +16,7 @@ import numpy as np
 from . import reference
 from . import sabi as lists
 from ._arrays import dtype_name, integer, number
-from ._testing.paged import QUANTIZED, Paged, make_paged
+from ._testing.paged import QUANTIZED, ROW_FORMATS, Paged, make_paged
 from .reference import round_to, to_float64
 from .sabi import FrameWidths
 
@@ -31,6 +31,7 @@ __all__ = [
     "OUT_ATOL",
     "OUT_RTOL",
     "QUANTIZED",
+    "ROW_FORMATS",
     "BlockGrid",
     "Errors",
     "FrameWidths",

@@ -166,7 +166,8 @@ typedef enum ba_kv_layout {
  * (right-aligned causal), so that query i of q_len sees token j when j <= i + seq_len - q_len. */
 typedef struct ba_paged_args {
     ba_tensor q;                /* (B, H, D), one query per request; with cu_q (T, H, D). float32, float16, bfloat16 or float64 */
-    ba_tensor k_cache, v_cache; /* both of one dtype: float64 with float64 q, else any of float32, float16, bfloat16, int8, float8_e4m3 */
+    ba_tensor k_cache, v_cache; /* both of one dtype: float64 with float64 q, else any of float32, float16, bfloat16, int8, float8_e4m3; or each of
+                                 * q8_0, q4_0 or q4_1, whose last axis counts bytes (BA_Q8_0) */
     ba_tensor k_scale, v_scale; /* float32, the factors of K and of V: one per token and head, in the cache's axes without the last; one per head
                                  * (H_kv,); or one (). Required with int8 and float8_e4m3, else not given */
     ba_kv_layout kv_layout;
@@ -210,7 +211,10 @@ BA_API ba_status ba_paged_attention(const ba_paged_args *args);
 /* Quantises the rows of x (N, D), float32, float16, bfloat16 or float64, for an 8-bit cache; D is at most 2^24. scale (N), float32: the largest
  * magnitude of a row, divided by the largest number of the dtype of `values` (127 or 448); 1 where this quotient is 0, or D is. values (N, D), int8
  * or float8_e4m3: the number of the dtype nearest to x / scale, ties to even. Fails, and writes nothing, where a number is NaN, infinite or too large
- * for such a scale. num_threads 0: what ba_get_num_threads() says. */
+ * for such a scale. num_threads 0: what ba_get_num_threads() says.
+ *
+ * With values of q8_0, q4_0 or q4_1, (N, D / 32 times 34, 18 or 20), there is no scale, and D is a multiple of 32. From x rounded to float32, ggml's
+ * reference (quantize_row_q8_0_ref and so on) makes the same bytes. It fails where a magnitude is above 65504 times 127, 8 or 1. */
 BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads);
 
 /* Writes new tokens, k (T, H_kv, D) and v (T, H_kv, D_v) in float32, float16, bfloat16 or float64, into the caches of `args`, in their dtype. Token t
@@ -219,8 +223,8 @@ BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, con
  * ba_paged_attention(). In 8-bit caches, a scale per token and head is written as ba_quantize_kv() computes it. Scales of fewer axes are read, and
  * what then lies beyond the largest number of the dtype becomes that number. v NULL, and v_cache and v_scale not given: K alone is written. Fails,
  * and writes nothing, where two tokens have one slot, two arrays that are written share memory, or a number for an 8-bit cache is not finite, or too
- * large for a scale that is written. Of the other members of `args`, kv_layout and num_threads are read. k_cache and v_cache may be views of one
- * array. */
+ * large for a scale that is written. Rows of q8_0, q4_0 and q4_1 are as ba_quantize_kv() makes them. Of the other members of `args`, kv_layout and
+ * num_threads are read. k_cache and v_cache may be views of one array. */
 BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int64_t *slots, const ba_paged_args *args);
 
 /* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */
@@ -237,7 +241,7 @@ typedef struct ba_quest_metadata_args {
     int64_t batch;
     ba_tensor metadata_tables;      /* (B, M) int32 or int64 */
     ba_tensor maxblocks, minblocks; /* not given, or written: the largest and the smallest value of each channel;
-                                     * (summary pages, rows, H_kv, D), dtype of k_cache, float32 for int8 and float8_e4m3 */
+                                     * (summary pages, rows, H_kv, D), dtype of k_cache, float32 for those of 8 bits and fewer */
     ba_tensor meanblocks;           /* not given, or written: the mean of each channel, in the same shape. One of the three must be given */
     int num_threads;
 } ba_quest_metadata_args;

@@ -32,6 +32,13 @@ typedef enum ba_dtype {
     BA_INT8,        /* caches of K and V only; needs scales */
     BA_FLOAT8_E4M3, /* caches of K and V only; needs scales. One sign bit, 4 bits of exponent, 3 of mantissa; NaN, but no infinity */
     BA_BOOL,        /* masks only: one byte, 0 or not 0 */
+    /* Formats of llama.cpp's ggml, for caches of K and V only. A row is an array of bytes, 32 dims after 32: a float16 factor d, for q4_1 then a
+     * float16 m, and 32 integers n. q8_0: int8, x = d n; 34 bytes. q4_0: 4 bits each, x = d (n - 8); 18 bytes. q4_1: 4 bits each, x = d n + m; 20
+     * bytes. Of the 16 bytes of 4-bit integers, byte i has that of dim i in its lower half and that of dim i + 16 in its upper half. The last axis of
+     * such an array counts bytes; head dims are multiples of 32. */
+    BA_Q8_0,
+    BA_Q4_0,
+    BA_Q4_1,
     BA_DTYPE_COUNT
 } ba_dtype;
 

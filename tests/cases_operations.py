@@ -142,6 +142,8 @@ def paged(threads):
     new = [np.random.default_rng(6).standard_normal((3, 2, 8)).astype(np.float32) for _ in range(2)]
     quantised, scales = [np.zeros((6, 4, 2, 8), np.int8) for _ in range(2)], [np.zeros((6, 4, 2), np.float32) for _ in range(2)]
     values, scale = blitz_attn.quantize_kv(new[0], "int8")
+    rows_of = np.resize(new[0], (6, 64))
+    packed = blitz_attn.quantize_rows(rows_of, "q4_1")
     slots, append = [3, 17, 9], blitz_attn.append_paged_kv
     kept = [np.zeros((3, 8, 2, 8), np.float32) for _ in range(3)]
     summaries = {"maxblocks": kept[0], "minblocks": kept[1], "meanblocks": kept[2], "metadata_block_tables": np.array([[1], [0], [2]])}
@@ -200,6 +202,8 @@ def paged(threads):
             lambda: append(*new, *quantised, slot_mapping=slots, k_scale=scales[0], v_scale=scales[1]), (*quantised, *scales)
         ),
         "quantize_kv": Operation(lambda: blitz_attn.quantize_kv(new[0], "int8"), refused=lambda: blitz_attn.quantize_kv(new[0], "int9")),
+        "quantize_rows": Operation(lambda: blitz_attn.quantize_rows(rows_of, "q4_1"), refused=lambda: blitz_attn.quantize_rows(rows_of, "q9_0")),
+        "dequantize_rows": Operation(lambda: blitz_attn.dequantize_rows(packed, "q4_1"), refused=lambda: blitz_attn.dequantize_rows(packed, "q8_0")),
         "dequantize_kv": Operation(lambda: blitz_attn.dequantize_kv(values, scale), refused=lambda: blitz_attn.dequantize_kv(values, scale[1:])),
     }
 

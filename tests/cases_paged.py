@@ -13,7 +13,7 @@ DRAFT_LENS, DRAFTS = [1400, 2200, 700, 2100, 30, 2400], [3, 5, 2, 8, 0, 9]
 
 
 def _poisoned_results(case):
-    shape = (*case.q.shape[:2], case.v_cache.shape[-1])
+    shape = (*case.q.shape[:2], case.v_dim)
     return poisoned(shape, case.q), np.full(shape[:2], np.nan, np.float64 if case.dtype == "float64" else np.float32)
 
 

@@ -19,7 +19,17 @@
 
 /* ---- The kernels -------------------------------------------------------------------------------------------------- */
 
-enum { float32 = BA_FLOAT32, float16 = BA_FLOAT16, bfloat16 = BA_BFLOAT16, float64 = BA_FLOAT64, int8 = BA_INT8, float8_e4m3 = BA_FLOAT8_E4M3 };
+enum {
+    float32 = BA_FLOAT32,
+    float16 = BA_FLOAT16,
+    bfloat16 = BA_BFLOAT16,
+    float64 = BA_FLOAT64,
+    int8 = BA_INT8,
+    float8_e4m3 = BA_FLOAT8_E4M3,
+    q8_0 = BA_Q8_0,
+    q4_0 = BA_Q4_0,
+    q4_1 = BA_Q4_1
+};
 
 typedef struct listed {
     const char *name;
@@ -75,7 +85,8 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
 _Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 10 && FUNCTIONS(ba_panel_kernels, attend) == 15 &&
                    FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_routed_kernels, attend) == 5 &&
-                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 9 && FUNCTIONS(ba_probes, flops) == 3,
+                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 9 + BA_CELL_DTYPES &&
+                   FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
 static subject subject_of(const listed *l) {
@@ -862,6 +873,12 @@ static void check_rows_of_family(void *context) {
 static void check_subject(const subject *s) {
     static test_case c;
     seed_by_name(s->name);
+    if (ba_cell_bytes(s->kv_dtype)) {
+        clear_records();
+        guarded_run(check_cells, (void *)(uintptr_t)s, &records[ATTEND]);
+        report(s->name, "", records, KERNELS);
+        return;
+    }
     for (int variant = WIDE; variant < VARIANTS; variant++) {
         if (variant != FEW && s->cache && !s->pack_k) continue; /* these variants run the family's own kernels on K and V of its own dtype */
         if (variant == FEW && !s->few) continue;
@@ -955,6 +972,7 @@ enum { SLICES = 10 }; /* the fastest counts, because anything else that the mach
 /* Times attend over one chunk that stays in cache, on one thread: an upper bound on the speed that a driver can reach. */
 static void bench(const subject *s) {
     static test_case c;
+    if (ba_cell_bytes(s->kv_dtype)) return; /* make_case() draws elements */
     for (int variant = WIDE; variant < VARIANTS; variant++)
         for (int64_t dim = 64; dim <= 128; dim *= 2) {
             if (variant != FEW && s->cache) continue; /* packed, these are rows of the family's own dtype */

@@ -261,6 +261,11 @@ extern record records[KERNELS];
 
 void check_quantise(test_case *c);
 
+/* ---- Rows of cells (checkkernels_cells.c) ----------------------------------------------------------------------------- */
+
+/* Checks the kernels of a cache whose dtype has cells; `context` is a subject. */
+void check_cells(void *context);
+
 /* ---- Biases (checkkernels_bias.c) ------------------------------------------------------------------------------------ */
 
 void check_fill_bias(test_case *c);

@@ -297,7 +297,7 @@ int main(void) {
     return 0;
 }
 """
-    sizes = "float32 4 float16 2 bfloat16 2 float64 8 uint16 2 int16 2 int32 4 int64 8 int8 1 float8_e4m3 1 bool 1 "
+    sizes = "float32 4 float16 2 bfloat16 2 float64 8 uint16 2 int16 2 int32 4 int64 8 int8 1 float8_e4m3 1 bool 1 q8_0 1 q4_0 1 q4_1 1 "
     assert output_of(installed, tmp_path, text) == [sizes, *["unknown 0 unknown unknown 0"] * 4, "-1"]
 
 
@@ -477,7 +477,7 @@ WRONG = [  # call, changes, sentence; from Python, earlier checks would refuse t
     ("g", "g.dattn_mask = g.forward.attn_mask = array(y, BA_BOOL, 2, 2)",
      "dattn_mask: expected none where attn_mask is of bool, got some"),
     ("p", "p.k_cache.dtype = p.v_cache.dtype = BA_INT32",
-     "k_cache: expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got int32"),
+     "k_cache: expected float32, float16, bfloat16, float64, int8, float8_e4m3, q8_0, q4_0 or q4_1, got int32"),
     ("p", "p.kv_layout = (ba_kv_layout)2", "kv_layout: expected NHD or HND, got 2"),
     ("p", "p.block_tables.dtype = BA_FLOAT32", "block_tables: expected int32 or int64, got float32"),
     ("p", "p.seq_lens = NULL", "seq_lens: expected one length per request, got none"),
@@ -510,7 +510,7 @@ WRONG = [  # call, changes, sentence; from Python, earlier checks would refuse t
      "sabi: expected a dtype that holds column 65536, got uint16"),
     ("merge", "out.dims[2] = 1", "out: expected shape (1, 2, 2, 4) like outs[0], got (1, 2, 1, 4)"),
     ("merge", "lse.dtype = BA_FLOAT64", "lse: expected dtype float32 with outs[0] of 32 bits or fewer, got float64"),
-    ("quantize", "bytes.dtype = BA_FLOAT32", "values: expected int8 or float8_e4m3, got float32"),
+    ("quantize", "bytes.dtype = BA_FLOAT32", "values: expected int8, float8_e4m3, q8_0, q4_0 or q4_1, got float32"),
 ]  # fmt: skip
 
 

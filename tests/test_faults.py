@@ -27,7 +27,7 @@ from cases_operations import arrays_of, operations
 
 injected = pytest.mark.skipif(not hasattr(_core, "_fail_allocation"), reason="this build does not fail on request: see make faults")
 NAMES = list(operations())
-BY_NUMPY = ("dequantize_kv",)  # allocates only through NumPy
+BY_NUMPY = ("dequantize_kv", "dequantize_rows")  # allocates only through NumPy
 SMALL_NUMBERS = ("set_num_threads", "get_num_threads")  # return small integers, which Python has allocated already
 sanitizer = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "__lsan_do_recoverable_leak_check") else None
 SEVEN = 7  # outputs are filled with it before calls

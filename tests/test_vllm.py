@@ -242,14 +242,14 @@ class TestEngine:
         assert "error" in cache or "vLLM's own attention runs 3 of 3 layers of a group, because of a cache of fp8_e5m2" in log
 
     def test_a_server(self, models):
-        """`vllm serve` with processes of its own, asked over HTTP."""
+        """The server of `vllm serve`, with processes of its own, asked over HTTP. (The command itself needs a package that is named vllm.)"""
         (ours,), _ = results(models, "llama", {"options": "1"})
         sys.path.insert(0, str(TESTS))
         from vllm_runs import draw_prompts
 
         env = os.environ | {VARIABLE: "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         command = [
-            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", models / "llama", "--dtype", "float32", "--enforce-eager", "--port", "8765",
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", models / "llama", "--dtype", "float32", "--enforce-eager", "--port", "8765",
             "--max-model-len", "1536", "--block-size", "32", "--served-model-name", "tiny",
         ]  # fmt: skip
         with open(models / "server.log", "w") as log:

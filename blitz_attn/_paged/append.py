@@ -46,11 +46,11 @@ def append_tokens(
         raise ValueError("metadata_block_tables: expected the tables of maxblocks, minblocks and meanblocks, got None")
     tables, seq_lens, indptr, last_page_len, q_lens, q_begin, _ = requests
     writable = _arrays.writable
+    new = _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache", True)
+    values, kv_kind = _arrays.of_format(writable(v_cache, "v_cache", True), _arrays.kv_dtype_name(kv_dtype))
     _core.append_paged_kv(
-        _arrays.readable(k, "k"), None if v is None else _arrays.readable(v, "v"), writable(k_cache, "k_cache", True),
-        writable(v_cache, "v_cache", True), slot_mapping, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_layout,
+        *new, values, slot_mapping, tables, seq_lens, indptr, last_page_len, q_lens, q_begin, kv_layout,
         _scales_to_append(k_scale, "k_scale", k_cache), _scales_to_append(v_scale, "v_scale", v_cache), summaries.tables,
-        *(writable(x, name) for name, x in arrays.items()), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype"),
-        num_threads,
+        *(writable(x, name) for name, x in arrays.items()), _arrays.dtype_name(dtype), kv_kind, num_threads,
     )  # fmt: skip
     _arrays.count_writes(k_cache, v_cache, *(x for x in (k_scale, v_scale) if _is_written(x)), *arrays.values())

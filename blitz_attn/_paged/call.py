@@ -9,6 +9,7 @@ from numpy import empty, float32, floating, integer, ndarray, zeros
 from .. import _arrays, _core
 from .._arrays import bias_for_core, is_registered
 from .._floats import FLOATS
+from .._formats import CELL_BYTES, CELL_DIMS
 from .._names import KVLayout
 from .._sentences import rename
 from .tables import tables_for_core
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from typing import TypedDict
 
     from .._block_sparse.call import Outputs
-    from .._types import Array, ArrayLike, DType, Integers, Kind, Scale, Tables
+    from .._types import Array, ArrayLike, Integers, Kind, KVDType, Scale, Tables
 
     # Options that functions take by name, for overloads here and elsewhere.
 
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
         """The options of results, of the order of summation, and of the dtype of caches."""
 
         kv_split: int | None
-        kv_dtype: DType | None
+        kv_dtype: KVDType | None
 
     class PagedOptions(PagedRules, PagedOutputs, total=False):
         """Options of `blitz_attn.paged_attention`."""
@@ -66,6 +67,7 @@ __all__ = ["paged_attention", "paged_select_attention"]
 _CORE_NAMES = {"selected_counts": "counts"}
 _OTHER_FLOATS = ("float64", "float16", "bfloat16")
 _STORED = {name: name for name in ("float32", "float16", "float64", "int8")} | {"bfloat16": "uint16", "float8_e4m3": "uint8"}
+_STORED |= dict.fromkeys(CELL_BYTES, "uint8")
 _NO_REQUESTS = zeros((0, 1), "int32"), (), None, None, None, None, None  # the `requests` of `attend_requests` where there are none
 
 
@@ -135,12 +137,14 @@ def attend_requests(
             )  # fmt: skip
         family = _arrays.family_of(q)
         out, lse_out = _arrays.split_out(out, return_lse)
-        kinds = [_arrays.dtype_name(x, name) for x, name in zip(rules, ("out_dtype", "dtype", "kv_dtype"), strict=False)]
+        kinds = _arrays.dtype_name(rules[0], "out_dtype"), _arrays.dtype_name(rules[1])
+        kv_kind = _arrays.kv_dtype_name(rules[2])
+        query, keys = _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True)
+        values, kv_kind = _arrays.of_format(_arrays.readable(v_cache, "v_cache", True), kv_kind)
         result = _core.paged_attention(
-            family.empty, _arrays.readable(q, "q"), _arrays.readable(k_cache, "k_cache", True),
-            _arrays.readable(v_cache, "v_cache", True), *requests, selected, counts, selected_size, sinks, k_scale, v_scale,
+            family.empty, query, keys, values, *requests, selected, counts, selected_size, sinks, k_scale, v_scale,
             kv_ranges, attn_mask, alibi_slopes, return_lse, _arrays.writable(out, "out"), _arrays.writable(lse_out, "lse"),
-            (*kinds, *rules[3:]),
+            (*kinds, kv_kind, *rules[3:]),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         rename(error, _CORE_NAMES)
@@ -166,11 +170,14 @@ def check_rules(rules: Rules) -> None:
     dtype, kv_dtype = rules.dtype, rules.kv_dtype
     kind = dtype or (kv_dtype if kv_dtype in FLOATS else None) or rules.out_dtype or ("float64" if kv_dtype is None else "float32")
     kind = kind if kind in FLOATS else "float32"  # the call refuses a dtype that it does not know
-    q, cache = (empty(shape, _STORED.get(name, "float32")) for shape, name in (((0, 1, 1), kind), ((0, 1, 1, 1), kv_dtype or kind)))
-    factor = None if kv_dtype is None else 1
+    names = kv_dtype if type(kv_dtype) is tuple else (kv_dtype or kind,) * 2
+    cells = names[0] in CELL_BYTES
+    q = empty((0, 1, CELL_DIMS if cells else 1), _STORED.get(kind, "float32"))
+    k_cache, v_cache = (empty((0, 1, 1, CELL_BYTES.get(name, 1)), _STORED.get(name, "float32")) for name in names)
+    factor = None if kv_dtype is None or cells else 1
     if dtype is None and kind == "bfloat16":
         rules = rules._replace(dtype=kind)  # its bits are stored as uint16
-    attend_requests(q, cache, cache, _NO_REQUESTS, rules, k_scale=factor, v_scale=factor)
+    attend_requests(q, k_cache, v_cache, _NO_REQUESTS, rules, k_scale=factor, v_scale=factor)
 
 
 # ---- Public functions ---------------------------------------------------------------------------------------------
@@ -242,7 +249,8 @@ def paged_attention(
     k_cache, v_cache : array
         ``(pages, page_size, Hkv, D)`` and ``(pages, page_size, Hkv, Dv)``: page_size is at least 1. float64 where `q`
         is float64; else float32, float16, bfloat16, or with scales int8 or float8 e4m3, whatever the dtype of `q`. H must be a multiple of
-        Hkv; query head h reads head ``h // (H // Hkv)``.
+        Hkv; query head h reads head ``h // (H // Hkv)``. Or rows of llama.cpp's blocks, uint8 with the bytes of a row on the last axis, as
+        `quantize_rows` makes them; `kv_dtype` names the format, and D and Dv are multiples of 32.
     block_tables : array of int32 or int64, or tuple
         ``(B, W)`` page numbers; entries beyond a request's length are not read. Or the triple ``(indptr, indices, last_page_len)``:
         request b has the pages ``indices[indptr[b]:indptr[b + 1]]``, and its last page holds ``last_page_len[b]`` tokens.
@@ -291,8 +299,9 @@ def paged_attention(
         Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input. With
         `return_lse`, also a pair ``(out, lse)``, either of which may be None.
     dtype, kv_dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits.
-        `kv_dtype` defaults to `dtype`.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits,
+        and ``"q8_0"``, ``"q4_0"`` or ``"q4_1"`` that they hold such rows. Where keys and values have different ones of these three, a pair:
+        ``("q8_0", "q4_1")``. `kv_dtype` defaults to `dtype`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
     from .._options import PlanChoiceOptions, PlanOptions, PlanSelectOptions
-    from .._types import Array, DType, Integers, JaxArray, Kind, Scale, Source, Tables, Tensor
+    from .._types import Array, DType, Integers, JaxArray, Kind, KVDType, Scale, Source, Tables, Tensor
 
 __all__ = ["PagedPlan"]
 
@@ -101,7 +101,7 @@ class PagedPlan:
         softcap: float | None = None,
         out_dtype: DType | None = None,
         dtype: DType | None = None,
-        kv_dtype: DType | None = None,
+        kv_dtype: KVDType | None = None,
         num_threads: int | None = None,
     ) -> None:
         self.batch: int
@@ -109,7 +109,7 @@ class PagedPlan:
         tables = tables_for_core(block_tables, seq_lens)
         self._tables, self.batch, self.num_queries = open_requests(*tables, q_lens, q_begin, page_size, num_pages, kv_split)
         self._opened = Opened(self._tables[0], _arrays.integer(page_size, "page_size"))
-        kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")
+        kinds = _arrays.dtype_name(out_dtype, "out_dtype"), _arrays.dtype_name(dtype), _arrays.kv_dtype_name(kv_dtype)
         self._rules = Rules(*kinds, scale, kv_layout, window, softcap, num_threads)
         if not (scale is window is softcap is num_threads is None and kinds == _NO_DTYPES and kv_layout is _USUAL_RULES.kv_layout):
             check_rules(self._rules)

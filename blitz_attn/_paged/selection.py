@@ -114,12 +114,13 @@ def select_to_attend(
     kv_layout: Any, k_scale: Any, dtype: Any, kv_dtype: Any, **choice: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The selection of `select_and_attend`. `seq_lens` may be opened page tables, which include the block tables."""
-    size = seq_lens.page_size if isinstance(seq_lens, Opened) else None
+    size, kv_dtype = seq_lens.page_size if isinstance(seq_lens, Opened) else None, _arrays.kv_dtype_name(kv_dtype)
     if isinstance(method, str) and method == "max":
         for name, given in (("source", source), ("metadata_block_tables", metadata_block_tables)):
             if given is not None:
                 raise ValueError(f"{name}: expected None for method 'max', which reads k_cache itself, got {type(given).__name__}")
-        source, tables, of_keys = k_cache, block_tables, {"k_scale": k_scale, "kv_dtype": kv_dtype}
+        of_keys = {"k_scale": k_scale, "kv_dtype": kv_dtype[0] if type(kv_dtype) is tuple else kv_dtype}
+        source, tables = k_cache, block_tables
         names = {"source": "k_cache", "tables": "block_tables", "block_size": "k_cache"}
     else:
         for name, given in (("source", source), ("metadata_block_tables", metadata_block_tables)):
@@ -128,7 +129,7 @@ def select_to_attend(
         tables, of_keys = metadata_block_tables, {"k_scale": None, "kv_dtype": None}
         size = block_size_of(k_cache, kv_layout, "k_cache") if size is None else size
         names = {"tables": "metadata_block_tables", "block_size": "k_cache"}
-    bits = "bfloat16" if "bfloat16" in (_arrays.dtype_name(dtype), _arrays.dtype_name(kv_dtype, "kv_dtype")) else None
+    bits = "bfloat16" if "bfloat16" in (_arrays.dtype_name(dtype), kv_dtype) else None
     try:
         return select_pages(
             q, source, tables, seq_lens, k, method=method, ascending=True, block_size=size, kv_layout=kv_layout, return_scores=False,

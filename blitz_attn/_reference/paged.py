@@ -17,7 +17,9 @@ from . import attend as core
 from .common import delivered, lengths, name_of, per_head, real_of, rounding_of, to_float64, with_options_of
 from .dense import add_biases, begins_of
 
-__all__ = ["dequantize_kv", "paged_attention", "paged_same_precision", "paged_select_attention", "quantize_kv"]
+__all__ = [
+    "dequantize_kv", "dequantize_rows", "paged_attention", "paged_same_precision", "paged_select_attention", "quantize_kv", "quantize_rows",
+]  # fmt: skip
 
 # ---- Cache values -------------------------------------------------------------------------------------------------
 
@@ -37,12 +39,15 @@ LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
 
 def is_e4m3(array: np.ndarray, kv_dtype: Any = None) -> bool:
     """True where an array of a cache holds float8 e4m3 values, as bits or as an ml_dtypes array."""
-    return array.dtype.name.startswith("float8_e4m3") or (array.dtype == np.uint8 and dtype_name(kv_dtype) in (None, "float8_e4m3"))
+    named = None if isinstance(kv_dtype, tuple) else dtype_name(kv_dtype)
+    return array.dtype.name.startswith("float8_e4m3") or (array.dtype == np.uint8 and named in (None, "float8_e4m3"))
 
 
 def cache_to_float64(values: Any, kv_dtype: Any = None) -> np.ndarray:
     """float64 copy of cache entries of any dtype; scales are not applied."""
     array = np.asarray(values)
+    if array.dtype == np.uint8 and kv_dtype in CELL_BYTES:
+        return dequantize_rows(array, kv_dtype)
     if is_e4m3(array, kv_dtype):
         return E4M3_VALUES[np.ascontiguousarray(array).view(np.uint8).reshape(array.shape)]
     return array.astype(np.float64) if array.dtype == np.int8 else to_float64(array, kv_dtype)
@@ -71,6 +76,63 @@ def quantized(wide: np.ndarray, name: str, scale: np.ndarray) -> np.ndarray:
 def dequantize_kv(values, scale):
     """See `blitz_attn.dequantize_kv`."""
     return cache_to_float64(values) * np.asarray(scale, np.float64)[..., None]
+
+
+CELL_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # of 32 numbers
+
+
+def pair_of(kv_dtype: Any) -> tuple[Any, Any]:
+    """The formats of keys and of values."""
+    return tuple(kv_dtype) if isinstance(kv_dtype, (tuple, list)) else (kv_dtype, kv_dtype)
+
+
+def _quotients(x: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """Products in float64 with the float32 reciprocals of d; 0 where there are none."""
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(1) / d
+    return x.astype(np.float64) * np.where((d == 0) | np.isinf(inverse), np.float32(0), inverse)
+
+
+def quantize_rows(x, kv_dtype, *, dtype=None):
+    """See `blitz_attn.quantize_rows`."""
+    name = choice(kv_dtype, "kv_dtype", tuple(CELL_BYTES))
+    wide = to_float64(x, dtype).astype(np.float32)
+    cells = wide.reshape(*wide.shape[:-1], wide.shape[-1] // 32, 32)
+    if name == "q8_0":
+        d = np.abs(cells).max(axis=-1, keepdims=True, initial=0) / np.float32(127)
+        quotients = _quotients(cells, d).astype(np.float32)
+        heads, numbers = [d], (np.trunc(np.abs(quotients) + 0.5) * np.sign(quotients)).astype(np.int8)  # halves away from 0
+    elif name == "q4_0":
+        first = np.abs(cells).argmax(axis=-1)[..., None] if cells.size else np.zeros((*cells.shape[:-1], 1), int)
+        d = (np.take_along_axis(cells, first, axis=-1) + np.float32(0)) / np.float32(-8)  # + 0: -0 counts as 0
+        heads, numbers = [d], np.minimum(15, np.floor(_quotients(cells, d) + 8.5)).astype(np.uint8)
+    else:
+        first = cells.argmin(axis=-1)[..., None] if cells.size else np.zeros((*cells.shape[:-1], 1), int)
+        low = np.take_along_axis(cells, first, axis=-1)  # of 0 and -0, the first; likewise below
+        last = cells.argmax(axis=-1)[..., None] if cells.size else first
+        d = (np.take_along_axis(cells, last, axis=-1) - low) / np.float32(15)
+        quotients = _quotients(cells - low, d).astype(np.float32)
+        heads, numbers = [d, low], np.minimum(15, np.floor(quotients + np.float32(0.5))).astype(np.uint8)
+    if name != "q8_0":
+        numbers = numbers[..., :16] | numbers[..., 16:] << 4
+    halves = [h.astype(np.float16).view(np.uint8) for h in heads]
+    return np.concatenate([*halves, numbers.view(np.uint8)], axis=-1).reshape(*wide.shape[:-1], wide.shape[-1] // 32 * CELL_BYTES[name])
+
+
+def dequantize_rows(rows, kv_dtype):
+    """See `blitz_attn.dequantize_rows`."""
+    name, array = choice(kv_dtype, "kv_dtype", tuple(CELL_BYTES)), np.asarray(rows)
+    count = array.shape[-1] // CELL_BYTES[name]
+    cells = array.reshape(*array.shape[:-1], count, CELL_BYTES[name])
+    d, m = (np.ascontiguousarray(cells[..., i : i + 2]).view(np.float16).astype(np.float64) for i in (0, 2))
+    with np.errstate(invalid="ignore"):
+        if name == "q8_0":
+            values = d * np.ascontiguousarray(cells[..., 2:]).view(np.int8)
+        else:
+            packed = cells[..., 4 if name == "q4_1" else 2 :].astype(np.int64)
+            numbers = np.concatenate([packed % 16, packed // 16], axis=-1)
+            values = d * (numbers - 8) if name == "q4_0" else d * numbers + m
+    return values.reshape(*array.shape[:-1], count * 32)
 
 
 # ---- Gathering pages ----------------------------------------------------------------------------------------------
@@ -124,7 +186,8 @@ def _requests(q: np.ndarray, k_cache: Any, v_cache: Any, block_tables: Any, seq_
     requests = []
     begins = begins_of(o["q_begin"], q_lens, [tokens for _, tokens in tables])
     for (pages, tokens), end, n, begin in zip(tables, np.cumsum(q_lens), q_lens, begins, strict=True):
-        k, v = (gather(x, o[name], o["kv_layout"], kv_dtype, pages, tokens) for x, name in ((k_cache, "k_scale"), (v_cache, "v_scale")))
+        both = zip((k_cache, v_cache), ("k_scale", "v_scale"), pair_of(kv_dtype), strict=True)
+        k, v = (gather(x, o[name], o["kv_layout"], of, pages, tokens) for x, name, of in both)
         ranges = None if o["kv_ranges"] is None else np.asarray(o["kv_ranges"])[end - n : end]
         k, v = (x.astype(q.dtype) for x in (k, v))
         requests.append(core.sequence(q[end - n : end].swapaxes(0, 1), k, v, begin=begin, ranges=ranges, **bounds))
@@ -152,7 +215,9 @@ def _attend(name: str, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, se
                 first += r.q_len
     rules, sinks = core.ScoreRules.of(o), per_head(o["sinks"], "sinks")
     results = [core.attend(r, rules, rounding_of(name), sinks) for r in requests]
-    outs = np.zeros((*wide.shape[:2], np.shape(v_cache)[-1])), np.zeros(wide.shape[:2])
+    v_cell = CELL_BYTES.get(pair_of(o["kv_dtype"])[1])
+    v_dim = np.shape(v_cache)[-1] // v_cell * 32 if v_cell else np.shape(v_cache)[-1]
+    outs = np.zeros((*wide.shape[:2], v_dim)), np.zeros(wide.shape[:2])
     for whole, parts in zip(outs, zip(*results, strict=True), strict=False):
         whole[...] = np.concatenate([x.swapaxes(0, 1) for x in parts])
     return delivered(*outs, o)

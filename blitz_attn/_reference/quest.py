@@ -10,7 +10,19 @@ import numpy as np
 
 from .._arrays import choice, dtype_name
 from .common import round_to, taken_by, to_float64, with_options_of
-from .paged import by_token, gather, is_e4m3, paged_select_attention, quantize_kv, quantized, scale_by_token, tables_of
+from .paged import (
+    CELL_BYTES,
+    by_token,
+    gather,
+    is_e4m3,
+    paged_select_attention,
+    pair_of,
+    quantize_kv,
+    quantize_rows,
+    quantized,
+    scale_by_token,
+    tables_of,
+)  # fmt: skip
 
 __all__ = [
     "append_paged_kv",
@@ -63,7 +75,7 @@ def append_paged_kv(
     """See `blitz_attn.append_paged_kv`. Writes one token at a time, in the dtypes of the caches."""
     page_size = by_token(k_cache, kv_layout).shape[1]
     slots = slot_mapping if slot_mapping is not None else _newest_slots(block_tables, seq_lens, q_lens, page_size)
-    for tokens, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+    for tokens, cache, scale, of in zip((k, v), (k_cache, v_cache), (k_scale, v_scale), pair_of(kv_dtype), strict=True):
         if tokens is None:
             continue
         wide, pages = to_float64(tokens, kv_dtype if dtype is None else dtype), by_token(cache, kv_layout)
@@ -71,6 +83,9 @@ def append_paged_kv(
             if slot < 0:
                 continue
             at = divmod(int(slot), page_size)
+            if scale is None and of in CELL_BYTES:
+                pages[at] = quantize_rows(token, of)
+                continue
             if scale is None:
                 pages[at] = _stored(token, pages.dtype)
                 continue
@@ -85,7 +100,7 @@ def append_paged_kv(
         starts = [n if new == 0 else 0 for n, new in zip(seq_lens, news, strict=True)]
         quest_prefill_metadata(
             k_cache, block_tables, seq_lens, metadata_block_tables, maxblocks, minblocks, start_lens=starts, kv_layout=kv_layout,
-            k_scale=k_scale, dtype=kv_dtype, meanblocks=meanblocks,
+            k_scale=k_scale, dtype=pair_of(kv_dtype)[0], meanblocks=meanblocks,
         )  # fmt: skip
 
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from .._arrays import integer, integers
 from .._reference.common import round_to
-from .._reference.paged import quantize_kv
+from .._reference.paged import CELL_BYTES, pair_of, quantize_kv, quantize_rows
 
 QUANTIZED = ("int8", "float8_e4m3")
+ROW_FORMATS = ("q8_0", "q4_0", "q4_1")
 
 
 class Paged(NamedTuple):
@@ -34,6 +35,12 @@ class Paged(NamedTuple):
     def dtype(self) -> str:
         """The dtype of the queries and the result."""
         return self.options.get("dtype") or self.q.dtype.name
+
+    @property
+    def v_dim(self) -> int:
+        """The last dimension of V."""
+        cell = CELL_BYTES.get(pair_of(self.options.get("kv_dtype"))[1])
+        return self.v_cache.shape[-1] // cell * 32 if cell else self.v_cache.shape[-1]
 
     @property
     def page_size(self) -> int:
@@ -70,7 +77,7 @@ def make_paged(
     head_dim: int,
     v_dim: int | None = None,
     dtype: str = "float32",
-    kv_dtype: str | None = None,
+    kv_dtype: str | tuple[str, str] | None = None,
     kv_layout: str = "NHD",
     seed: int = 0,
     poison: bool = True,
@@ -93,8 +100,9 @@ def make_paged(
         Last dimension of V; default `head_dim`.
     dtype : str
         The dtype of the queries, as in `make_qkv`.
-    kv_dtype : str, optional
-        The dtype of the cache; default `dtype`. ``"int8"`` and ``"float8_e4m3"`` come quantised, the latter as bits, with scales.
+    kv_dtype : str or pair of str, optional
+        The dtype of the cache; default `dtype`. ``"int8"`` and ``"float8_e4m3"`` come quantised, the latter as bits, with scales;
+        ``"q8_0"``, ``"q4_0"``, ``"q4_1"`` and pairs of them come as rows of bytes.
     kv_layout : str
         NHD or HND. No value depends on it.
     seed, table_seed : int
@@ -135,18 +143,19 @@ def make_paged(
     tables, pages = _random_tables(used, table_seed, index_dtype, poison)
     options: dict[str, Any] = {"kv_layout": kv_layout}
     caches = []
-    for name, dim in (("k_scale", head_dim), ("v_scale", v_dim)):
+    for name, dim, of in zip(("k_scale", "v_scale"), (head_dim, v_dim), pair_of(kv_dtype), strict=True):
         tokens = [rng.standard_normal((n, kv_heads, dim), dtype=np.float32) for n in lengths]
         values: list[Any]
-        if kv_dtype in QUANTIZED:
-            pairs = [quantize_kv(x, kv_dtype) for x in tokens]
+        if of in QUANTIZED:
+            pairs = [quantize_kv(x, of) for x in tokens]
             values = [x for x, _ in pairs]
             scale = np.full((pages, page_size, kv_heads), np.nan if poison else 1.0, np.float32)
             _scatter(scale, tables, [s for _, s in pairs])
             options[name] = _in_layout(scale, kv_layout)
         else:
-            values = [round_to(x, kv_dtype) for x in tokens]
-        cache = np.full((pages, page_size, kv_heads, dim), _filling(kv_dtype, poison))
+            values = [quantize_rows(x, of) if of in ROW_FORMATS else round_to(x, of) for x in tokens]
+        width = dim // 32 * CELL_BYTES[of] if of in ROW_FORMATS else dim
+        cache = np.full((pages, page_size, kv_heads, width), _filling(of, poison))
         _scatter(cache, tables, values)
         caches.append(_in_layout(cache, kv_layout))
     if q_lens is not None:
@@ -173,8 +182,8 @@ def _random_tables(used: np.ndarray, seed: int, index_dtype: str, poison: bool) 
 def _filling(kv_dtype: str, poison: bool) -> Any:
     if kv_dtype == "int8":
         return np.int8(-128 if poison else 0)
-    if kv_dtype == "float8_e4m3":
-        return np.uint8(0x7F if poison else 0)  # 0x7F is NaN
+    if kv_dtype == "float8_e4m3" or kv_dtype in ROW_FORMATS:
+        return np.uint8(0x7F if poison else 0)  # 0x7F is NaN, and 0x7F7F as float16
     return round_to(np.nan if poison else 0.0, kv_dtype)
 
 

@@ -52,7 +52,10 @@ int64_t ba_dtype_size(ba_dtype dtype) {
     case BA_INT16: return 2;
     case BA_INT8:
     case BA_FLOAT8_E4M3:
-    case BA_BOOL: return 1;
+    case BA_BOOL:
+    case BA_Q8_0:
+    case BA_Q4_0:
+    case BA_Q4_1: return 1;
     default: return 0;
     }
 }
@@ -68,8 +71,8 @@ ba_tensor ba_contiguous(const void *data, ba_dtype dtype, int ndim, const int64_
 }
 
 const char *ba_dtype_name(ba_dtype dtype) {
-    static const char *const names[BA_DTYPE_COUNT] = {"float32", "float16", "bfloat16", "float64",     "uint16", "int16",
-                                                      "int32",   "int64",   "int8",     "float8_e4m3", "bool"};
+    static const char *const names[BA_DTYPE_COUNT] = {"float32", "float16", "bfloat16",    "float64", "uint16", "int16", "int32",
+                                                      "int64",   "int8",    "float8_e4m3", "bool",    "q8_0",   "q4_0",  "q4_1"};
     return (unsigned)dtype < BA_DTYPE_COUNT ? names[dtype] : "unknown";
 }
 

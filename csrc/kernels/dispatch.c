@@ -24,7 +24,10 @@ static void build(void) {
             bfloat16 = BA_BFLOAT16,
             float64 = BA_FLOAT64,
             int8 = BA_INT8,
-            float8_e4m3 = BA_FLOAT8_E4M3
+            float8_e4m3 = BA_FLOAT8_E4M3,
+            q8_0 = BA_Q8_0,
+            q4_0 = BA_Q4_0,
+            q4_1 = BA_Q4_1
         };
 #define BA_FAMILY(from, dtype)                                                                                                                       \
     if ((int)ba_attend_##from##_##dtype.isa <= level && ba_attend_##from##_##dtype.isa <= detected) {                                                \
@@ -94,6 +97,9 @@ int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa *imple
         {"cache_float64", cache_isa, BA_FLOAT64},
         {"cache_int8", cache_isa, BA_INT8},
         {"cache_float8_e4m3", cache_isa, BA_FLOAT8_E4M3},
+        {"cache_q8_0", cache_isa, BA_Q8_0},
+        {"cache_q4_0", cache_isa, BA_Q4_0},
+        {"cache_q4_1", cache_isa, BA_Q4_1},
     };
     if ((unsigned)level >= BA_ISA_COUNT || index < 0) return 0;
     const ba_kernels *table = ba_kernels_at(level);

@@ -15,6 +15,7 @@
  * Glossary of csrc/kernels and csrc/ops: words with a sense of their own. Files that choose blocks for prefill have some more
  * (ops/select/select_prefill_call.h).
  *
+ *     cell         of a row of q8_0, q4_0 or q4_1: 32 dims, which have a factor of their own (BA_Q8_0 in blitz_attn_types.h). ggml says block
  *     real         the type of accumulators: double for float64, float for every other dtype
  *     row          the elements of one token and head: head_dim of Q or K, v_dim of V, the output or a gradient. All else that stands in rows is
  *                  named in full: list rows, block rows, rows of accumulators
@@ -89,7 +90,17 @@ enum {
     BA_ALIGN = 64,            /* bytes: panels, accumulators and scratch start at a multiple of this */
     BA_PAGE = 4096,           /* bytes: addresses that lie a multiple of this apart compete for the same lines of the first-level cache */
     BA_FLOAT_DTYPES = 4,      /* BA_FLOAT32 .. BA_FLOAT64 */
+    BA_CELL_DIMS = 32,
+    BA_CELL_DTYPES = BA_DTYPE_COUNT - BA_Q8_0, /* BA_Q8_0 .. BA_Q4_1 */
+    BA_Q8_0_BYTES = 34,                        /* of a cell */
+    BA_Q4_0_BYTES = 18,
+    BA_Q4_1_BYTES = 20,
 };
+
+/* The bytes of a cell; 0 for dtypes without cells. */
+static inline int64_t ba_cell_bytes(ba_dtype dtype) {
+    return dtype == BA_Q8_0 ? BA_Q8_0_BYTES : dtype == BA_Q4_0 ? BA_Q4_0_BYTES : dtype == BA_Q4_1 ? BA_Q4_1_BYTES : 0;
+}
 
 /* Scores are in log2 units: natural ones times this. */
 #define BA_LOG2_E 0x1.71547652b82fep+0
@@ -504,8 +515,9 @@ typedef BA_SUMMARISE((*ba_summarise_fn));
 #define BA_MAGNITUDE(name) double name(const double *row, int64_t dim)
 typedef BA_MAGNITUDE((*ba_magnitude_fn));
 
-/* Quantises a row of finite numbers: to[d] = the number of the dtype nearest to row[d] / scale, ties to even. Where that is beyond the dtype's
- * largest number, 127 or 448, or beyond its negative, it is that number. scale is a positive float. */
+/* Quantises a row of finite numbers. Without cells: to[d] = the number of the dtype nearest to row[d] / scale, ties to even. Where that is beyond the
+ * dtype's largest number, 127 or 448, or beyond its negative, it is that number. scale is a positive float. With cells: as ggml's reference does,
+ * from numbers rounded to float, and scale is not read. No number may be larger than what d or m hold in float16. */
 #define BA_QUANTISE(name) void name(void *to, double scale, const double *row, int64_t dim)
 typedef BA_QUANTISE((*ba_quantise_fn));
 
@@ -521,7 +533,8 @@ typedef struct ba_cache_kernels {
     ba_magnitude_fn magnitude; /* NULL, like quantise, in float dtypes */
     ba_quantise_fn quantise;
     ba_attend_few_fn few;
-    ba_order_few_fn order_few; /* NULL: packed queries are in order */
+    ba_attend_few_fn few_beside[BA_CELL_DTYPES]; /* dtypes with cells: `few` by the dtype of V, minus BA_Q8_0; else NULL */
+    ba_order_few_fn order_few;                   /* NULL: packed queries are in order */
     ba_scores_few_fn scores;
     ba_score_heads_fn score_heads; /* NULL, like summarise, for quantised dtypes */
     ba_summarise_fn summarise;

@@ -65,8 +65,8 @@ ba_status ba_check_float(const char *name, const ba_tensor *t) {
 }
 
 ba_status ba_check_cache_dtype(const char *name, const ba_tensor *t) {
-    if (ba_is_float(t->dtype) || ba_is_quantised(t->dtype)) return BA_OK;
-    return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected float32, float16, bfloat16, float64, int8 or float8_e4m3, got %s", name,
+    if (ba_is_float(t->dtype) || ba_is_quantised(t->dtype) || ba_has_cells(t->dtype)) return BA_OK;
+    return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected float32, float16, bfloat16, float64, int8, float8_e4m3, q8_0, q4_0 or q4_1, got %s", name,
                    ba_dtype_name(t->dtype));
 }
 

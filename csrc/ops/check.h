@@ -8,7 +8,10 @@
 
 static inline bool ba_given(const ba_tensor *t) { return t->data != NULL || t->ndim != 0; }
 static inline bool ba_is_float(ba_dtype dtype) { return dtype == BA_FLOAT32 || dtype == BA_FLOAT16 || dtype == BA_BFLOAT16 || dtype == BA_FLOAT64; }
+/* Dtypes that need scales beside their numbers. */
 static inline bool ba_is_quantised(ba_dtype dtype) { return dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3; }
+/* Formats of rows that consist of cells, which hold their factors themselves. */
+static inline bool ba_has_cells(ba_dtype dtype) { return dtype >= BA_Q8_0 && dtype <= BA_Q4_1; }
 
 /* The dtype of "reals", in which a dtype's sums are computed: float64 for float64, float32 for all others. */
 static inline ba_dtype ba_real_of(ba_dtype dtype) { return dtype == BA_FLOAT64 ? BA_FLOAT64 : BA_FLOAT32; }
@@ -29,7 +32,7 @@ ba_text ba_number_text(double number, ba_dtype dtype);
  * and its span are below 2^63 bytes, so that no later product of dims and strides overflows. */
 ba_status ba_check_extent(const char *name, const ba_tensor *t);
 
-/* Check that the dtype is a float dtype; for a cache, a float dtype or a quantised one. */
+/* Check that the dtype is a float dtype; for a cache, a float dtype, a quantised one or one of cells. */
 ba_status ba_check_float(const char *name, const ba_tensor *t);
 ba_status ba_check_cache_dtype(const char *name, const ba_tensor *t);
 

@@ -27,12 +27,13 @@ typedef struct ba_kv_split {
 } ba_kv_split;
 
 typedef struct ba_problem {
-    ba_dtype dtype, kv_dtype; /* of q, and of out unless that is unrounded; of k and v */
+    ba_dtype dtype, k_dtype, v_dtype; /* of q, and of out unless that is unrounded; of k; of v, which is that of k unless both have cells */
     int64_t element_size, kv_element_size, out_element_size;
     bool unrounded;                        /* out is of reals, whatever the dtype of q */
     int64_t batch, heads, kv_heads, group; /* group = heads / kv_heads */
     int64_t q_len, kv_len;                 /* the length of the batch entries (BA_TND and paged: of the longest sequence) */
     int64_t head_dim, v_dim;
+    int64_t k_width, v_width; /* elements of kv_element_size bytes in a row of k and v: the dims, or where rows have cells their bytes */
     double scale;
     double softcap;     /* 0: none. Else it bounds the scaled scores */
     const float *sinks; /* NULL: none. Else [heads]: one score per head that takes part in the softmax without a value */

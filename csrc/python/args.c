@@ -220,7 +220,7 @@ int arg_dtype(PyObject *object, const char *name, arg_role role, ba_dtype *value
         *value = (ba_dtype)dtype;
         return 0;
     }
-    const char *rest = role == ARG_CACHE ? ", 'float64', 'int8' or 'float8_e4m3'" : " or 'float64'";
+    const char *rest = role == ARG_CACHE ? ", 'float64', 'int8', 'float8_e4m3', 'q8_0', 'q4_0' or 'q4_1'" : " or 'float64'";
     return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected 'float32', 'float16', 'bfloat16'%s, got %R", name, rest, object);
 }
 

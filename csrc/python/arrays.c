@@ -201,7 +201,7 @@ static const char *const role_text[] = {
 bool arg_role_takes(arg_role role, ba_dtype dtype) {
     switch (role) {
     case ARG_FLOATS: return dtype <= BA_FLOAT64;
-    case ARG_CACHE: return dtype <= BA_FLOAT64 || dtype == BA_INT8 || dtype == BA_FLOAT8_E4M3;
+    case ARG_CACHE: return dtype <= BA_FLOAT64 || ba_is_quantised(dtype) || ba_has_cells(dtype);
     case ARG_REALS: return dtype == BA_FLOAT32 || dtype == BA_FLOAT64;
     case ARG_SCALES: return dtype == BA_FLOAT32;
     case ARG_MASK: return dtype <= BA_FLOAT64 || dtype == BA_BOOL;
@@ -211,7 +211,7 @@ bool arg_role_takes(arg_role role, ba_dtype dtype) {
     }
 }
 
-ba_dtype arg_bits(ba_dtype dtype) { return dtype == BA_BFLOAT16 || dtype == BA_FLOAT8_E4M3 ? dtype : BA_UINT16; }
+ba_dtype arg_bits(ba_dtype dtype) { return dtype == BA_BFLOAT16 || dtype == BA_FLOAT8_E4M3 || ba_has_cells(dtype) ? dtype : BA_UINT16; }
 
 /* The name of the array's element type in a sentence: str(object.dtype), or the buffer format where there is no dtype. */
 static PyObject *element_text(PyObject *object, const arg_array *array) {
@@ -280,7 +280,7 @@ static int set_tensor(arg_array *array, const raw_array *raw, ba_dtype dtype, bo
 int arg_hold(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array) {
     const bool is_value = role == ARG_FLOATS || role == ARG_CACHE;
     if ((is_value || role == ARG_MASK) && PyTuple_Check(object) && PyTuple_Size(object) == 2) { /* (bits, dtype name) */
-        static const ba_dtype tags[] = {BA_BFLOAT16, BA_FLOAT8_E4M3};
+        static const ba_dtype tags[] = {BA_BFLOAT16, BA_FLOAT8_E4M3, BA_Q8_0, BA_Q4_0, BA_Q4_1};
         PyObject *pair = object, *tag = PyTuple_GetItem(pair, 1);
         for (size_t i = 0; PyUnicode_Check(tag) && i < sizeof tags / sizeof *tags; i++) {
             if (PyUnicode_CompareWithASCIIString(tag, ba_dtype_name(tags[i])) != 0) continue;
@@ -299,7 +299,7 @@ int arg_hold(module_state *state, PyObject *object, const char *name, arg_role r
         const char *hint = "";
         if (is_value && dtype == BA_UINT16) hint = " (dtype=\"bfloat16\" reads uint16 as bfloat16 bits)";
         if (role == ARG_CACHE && raw.kind == KIND_UINT && raw.size == 1)
-            hint = " (for uint8 that holds float8 bits, pass kv_dtype=\"float8_e4m3\", or dtype= where there is no kv_dtype)";
+            hint = " (kv_dtype=, or dtype= where there is no kv_dtype, says what uint8 holds, such as \"float8_e4m3\" or \"q8_0\")";
         if (role == ARG_INDICES && dtype == BA_BOOL)
             hint = " (blitz_attn.sabi.from_block_mask makes a list from a mask over blocks, from_token_mask from one over tokens)";
         arg_fail_elements(object, array, role_text[role], hint);

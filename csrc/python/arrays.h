@@ -25,7 +25,7 @@ typedef struct module_state {
 /* What an argument is. The first ones are arrays of certain dtypes. */
 typedef enum arg_role {
     ARG_FLOATS,        /* float32, float16, bfloat16, float64; the last axis contiguous */
-    ARG_CACHE,         /* the dtypes of ARG_FLOATS, int8 and float8_e4m3; the last axis contiguous */
+    ARG_CACHE,         /* the dtypes of ARG_FLOATS, int8, float8_e4m3 and those of cells; the last axis contiguous */
     ARG_REALS,         /* float32, float64 */
     ARG_SCALES,        /* float32 */
     ARG_INDICES,       /* uint16, int16, int32, int64 */
@@ -63,8 +63,8 @@ typedef struct arg_array {
 } arg_array;
 
 /* Holds `object` in `array`; on failure, `array` holds nothing. `object` exports the buffer protocol or DLPack (CPU memory), or is a pair
- * (array of 16-bit integers, "bfloat16") or (array of 8-bit integers, "float8_e4m3"). `bits_as` says how plain uint16 or uint8 arrays are
- * read: as BA_BFLOAT16, as BA_FLOAT8_E4M3, or, with BA_UINT16, as the integers that they are. */
+ * (array of 16-bit integers, "bfloat16") or (array of 8-bit integers, "float8_e4m3", "q8_0", "q4_0" or "q4_1"). `bits_as` says how plain uint16
+ * or uint8 arrays are read: as such a dtype, or, with BA_UINT16, as the integers that they are. */
 int arg_hold(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array);
 
 /* The same for an array that will be written. It must be writable. (The library refuses one whose elements share memory.) */

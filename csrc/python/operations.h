@@ -142,7 +142,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 #define QUANTIZE_KV(A, O, T) \
     A(T, x,             FLOATS,       0,            x) \
     A(T, values,        CACHE,        ARG_WRITTEN,  values) \
-    A(T, scale,         SCALES,       ARG_WRITTEN,  scale) \
+    A(T, scale,         SCALES,       ARG_WRITTEN | ARG_OPTIONAL, scale) \
     O(T, dtype, DTYPE) \
     O(T, kv_dtype, KV_DTYPE)
 

@@ -64,6 +64,22 @@ def float8_values(bits: np.ndarray) -> np.ndarray:
     return np.where(bits & 0x7F == 0x7F, np.nan, np.where(bits >> 7, -size, size))
 
 
+ROWS = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # bytes of 32 numbers of llama.cpp's formats
+
+
+def numbers_of_rows(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """The numbers that the bytes of rows stand for: 32 after 32, a factor in float16, for q4_1 then an offset, and the integers."""
+    blocks = np.ascontiguousarray(rows).reshape(*rows.shape[:-1], rows.shape[-1] // ROWS[dtype], ROWS[dtype])
+    head = 4 if dtype == "q4_1" else 2
+    factor, integers = np.ascontiguousarray(blocks[..., :head]).view(np.float16).astype(np.float64), blocks[..., head:].astype(np.int64)
+    if dtype == "q8_0":
+        integers = np.where(integers > 127, integers - 256, integers)
+    else:
+        integers = np.concatenate([integers & 15, integers >> 4], axis=-1) - (8 if dtype == "q4_0" else 0)
+    numbers = factor[..., :1] * integers + (factor[..., 1:] if dtype == "q4_1" else 0)
+    return numbers.reshape(*rows.shape[:-1], blocks.shape[-2] * 32)
+
+
 def values_of(array: Any, dtype: str) -> np.ndarray:
     """A result of the package, which may be any kind of array, as float64."""
     if type(array).__module__.partition(".")[0] == "torch":

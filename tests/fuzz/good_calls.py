@@ -259,6 +259,16 @@ def _quantize(a: Arena, v: int) -> dict[str, Any]:
     return call | ({"x": a.integers(np.arange(48).reshape(3, 2, 8), "uint16"), "dtype": "bfloat16"} if v & 4 else {})
 
 
+def _quantize_rows(a: Arena, v: int) -> dict[str, Any]:
+    call = {"x": a.floats(3, 2, 32, dtype=("float32", "float16")[v % 2]), "kv_dtype": ("q8_0", "q4_0", "q4_1")[v // 2 % 3]}
+    return call | ({"x": a.integers(np.arange(192).reshape(3, 2, 32), "uint16"), "dtype": "bfloat16"} if v % 7 == 6 else {})
+
+
+def _dequantize_rows(a: Arena, v: int) -> dict[str, Any]:
+    name, size = (("q8_0", 34), ("q4_0", 18), ("q4_1", 20))[v % 3]
+    return {"rows": a.integers(np.arange(6 * size).reshape(3, 2, size) % 60, "uint8"), "kv_dtype": name}
+
+
 def _dequantize(a: Arena, v: int) -> dict[str, Any]:
     return {"values": a.integers(np.arange(48).reshape(3, 2, 8), ("int8", "uint8")[v % 2]), "scale": a.floats(3, 2)}
 
@@ -575,6 +585,8 @@ GROUPS: dict[str, dict[str, Good]] = {
         ),
         "append_paged_kv": Good(blitz_attn.append_paged_kv, _append, _APPENDED, names=("indptr", "indices", "last_page_len")),
         "quantize_kv": Good(blitz_attn.quantize_kv, _quantize),
+        "quantize_rows": Good(blitz_attn.quantize_rows, _quantize_rows),
+        "dequantize_rows": Good(blitz_attn.dequantize_rows, _dequantize_rows),
         "dequantize_kv": Good(blitz_attn.dequantize_kv, _dequantize),
         "PagedPlan": Good(blitz_attn.PagedPlan, _plan, names=("indptr", "indices", "last_page_len")),
         "PagedPlan.append": Good(method(_made_plan, "append"), _append_by_plan, _APPENDED, names=_OF_PLAN),

@@ -26,6 +26,7 @@ class Cache:
     def __init__(self, draw: Draw, name: str, shape: tuple[int, ...], dtype: str, used: np.ndarray, garbage: float, hnd: bool):
         rng = draw.rng(name)
         self.dtype, self.scales = dtype, None
+        self.terms = 0.0  # where a value is a difference of two numbers, as in formats of 4 bits: the largest of these
         if dtype in ("int8", "float8_e4m3"):
             bits = rng.integers(0, 256, shape, dtype=np.uint8)
             bits[(bits & 0x7F) == 0x7F] = 0x11
@@ -35,6 +36,16 @@ class Cache:
             self.values = numbers * scales[..., None].astype(np.float64)
             scales[~used] = garbage
             self.scales = scales.swapaxes(1, 2).copy() if hnd else scales
+        elif dtype in arrays.ROWS:
+            size, head = arrays.ROWS[dtype], 2 if dtype == "q4_1" else 1
+            raw = rng.integers(0, 256, (*shape[:3], shape[3] // 32 * size), dtype=np.uint8)
+            heads = (rng.standard_normal((*shape[:3], shape[3] // 32, head)) * (0.02 if dtype == "q8_0" else 0.3)).astype(np.float16)
+            blocks = raw.reshape(*heads.shape[:-1], size)
+            blocks[..., : 2 * head] = heads.view(np.uint8)
+            if dtype != "q8_0" and heads.size:
+                self.terms = 16 * float(np.abs(heads.astype(np.float64)).max())
+            self.values = arrays.numbers_of_rows(raw, dtype)
+            blocks[~used, :, : 2 * head] = np.full(head, garbage, np.float16).view(np.uint8)
         else:
             self.values = arrays.rounded(rng.standard_normal(shape) * draw.pick(f"{name}.spread", (1, 0.02, 8)), dtype)
             filled = self.values.copy()
@@ -63,12 +74,17 @@ class Case:
         dtype = draw.pick("dtype", arrays.FLOATS)
         cache_dtype = draw.pick("cache", CACHES, (4, 1, 1, 1, 2, 2))
         cache_dtype = dtype if cache_dtype == "same" or dtype == "float64" else cache_dtype
-        self.cache_dtype = cache_dtype
+        formats = cache_dtype, cache_dtype  # of keys and of values
+        if dtype != "float64" and draw.flag("blocks", 0.15):
+            formats = draw.pick("blocks.k", tuple(arrays.ROWS)), draw.pick("blocks.v", tuple(arrays.ROWS))
+        self.cache_dtype = formats[0] if formats[0] == formats[1] else formats
         batch = draw.integer("batch", 0 if regime == "small" else 1, {"small": 4, "long": 2, "chunk": 2}[regime], likely=(1, 2))
         kv_heads = draw.integer("kv_heads", 1, 3)
         group = draw.integer("group", 1, 9, likely=(1, 2, 4, 8))
         dim = draw.integer("dim", 1, 576 if regime == "small" else 64, likely=(8, 16, 32, 64, 128))
         v_dim = dim if draw.pick("v_dim.same", (True, False)) else draw.integer("v_dim", 1, 160, likely=(16, 64, 128))
+        if formats[0] in arrays.ROWS:
+            dim, v_dim = -(-dim // 32) * 32, -(-v_dim // 32) * 32
         size = draw.integer("page_size", 1, 64, likely=(1, 4, 16, 32))
         longest = {"small": 80, "long": 3000, "chunk": 300}[regime]
         lens = np.array([draw.integer(f"seq_lens[{b}]", 0, longest, likely=(1, longest, 256, 257, 2048, 2049)) for b in range(batch)], np.int64)
@@ -113,8 +129,8 @@ class Case:
         garbage = draw.pick("garbage", (0, 1, 2))
         self.hnd = draw.pick("kv_layout", ("NHD", "HND")) == "HND"
         all_used = np.repeat(used[..., None], kv_heads, axis=2)
-        self.k = Cache(draw, "k_cache", (pages, size, kv_heads, dim), cache_dtype, all_used, GARBAGE[garbage], self.hnd)
-        self.v = Cache(draw, "v_cache", (pages, size, kv_heads, v_dim), cache_dtype, all_used, GARBAGE[garbage], self.hnd)
+        self.k = Cache(draw, "k_cache", (pages, size, kv_heads, dim), formats[0], all_used, GARBAGE[garbage], self.hnd)
+        self.v = Cache(draw, "v_cache", (pages, size, kv_heads, v_dim), formats[1], all_used, GARBAGE[garbage], self.hnd)
         p.k, p.v = self.k.values, self.v.values
         self.tables: tuple[Any, Any] = (arrays.page_table(draw, "block_tables", own).array, lens)
         if not newest and draw.pick("tables", ("matrix", "triple")) == "triple":
@@ -153,7 +169,7 @@ class Case:
         p, bits = self.problem, {}
         if p.dtype == "bfloat16":
             bits["dtype"] = "bfloat16"
-        if self.cache_dtype in ("bfloat16", "float8_e4m3"):
+        if self.cache_dtype in ("bfloat16", "float8_e4m3", *arrays.ROWS) or isinstance(self.cache_dtype, tuple):
             bits["kv_dtype"] = self.cache_dtype
         elif p.dtype == "bfloat16":
             bits["kv_dtype"] = None
@@ -162,6 +178,14 @@ class Case:
             "k_scale": self.k.scales, "v_scale": self.v.scales, "q_lens": p.q_lens if self.ragged else None, "kv_ranges": self.ranges,
             "attn_mask": self.mask, "alibi_slopes": self.slopes, **bits,
         }  # fmt: skip
+
+    def roundings(self) -> tuple[float, float]:
+        """What the differences that values are made of add to the allowed errors of outputs and of log-sum-exps."""
+        p = self.problem
+        sums = np.abs(p.q).sum(axis=-1).max(initial=0)
+        score = 2.0**-22 * abs(p.scale) * float(sums) * self.k.terms
+        largest = np.abs(p.v[np.isfinite(p.v)]).max(initial=0)
+        return 4 * score * largest + 2.0**-20 * self.v.terms, 2 * score
 
     def new_options(self) -> dict[str, Any]:
         """The options that cases for `select_and_attend` do not draw: `q_begin`, which it does not take, and options that change no chosen block."""
@@ -214,6 +238,8 @@ def run(draw: Draw, listed: bool) -> None:
         out, lse = case.call(draw.rng("order"), with_counts, checks.threads(draw), out=written["out"].array if written else None)
         expected, expected_lse, allowed, allowed_lse = attend(p)
         got = arrays.values_of(out, case.out_dtype)
+        more_out, more_lse = case.roundings()
+        allowed, allowed_lse = allowed + more_out, allowed_lse + more_lse
         if case.kv_split:  # each merge rounds
             merges = 64 * checks.EPSILON[p.real]
             allowed = allowed + merges * (np.abs(expected) + np.abs(p.v[np.isfinite(p.v)]).max(initial=0))

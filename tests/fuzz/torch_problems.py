@@ -177,6 +177,8 @@ def torch_paged(draw: Draw) -> None:
         raise Discard("the operator does not take q_begin")
     tables, lens = case.tables
     options = {name: x for name, x in {**case.options(), **case.new_options()}.items() if name not in ("dtype", "kv_dtype")}
+    if isinstance(case.cache_dtype, tuple) or case.cache_dtype in arrays.ROWS:
+        options["kv_dtype"] = case.cache_dtype
     for name in ("q_begin", "kv_split", "out_dtype"):
         del options[name]
     options |= {"return_lse": True, "num_threads": checks.threads(draw)}

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..._arrays import choice
+from ..._formats import CELL_BYTES
 from ..._names import KV_LAYOUTS, LAYOUTS
 from ..._operations import OWN, Argument, arguments_of, unexpected
 from ..._sabi.block_list import BlockList, with_block_shape
 from ..._select.choosers import CHOOSERS, fields_of, rules_of
 from ..._select.prefill import select_and_attend_prefill
+from ..._sentences import shown
 from ...block_sparse import block_sparse_attention
 from .tensors import (
     flag_of,
@@ -32,6 +34,19 @@ Reader = Callable[[Any, str], Any]
 
 # Arguments of the library's functions that those for torch do not take.
 NOT_TAKEN = ("q_begin", "q_total", "kv_split", "out", "out_dtype", "dtype", "kv_dtype", "return_sabi")
+
+
+# Rows of blocks are tensors of bytes, whose dtype does not say what they hold: the functions over pages take the name of the format.
+KV_FORMAT = Argument("kv_dtype", "kv_format", default=None)
+NOT_TAKEN_OF_PAGES = tuple(name for name in NOT_TAKEN if name != KV_FORMAT.name)
+
+
+def kv_format_of(kv_dtype: Any, name: str) -> str | None:
+    """The format of a cache as the operator takes it: a name, two names joined by a comma, or None."""
+    names = (kv_dtype,) if isinstance(kv_dtype, str) else tuple(kv_dtype or ())
+    if len(names) > 2 or any(x not in CELL_BYTES for x in names):
+        raise ValueError(f"{name}: expected 'q8_0', 'q4_0', 'q4_1', or a pair of them for keys and values, got {shown(kv_dtype)}")
+    return ",".join(names) or None
 
 
 def _json(x: Any) -> str:
@@ -61,6 +76,7 @@ _READERS: dict[str, Reader] = {
     "layout": lambda x, name: text_of(x, name, LAYOUTS),
     "kv_layout": lambda x, name: text_of(x, name, KV_LAYOUTS),
     "chooser": chooser_text,
+    "kv_format": kv_format_of,
     "budget": numbers_list_of,
     "counts": lambda x, name: numbers_list_of(x, name, integers_only=True),
 }

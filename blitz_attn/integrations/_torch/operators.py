@@ -23,7 +23,7 @@ except ModuleNotFoundError:  # the module can be imported then; nothing is regis
 
 _TYPES = {
     "pair": "int[]", "integer": "int", "tokens_before": "int", "threads": "int", "number": "float", "scale": "float", "flag": "bool",
-    "layout": "str", "kv_layout": "str", "chooser": "str", "budget": "float[]", "counts": "int[]",
+    "layout": "str", "kv_layout": "str", "chooser": "str", "kv_format": "str", "budget": "float[]", "counts": "int[]",
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from ... import paged as numpy_calls
 from ..._operations import OPERATIONS, like
 from ..._paged.tables import tables_for_core
 from . import operators
-from .arguments import NOT_TAKEN, read, taken, takes
+from .arguments import KV_FORMAT, NOT_TAKEN_OF_PAGES, read, taken, takes
 from .tensors import expect_tensors, integers_of, lowered, torch
 
 if TYPE_CHECKING:
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
     from ..._paged.call import PagedRules, PagedSelectRules
     from ..._types import Array, Integers, Tables
+
+    class TensorRules(PagedRules, total=False):
+        """Options of `paged_attention` here."""
+
+        kv_dtype: str | tuple[str, str] | None
+
+    class TensorSelectRules(PagedSelectRules, total=False):
+        """Options of `paged_select_attention` here."""
+
+        kv_dtype: str | tuple[str, str] | None
 
 __all__ = ["paged_attention", "paged_select_attention"]
 
@@ -25,6 +35,8 @@ __all__ = ["paged_attention", "paged_select_attention"]
 
 def _on_cpu(told: dict[str, Any], return_lse: bool) -> Any:
     indptr, last_page_len, selected = (told.pop(name, None) for name in ("indptr", "last_page_len", "selected"))
+    if told.get("kv_dtype") and "," in told["kv_dtype"]:
+        told["kv_dtype"] = tuple(told["kv_dtype"].split(","))
     if indptr is not None:
         told["block_tables"] = indptr, told["block_tables"], last_page_len
     if selected is None:
@@ -45,7 +57,7 @@ def _cast_queries(told: dict[str, Any], dtype: Any) -> None:
 _TABLES = {x.name: x for x in OPERATIONS["paged_attention"] if x.name in ("indptr", "last_page_len", "selected", "counts", "selected_size")}
 operators.define(
     "paged_attention",
-    taken(numpy_calls.paged_attention) | {name: x._replace(default=None) for name, x in _TABLES.items()},
+    taken(numpy_calls.paged_attention) | {name: x._replace(default=None) for name, x in _TABLES.items()} | {"kv_dtype": KV_FORMAT},
     "q k_cache v_cache block_tables seq_lens indptr last_page_len selected counts sinks k_scale v_scale q_lens kv_ranges attn_mask "
     "alibi_slopes",
     _on_cpu,
@@ -53,8 +65,8 @@ operators.define(
     operators.without("paged_attention"),
     cast=_cast_queries,
 )
-takes(numpy_calls.paged_attention)
-takes(numpy_calls.paged_select_attention)
+for _function in (numpy_calls.paged_attention, numpy_calls.paged_select_attention):
+    takes(_function, taken(_function) | {"kv_dtype": KV_FORMAT})
 
 
 # ---- Calls --------------------------------------------------------------------------------------------------------
@@ -75,19 +87,19 @@ def _attend(function: str, q: Any, k_cache: Any, v_cache: Any, block_tables: Any
 @overload
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None = None, *,
-    return_lse: Literal[False] = False, **options: Unpack[PagedRules],
+    return_lse: Literal[False] = False, **options: Unpack[TensorRules],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: Literal[True],
-    **options: Unpack[PagedRules],
+    **options: Unpack[TensorRules],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None = None, *, return_lse: bool,
-    **options: Unpack[PagedRules],
+    **options: Unpack[TensorRules],
 ) -> Any: ...  # fmt: skip
-@like(numpy_calls.paged_attention, NOT_TAKEN)
+@like(numpy_calls.paged_attention, NOT_TAKEN_OF_PAGES)
 def paged_attention(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any = None, *, return_lse: Any = False, **rules: Any
 ) -> Any:
@@ -101,6 +113,8 @@ def paged_attention(
         See `blitz_attn.paged_attention`. Under `torch.compile`, arrays are tensors.
     return_lse : bool
         Also return the log-sum-exp.
+    kv_dtype : str or pair of str, optional
+        For caches of uint8: ``"q8_0"``, ``"q4_0"`` or ``"q4_1"``, or the two of keys and values. Other caches have dtypes of torch.
     num_threads : int, optional
         Threads for this call.
 
@@ -133,19 +147,19 @@ def paged_attention(
 @overload
 def paged_select_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
-    return_lse: Literal[False] = False, **options: Unpack[PagedSelectRules],
+    return_lse: Literal[False] = False, **options: Unpack[TensorSelectRules],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_select_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None, selected: Array, *,
-    return_lse: Literal[True], **options: Unpack[PagedSelectRules],
+    return_lse: Literal[True], **options: Unpack[TensorSelectRules],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_select_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tables, seq_lens: Integers | None, selected: Array, *, return_lse: bool,
-    **options: Unpack[PagedSelectRules],
+    **options: Unpack[TensorSelectRules],
 ) -> Any: ...  # fmt: skip
-@like(numpy_calls.paged_select_attention, NOT_TAKEN)
+@like(numpy_calls.paged_select_attention, NOT_TAKEN_OF_PAGES)
 def paged_select_attention(
     q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any, selected: Any, *, return_lse: Any = False, **rules: Any
 ) -> Any:
@@ -161,6 +175,8 @@ def paged_select_attention(
         See `blitz_attn.paged_attention`.
     return_lse : bool
         Also return the log-sum-exp.
+    kv_dtype : str or pair of str, optional
+        For caches of uint8: ``"q8_0"``, ``"q4_0"`` or ``"q4_1"``, or the two of keys and values. Other caches have dtypes of torch.
     num_threads : int, optional
         Threads for this call.
 

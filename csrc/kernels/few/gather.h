@@ -39,11 +39,11 @@ static inline __attribute__((always_inline)) void ba_gather_of(const ba_chunk *c
     }
 }
 
-/* Copies the chunk's rows of K and V, which have elements of `size` bytes, to chunk->gathered: first all rows of K, then all of V. Returns the
+/* Copies the chunk's rows of K and V, of so many bytes each, to chunk->gathered: first all rows of K, then all of V. Returns the
  * chunk with the copied rows. k_rows and v_rows have room for chunk->keys pointers each, and are set to the copies. */
-static __attribute__((noinline, unused)) ba_chunk ba_gather(const ba_chunk *chunk, int64_t size, const void **k_rows, const void **v_rows) {
+static __attribute__((noinline, unused)) ba_chunk ba_gather(const ba_chunk *chunk, int64_t k_bytes, int64_t v_bytes, const void **k_rows,
+                                                            const void **v_rows) {
     ba_chunk side_by_side = *chunk;
-    const int64_t k_bytes = chunk->head_dim * size, v_bytes = chunk->v_dim * size;
     if (k_bytes == BA_GATHER_COMMON_BYTES && v_bytes == k_bytes) ba_gather_of(chunk, BA_GATHER_COMMON_BYTES, BA_GATHER_COMMON_BYTES, k_rows, v_rows);
     else ba_gather_of(chunk, k_bytes, v_bytes, k_rows, v_rows);
     side_by_side.k_rows = k_rows;

@@ -33,6 +33,7 @@
 #undef BA_HAVE_V_DOT
 #undef BA_HAVE_V_BYTES
 #undef BA_HAVE_V_E4M3
+#undef BA_HAVE_V_SPREAD_F16
 #undef BA_HAVE_V_PAIRS_I8
 #undef BA_HAVE_V_PAIRS_E4M3
 #undef BA_HAVE_V_JOIN
@@ -397,6 +398,19 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     vec value = NAME(v_select)((ivec)(magnitude < 8), small, normal);
     value = NAME(v_select)((ivec)(magnitude == 0x7f), NAME(v_set1)((real)NAN), value);
     return (vec)((ivec)value | ((bits & 0x80) << 24));
+}
+#endif
+/* The float16 number that p, of any alignment, points to, in every lane. Four bytes can be read there. */
+#ifndef BA_HAVE_V_SPREAD_F16
+BA_INLINE vec NAME(v_spread_f16)(const void *p) {
+    uint16_t all[BA_LANES];
+    for (int i = 0; i < BA_LANES; i++) memcpy(all + i, p, sizeof *all);
+    return NAME(v_from_f16)(all);
+}
+/* Two float16 numbers that stand one behind the other. */
+BA_INLINE void NAME(v_spread_two_f16)(const void *p, vec *one, vec *other) {
+    *one = NAME(v_spread_f16)(p);
+    *other = NAME(v_spread_f16)((const char *)p + 2);
 }
 #endif
 /* These load n elements of one byte as bfloat16, two in each lane; zeros fill the vector where n is less than 2 * BA_LANES. Nothing is rounded: all

@@ -27,6 +27,20 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     return (vec)_mm256_cvtph_ps(_mm_or_si128(bits, nan)) * 256.0f;
 }
 
+#define BA_HAVE_V_SPREAD_F16 1
+BA_INLINE vec NAME(v_spread_f16)(const void *p) {
+    int bits;
+    memcpy(&bits, p, sizeof bits);
+    return (vec)_mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+}
+BA_INLINE void NAME(v_spread_two_f16)(const void *p, vec *one, vec *other) {
+    int bits;
+    memcpy(&bits, p, sizeof bits);
+    const __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits));
+    *one = (vec)_mm256_broadcastss_ps(both);
+    *other = (vec)_mm256_broadcastss_ps(_mm_movehdup_ps(both));
+}
+
 #define BA_HAVE_V_REGISTER 1 /* a vec is one register */
 
 #define BA_HAVE_V_REPEAT 1

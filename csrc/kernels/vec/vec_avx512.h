@@ -105,6 +105,20 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     return (vec)_mm512_cvtph_ps(_mm256_or_si256(bits, nan)) * 256.0f;
 }
 
+#define BA_HAVE_V_SPREAD_F16 1
+BA_INLINE vec NAME(v_spread_f16)(const void *p) {
+    int bits;
+    memcpy(&bits, p, sizeof bits);
+    return (vec)_mm512_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+}
+BA_INLINE void NAME(v_spread_two_f16)(const void *p, vec *one, vec *other) {
+    int bits;
+    memcpy(&bits, p, sizeof bits);
+    const __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits));
+    *one = (vec)_mm512_broadcastss_ps(both);
+    *other = (vec)_mm512_broadcastss_ps(_mm_movehdup_ps(both));
+}
+
 BA_INLINE __m256i NAME(v_load_bytes)(const void *p, int64_t n) {
     return n >= 32 ? _mm256_loadu_si256((const __m256i *)p) : _mm256_maskz_loadu_epi8((1u << n) - 1, p);
 }

@@ -33,6 +33,23 @@ BA_INLINE int16x8_t NAME(v_load_bytes)(const void *p) {
 #define BA_HAVE_V_BYTES 1
 BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)vmovl_s16(vget_low_s16(NAME(v_load_bytes)(p))); }
 
+BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) {
+    uint32_t bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return (ivec)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32((uint32x2_t){bytes}))));
+}
+
+#define BA_HAVE_V_SPREAD_F16 1
+BA_INLINE vec NAME(v_spread_f16)(const void *p) {
+    uint16_t bits;
+    memcpy(&bits, p, sizeof bits);
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits)));
+}
+BA_INLINE void NAME(v_spread_two_f16)(const void *p, vec *one, vec *other) {
+    *one = NAME(v_spread_f16)(p);
+    *other = NAME(v_spread_f16)((const char *)p + 2);
+}
+
 /* By way of float16, whose exponent has a bias that is 8 greater: the bits of exponent and mantissa move up by 7 places, the conversion to float
  * handles subnormal numbers, and a factor of 2^8 corrects the bias. The only NaN of e4m3 is turned into a NaN of float16. */
 #define BA_HAVE_V_E4M3 1

@@ -5,13 +5,13 @@
 
 /* Whether the heads of a token lie side by side in K and in V. The heads of an item then attend a chunk in one kernel call. */
 static bool heads_are_beside(const ba_problem *p) {
-    return ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->head_dim) &&
-           ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_dim);
+    return ba_heads_are_beside(p->k.head_stride, p->k.token_stride, p->k_width) &&
+           ba_heads_are_beside(p->v.head_stride, p->v.token_stride, p->v_width);
 }
 
 /* Bytes from the first to the last element of the rows of K (or V) of `heads` neighbouring heads of a token. */
-static int64_t rows_bytes(const ba_problem *p, const ba_view *view, int64_t dim, int64_t heads) {
-    return ((heads - 1) * view->head_stride + dim) * p->kv_element_size;
+static int64_t rows_bytes(const ba_problem *p, const ba_view *view, int64_t width, int64_t heads) {
+    return ((heads - 1) * view->head_stride + width) * p->kv_element_size;
 }
 
 /* The distance of pass `which` of a prefetcher (ba_prefetch_tuning), in rows of `bytes` bytes. */
@@ -37,7 +37,7 @@ static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_row
     walk.range = (ba_range){ba_keys_in_place(p, item->batch, 0).lo, ba_keys_in_place(p, item->batch, ba_q_span(p, item->batch).valid - 1).hi};
     ba_walk_begin(&walk, ba_first_place(&c->plan, item));
     if (walk.key == BA_WALK_END) return false;
-    const int64_t bytes = rows_bytes(p, &p->k, p->head_dim, heads_are_beside(p) ? item->kv_heads : 1);
+    const int64_t bytes = rows_bytes(p, &p->k, p->k_width, heads_are_beside(p) ? item->kv_heads : 1);
     walk.chunk_keys = ba_min(walk.chunk_keys, most_rows_ahead(c, bytes));
     chunk->keys = ba_walk_take(&walk, chunk->key_index);
     chunk->shared = 0;
@@ -75,8 +75,8 @@ static void prefetch_ahead(const ba_attend_call *c, const ba_attend_scratch *w, 
     row_run then = {0};
     if (more) then = (row_run){here->k_rows, here->keys, (first + heads) * k_step};
     else if (next) then = (row_run){next->k_rows, next->keys, 0};
-    w->chunks->k_prefetch = find_ahead(c, &k, &v, rows_bytes(p, &p->k, p->head_dim, heads));
-    w->chunks->v_prefetch = find_ahead(c, &v, &then, rows_bytes(p, &p->v, p->v_dim, heads));
+    w->chunks->k_prefetch = find_ahead(c, &k, &v, rows_bytes(p, &p->k, p->k_width, heads));
+    w->chunks->v_prefetch = find_ahead(c, &v, &then, rows_bytes(p, &p->v, p->v_width, heads));
 }
 
 /* Sets w->panels and w->chunks for one kernel call: for each of the heads first .. first + heads - 1, panel `number` of its tile `i`, and the keys of

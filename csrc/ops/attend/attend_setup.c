@@ -12,26 +12,26 @@
 /* ---- The call ----------------------------------------------------------------------------------------------------- */
 
 bool ba_attends_kv_dtype(const ba_kernels *kernels, const ba_attend_family *family, const ba_problem *problem) {
-    return problem->kv_dtype == problem->dtype || (family->takes_scales && kernels->cache[problem->kv_dtype]->widen);
+    return problem->k_dtype == problem->dtype || (family->takes_scales && kernels->cache[problem->k_dtype]->widen);
 }
 
 static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level) {
     const ba_kernels *kernels = ba_kernels_at(level);
     const ba_attend_family *f = c->family, *vectors = kernels->vector[p->dtype], *native = kernels->attend[p->dtype];
-    const ba_cache_kernels *cache = kernels->cache[p->kv_dtype];
+    const ba_cache_kernels *cache = kernels->cache[p->k_dtype], *v_cache = kernels->cache[p->v_dtype];
     const bool own = ba_attends_kv_dtype(kernels, f, p);
     c->fill_bias = vectors->panel->fill_bias;
     c->fill_few_bias = vectors->panel->fill_few_bias;
-    c->widen = own && p->kv_dtype != p->dtype ? cache->widen : NULL;
+    c->widen = own && p->k_dtype != p->dtype ? cache->widen : NULL;
     assert(!c->widen || BA_WIDE_KEYS % f->key_pad == 0);
     c->pack_k = !own ? cache->pack : f->pack->keys ? f->pack->keys : c->widen;
-    c->pack_v = !own ? cache->pack : f->pack->values ? f->pack->values : c->widen;
+    c->pack_v = !own ? v_cache->pack : f->pack->values ? f->pack->values : c->widen;
     /* The number of query heads per KV head decides, not the number of queries in a panel: the former is the same whether heads share lists or
      * not, and both kinds of lists must give the same bits. */
-    const int64_t least_heads = ba_tuning_at(native->isa)->few_least_heads[p->kv_dtype];
-    c->own_few = native->few->attend[p->kv_dtype] && least_heads > 0 && p->group >= least_heads;
+    const int64_t least_heads = ba_tuning_at(native->isa)->few_least_heads[p->k_dtype];
+    c->own_few = native->few->attend[p->k_dtype] && least_heads > 0 && p->group >= least_heads;
     c->few_family = c->own_few ? native : f;
-    c->few = c->own_few ? native->few->attend[p->kv_dtype] : cache->few;
+    c->few = c->own_few ? native->few->attend[p->k_dtype] : p->k_dtype == p->v_dtype ? cache->few : cache->few_beside[p->v_dtype - BA_Q8_0];
     c->pack_few = c->own_few ? native->few->pack_queries : vectors->few->pack_queries;
     c->order_few = c->own_few ? native->few->order_queries : cache->order_few;
 }
@@ -45,7 +45,7 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     /* few_queries is the largest number of queries that few kernels attend; panels attend larger numbers of queries. Panels of the level's own family
      * are faster than others, so few_queries is smaller where the call uses them: where it widens rows, or where the family has kernels of its own
      * for few queries. (It does not matter whether this call has enough heads for these kernels.) */
-    const ba_dtype kv_dtype = c->problem->kv_dtype;
+    const ba_dtype kv_dtype = c->problem->k_dtype;
     const bool own_panels = c->widen || (c->family->few->attend[kv_dtype] && of_level->few_least_heads[kv_dtype] > 0);
     own->few_queries = own_panels ? of_level->own_few_queries : of_level->few_queries;
     c->prefetch_level = ba_prefetch_level(level);
@@ -67,8 +67,8 @@ static void choose_chunks(ba_attend_call *c) {
  * heads between them. */
 static bool gathers(const ba_attend_call *c) {
     const ba_problem *p = c->problem;
-    const bool scattered = p->k.token_stride > p->head_dim && p->v.token_stride > p->v_dim;
-    return scattered && c->plan.grouping.few_heads == 1 && ba_max(p->head_dim, p->v_dim) * p->kv_element_size <= c->tuning->few.gathered_bytes;
+    const bool scattered = p->k.token_stride > p->k_width && p->v.token_stride > p->v_width;
+    return scattered && c->plan.grouping.few_heads == 1 && ba_max(p->k_width, p->v_width) * p->kv_element_size <= c->tuning->few.gathered_bytes;
 }
 
 /* Decides whether items share packed K and V, as far as their size is known before the plan is made. */

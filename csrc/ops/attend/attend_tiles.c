@@ -36,7 +36,7 @@ int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend
     w->lse = ba_take(base, &used, BA_MAX_LANES * f->real_size);
     w->packed_k_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
     w->packed_v_rows = ba_take(base, &used, keys * (int64_t)sizeof(void *));
-    w->gathered = ba_take(base, &used, c->gathers ? c->tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size : 0);
+    w->gathered = ba_take(base, &used, c->gathers ? c->tuning->few.keys * (p->k_width + p->v_width) * p->kv_element_size : 0);
     w->rows = ba_take(base, &used, BA_MAX_LANES * (int64_t)sizeof(void *));
     w->k_scale = ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
     w->v_scale = ba_take(base, &used, c->plan.grouping.few_heads * keys * (int64_t)sizeof(float));
@@ -243,8 +243,8 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
                       /* The bytes of a row in the caller's array. A shared, packed row has about as many. In families that split elements into pieces
                        * it has more, but their kernels do not read k_next_bytes and v_next_bytes. */
-                      .k_next_bytes = p->head_dim * p->kv_element_size,
-                      .v_next_bytes = p->v_dim * p->kv_element_size,
+                      .k_next_bytes = p->k_width * p->kv_element_size,
+                      .v_next_bytes = p->v_width * p->kv_element_size,
                       .next_level = c->prefetch_level,
                       .k_scale = p->k_scale.data ? w->k_scale + place * here->keys : NULL,
                       .v_scale = p->v_scale.data ? w->v_scale + place * here->keys : NULL,

@@ -28,7 +28,7 @@ static ba_tensor bytes_of(const ba_caches *c, const ba_view *v, int64_t element,
 static ba_status check_apart(const ba_caches *c, const ba_store_call *call) {
     static const char *const names[] = {"k_cache", "v_cache", "k_scale", "v_scale"};
     const int64_t element = ba_dtype_size(c->dtype), real = (int64_t)sizeof(float);
-    const ba_tensor all[] = {bytes_of(c, &c->k, element, c->k_dim), bytes_of(c, &c->v, element, c->v_dim), bytes_of(c, &c->k_scale, real, 1),
+    const ba_tensor all[] = {bytes_of(c, &c->k, element, c->k_width), bytes_of(c, &c->v, element, c->v_width), bytes_of(c, &c->k_scale, real, 1),
                              bytes_of(c, &c->v_scale, real, 1)};
     const bool v = call->arrays == 2, k_fixed = call->rows[0].scale_is_fixed, v_fixed = call->rows[1].scale_is_fixed;
     const bool given[] = {true, v, c->k_scale.data != NULL, v && c->v_scale.data != NULL}, fixed[] = {false, false, k_fixed, v_fixed};
@@ -124,7 +124,7 @@ static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_p
 /* ---- The operation -------------------------------------------------------------------------------------------------- */
 
 /* Checks k or v, and fills `rows` except for where the rows go. */
-static ba_status open_rows(const char *name, const ba_tensor *t, const ba_caches *c, int64_t dim, ba_stored_rows *rows) {
+static ba_status open_rows(const char *name, const ba_tensor *t, const ba_caches *c, ba_dtype dtype, int64_t dim, ba_stored_rows *rows) {
     BA_TRY(ba_check_float(name, t));
     if (t->ndim != 3 || t->dims[1] != c->heads || t->dims[2] != dim)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape (T, %" PRId64 ", %" PRId64 ") like " BA_ARG("%s_cache") ", got %s", name,
@@ -133,7 +133,7 @@ static ba_status open_rows(const char *name, const ba_tensor *t, const ba_caches
     BA_TRY(ba_check_extent(name, t));
     *rows = (ba_stored_rows){.name = name,
                              .from_dtype = t->dtype,
-                             .to_dtype = c->dtype,
+                             .to_dtype = dtype,
                              .dim = dim,
                              .from = t->data,
                              .token_stride = ba_step(t, 0),
@@ -165,12 +165,12 @@ static ba_status open_call(const ba_tensor *k, const ba_tensor *v, const ba_page
     }
     BA_TRY(ba_check_threads(a.num_threads));
     BA_TRY(ba_check_caches(&a, caches));
-    BA_TRY(open_rows("k", k, caches, caches->k_dim, &c->rows[0]));
+    BA_TRY(open_rows("k", k, caches, caches->dtype, caches->k_dim, &c->rows[0]));
     BA_TRY(check_own_places("k_cache", &a.k_cache, "k_scale", &a.k_scale));
     set_places(&c->rows[0], &caches->k, &caches->k_scale, ba_is_fixed_scale(&a.k_scale));
     c->arrays = 1;
     if (v) {
-        BA_TRY(open_rows("v", v, caches, caches->v_dim, &c->rows[1]));
+        BA_TRY(open_rows("v", v, caches, caches->v_dtype, caches->v_dim, &c->rows[1]));
         BA_TRY(check_own_places("v_cache", &a.v_cache, "v_scale", &a.v_scale));
         set_places(&c->rows[1], &caches->v, &caches->v_scale, ba_is_fixed_scale(&a.v_scale));
         c->arrays = 2;

@@ -7,6 +7,11 @@
 #include "kernels/kernels.h"
 #include "ops/check.h"
 
+int64_t ba_cache_dim(const ba_tensor *t) {
+    const int64_t cell = ba_cell_bytes(t->dtype);
+    return cell ? t->dims[3] / cell * BA_CELL_DIMS : t->dims[3];
+}
+
 ba_status ba_check_cache(const char *name, const ba_tensor *t, ba_kv_layout layout) {
     if ((unsigned)layout > BA_HND) return ba_fail(BA_ERROR_VALUE, BA_ARG("kv_layout") ": expected NHD or HND, got %d", (int)layout);
     const int token_axis = ba_token_axis(layout), head_axis = ba_head_axis(layout);
@@ -14,7 +19,12 @@ ba_status ba_check_cache(const char *name, const ba_tensor *t, ba_kv_layout layo
     if (t->ndim != 4)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected shape %s, got %s", name,
                        layout == BA_NHD ? "(pages, page_size, Hkv, D)" : "(pages, Hkv, page_size, D)", ba_shape_text(t).chars);
-    if (t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM)
+    const int64_t cell = ba_cell_bytes(t->dtype);
+    if (cell && (t->dims[3] < cell || t->dims[3] % cell || ba_cache_dim(t) > BA_MAX_HEAD_DIM))
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("%s") ": expected a last axis of %" PRId64 " bytes for each 32 dims of %s, and a head dim from 32 to %d, got %s", name,
+                       cell, ba_dtype_name(t->dtype), BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
+    if (!cell && (t->dims[3] < 1 || t->dims[3] > BA_MAX_HEAD_DIM))
         return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a head dim from 1 to %d, got %s", name, BA_MAX_HEAD_DIM, ba_shape_text(t).chars);
     if (t->dims[token_axis] < 1)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected a page_size of at least 1, got %s", name, ba_shape_text(t).chars);
@@ -68,7 +78,10 @@ ba_status ba_check_caches(const ba_paged_args *args, ba_caches *c) {
     const ba_kv_layout layout = args->kv_layout;
     BA_TRY(ba_check_cache("k_cache", k, layout));
     BA_TRY(ba_check_cache("v_cache", v, layout));
-    if (v->dtype != k->dtype)
+    if (v->dtype != k->dtype && ba_has_cells(k->dtype) && !ba_has_cells(v->dtype))
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("v_cache") ": expected q8_0, q4_0 or q4_1 with " BA_ARG("k_cache") " of %s, got %s",
+                       ba_dtype_name(k->dtype), ba_dtype_name(v->dtype));
+    if (v->dtype != k->dtype && !ba_has_cells(k->dtype))
         return ba_fail(BA_ERROR_TYPE, BA_ARG("v_cache") ": expected dtype %s like " BA_ARG("k_cache") ", got %s", ba_dtype_name(k->dtype),
                        ba_dtype_name(v->dtype));
     for (int i = 0; i < 3; i++)
@@ -76,11 +89,14 @@ ba_status ba_check_caches(const ba_paged_args *args, ba_caches *c) {
             return ba_fail(BA_ERROR_VALUE, BA_ARG("v_cache") ": expected the first three axes of " BA_ARG("k_cache") " %s, got %s",
                            ba_shape_text(k).chars, ba_shape_text(v).chars);
     *c = (ba_caches){.dtype = k->dtype,
+                     .v_dtype = v->dtype,
                      .pages = k->dims[0],
                      .page_size = k->dims[ba_token_axis(layout)],
                      .heads = k->dims[ba_head_axis(layout)],
-                     .k_dim = k->dims[3],
-                     .v_dim = v->dims[3],
+                     .k_dim = ba_cache_dim(k),
+                     .v_dim = ba_cache_dim(v),
+                     .k_width = k->dims[3],
+                     .v_width = v->dims[3],
                      .k = cache_view(k, layout),
                      .v = cache_view(v, layout)};
     BA_TRY(ba_check_cache_scale("k_scale", &args->k_scale, "k_cache", k, layout, c->heads, &c->k_scale));

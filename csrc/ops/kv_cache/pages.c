@@ -16,8 +16,8 @@ ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout
     BA_TRY(ba_check_cache(name, t, layout));
     const int row = ba_token_axis(layout), head = ba_head_axis(layout);
     const int64_t size = ba_dtype_size(t->dtype);
-    *out = (ba_pages){t->data,    t->dims[0],           t->dims[row],           t->dims[head],
-                      t->dims[3], ba_step(t, 0) * size, ba_step(t, row) * size, ba_step(t, head) * size};
+    *out = (ba_pages){t->data,         t->dims[0],           t->dims[row],           t->dims[head],
+                      ba_cache_dim(t), ba_step(t, 0) * size, ba_step(t, row) * size, ba_step(t, head) * size};
     return BA_OK;
 }
 

@@ -100,14 +100,18 @@ DEFINE_ALL_FINITE(uint32_t)
 DEFINE_ALL_FINITE(uint16_t)
 #undef DEFINE_ALL_FINITE
 
+/* The largest magnitude of which cells can be made: their factors are float16. */
+static double most_of_cells(ba_dtype dtype) { return 65504 * (dtype == BA_Q8_0 ? 127.0 : dtype == BA_Q4_0 ? 8.0 : 1.0); }
+
 /* Whether a row with this largest magnitude can be quantised. */
 static bool is_fit_magnitude(const ba_stored_rows *r, double magnitude) {
+    if (ba_has_cells(r->to_dtype)) return magnitude <= most_of_cells(r->to_dtype);
     return r->scale_is_fixed ? isfinite(magnitude) : isfinite(scale_for(r, magnitude));
 }
 
-/* Whether the row can be quantised. Any finite float32 can be scaled; a float64 may be too large. */
+/* Whether the row can be quantised. Any finite float32 can be scaled; a float64 may be too large, and so may any number for cells. */
 static bool is_fit(const ba_stored_rows *r, const row_scratch *w, const void *row) {
-    switch (r->from_dtype) {
+    switch (ba_has_cells(r->to_dtype) ? BA_FLOAT64 : r->from_dtype) {
     case BA_FLOAT32: return all_finite_uint32_t(row, r->dim, 0x7f800000);
     case BA_FLOAT16: return all_finite_uint16_t(row, r->dim, 0x7c00);
     case BA_BFLOAT16: return all_finite_uint16_t(row, r->dim, 0x7f80);
@@ -123,6 +127,10 @@ static void store_row(const ba_stored_rows *r, const row_scratch *w, const void 
         memcpy(to, row, (size_t)(r->dim * size));
     } else if (is_quantised(r)) {
         const double *numbers = as_doubles(r, w, row);
+        if (ba_has_cells(r->to_dtype)) {
+            r->quantise(to, 0, numbers, r->dim);
+            return;
+        }
         float *scale = (float *)r->scale.data + page * r->scale.batch_stride + place * r->scale.token_stride + head * r->scale.head_stride;
         if (!r->scale_is_fixed) *scale = scale_for(r, r->magnitude(numbers, r->dim));
         r->quantise(to, (double)*scale, numbers, r->dim);
@@ -176,6 +184,10 @@ static ba_status refuse_number(const ba_store_call *c, const ba_stored_rows *r) 
             char place[80];
             if (c->slots) snprintf(place, sizeof place, "at [%" PRId64 ", %" PRId64 ", %" PRId64 "]", token, head, d);
             else snprintf(place, sizeof place, "at place %" PRId64 " of row %" PRId64, d, token); /* ba_quantize_kv() */
+            if (ba_has_cells(r->to_dtype))
+                return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected numbers from -%.0f to %.0f to quantise to %s, got %s %s", r->name,
+                               most_of_cells(r->to_dtype), most_of_cells(r->to_dtype), ba_dtype_name(r->to_dtype),
+                               ba_number_text(numbers[d], r->from_dtype).chars, place);
             return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected finite numbers to quantise, within float32's range, got %s %s", r->name,
                            ba_number_text(numbers[d], r->from_dtype).chars, place);
         }
@@ -218,12 +230,20 @@ static ba_status check_quantise(const ba_tensor *x, const ba_tensor *values, con
     BA_TRY(ba_check_same("x", x, x, true));
     if (x->dims[1] > MOST_NUMBERS)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("x") ": expected rows of at most %d numbers, got shape %s", MOST_NUMBERS, ba_shape_text(x).chars);
-    if (!ba_is_quantised(values->dtype))
-        return ba_fail(BA_ERROR_TYPE, BA_ARG("values") ": expected int8 or float8_e4m3, got %s", ba_dtype_name(values->dtype));
-    const ba_tensor like_x = {.dtype = values->dtype, .ndim = 2, .dims = {x->dims[0], x->dims[1]}};
+    const bool cells = ba_has_cells(values->dtype);
+    if (!ba_is_quantised(values->dtype) && !cells)
+        return ba_fail(BA_ERROR_TYPE, BA_ARG("values") ": expected int8, float8_e4m3, q8_0, q4_0 or q4_1, got %s", ba_dtype_name(values->dtype));
+    if (cells && x->dims[1] % BA_CELL_DIMS)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("x") ": expected a last axis of a multiple of %d for %s, got %s", BA_CELL_DIMS,
+                       ba_dtype_name(values->dtype), ba_shape_text(x).chars);
+    const int64_t width = cells ? x->dims[1] / BA_CELL_DIMS * ba_cell_bytes(values->dtype) : x->dims[1];
+    const ba_tensor like_x = {.dtype = values->dtype, .ndim = 2, .dims = {x->dims[0], width}};
     const ba_tensor rows_of_x = {.dtype = BA_FLOAT32, .ndim = 1, .dims = {x->dims[0]}};
     BA_TRY(ba_check_output("values", values, &like_x, true));
-    BA_TRY(ba_check_output("scale", scale, &rows_of_x, false));
+    if (cells && ba_given(scale))
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("scale") ": expected none with " BA_ARG("values") " of %s, got shape %s", ba_dtype_name(values->dtype),
+                       ba_shape_text(scale).chars);
+    if (!cells) BA_TRY(ba_check_output("scale", scale, &rows_of_x, false));
     return ba_check_threads(num_threads);
 }
 
@@ -234,7 +254,7 @@ ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_t
     BA_TRY(ba_check_pointer("scale", scale));
     BA_TRY(check_quantise(x, values, scale, num_threads));
     const int64_t rows = x->dims[0], dim = x->dims[1];
-    for (int64_t i = 0; i < rows && dim == 0; i++) { /* x and values have no memory */
+    for (int64_t i = 0; i < rows && dim == 0 && ba_given(scale); i++) { /* x and values have no memory */
         BA_TRY(ba_look_at_turn(i));
         ((float *)scale->data)[i * ba_step(scale, 0)] = 1;
     }

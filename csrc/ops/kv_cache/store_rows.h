@@ -1,5 +1,5 @@
-/* Stores rows of K and V in the dtype of a cache. Where that dtype has 8 bits, all numbers are checked first, so that nothing is written where some
- * cannot be quantised. Internal. */
+/* Stores rows of K and V in the dtype of a cache. Where that dtype has 8 bits or fewer, all numbers are checked first, so that nothing is written
+ * where some cannot be quantised. Internal. */
 #ifndef BA_OPS_STORE_ROWS_H
 #define BA_OPS_STORE_ROWS_H
 
@@ -16,17 +16,17 @@ typedef struct ba_stored_rows {
     const char *from;
     int64_t token_stride, head_stride;
     ba_view to, scale;   /* the batch strides are those from one page to the next. Scales are of 8-bit dtypes only */
-    bool scale_is_fixed; /* scales are read, and not written */
+    bool scale_is_fixed; /* scales are read, and not written; or there are none, since rows have cells */
     /* The rest is set by ba_store_rows(). */
     ba_pack_rows_fn pack;    /* converts from_dtype to float; NULL where it is float32 or float64 */
-    ba_store_row_fn convert; /* converts reals to to_dtype; NULL for 8-bit dtypes */
+    ba_store_row_fn convert; /* converts reals to to_dtype; NULL for dtypes of 8 bits and fewer */
     ba_magnitude_fn magnitude;
     ba_quantise_fn quantise; /* NULL for float dtypes */
     _Atomic bool unfit;      /* some row cannot be quantised */
 } ba_stored_rows;
 
 typedef struct ba_store_call {
-    ba_stored_rows rows[2]; /* of K and V: both go to one dtype */
+    ba_stored_rows rows[2]; /* of K and V: both go to one dtype, or both to dtypes with cells */
     int arrays;             /* 1 or 2 */
     int64_t tokens, heads, page_size;
     const int64_t *slots; /* NULL: token t goes to slot t. Else -1 leaves a token out. Slot s is row s % page_size of page s / page_size */

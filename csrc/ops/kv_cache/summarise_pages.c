@@ -23,7 +23,7 @@ static ba_status take_summary(const ba_summary_call *c, const char *name, const 
     if (!ba_given(t)) return BA_OK;
     BA_TRY(ba_take_pages(name, t, BA_NHD, out));
     BA_TRY(ba_check_places(name, t));
-    if (t->dtype != c->dtype && ba_is_quantised(cache))
+    if (t->dtype != c->dtype && c->dtype != cache)
         return ba_fail(BA_ERROR_TYPE, BA_ARG("%s") ": expected dtype float32 with " BA_ARG("k_cache") " of %s, got %s", name, ba_dtype_name(cache),
                        ba_dtype_name(t->dtype));
     if (t->dtype != c->dtype)
@@ -50,14 +50,13 @@ static void join_heads(ba_summary_call *c) {
     c->k.heads = 1;
 }
 
-/* Makes float32 rows of the quantised keys of a page, times their scales, and sets `rows` to these. */
+/* Makes float32 rows of the quantised keys of a page, times their scales where they have some, and sets `rows` to these. */
 static void widen_rows(const ba_summary_call *c, int64_t page, int64_t head, int64_t tokens, const void **rows, int worker) {
     int64_t used = 0;
     float scales[1024];
-    const float *first = (const float *)c->scale.data + page * c->scale.batch_stride + head * c->scale.head_stride;
-    for (int64_t t = 0; t < tokens; t++) scales[t] = first[t * c->scale.token_stride];
+    for (int64_t t = 0; t < tokens && c->scale.data; t++) scales[t] = *(const float *)(void *)ba_row_of(&c->scale, sizeof(float), page, head, t);
     const void *packed[1024];
-    c->widen(ba_take(c->scratch + worker * c->scratch_bytes, &used, c->wide_bytes), packed, rows, scales, tokens, c->k.dim);
+    c->widen(ba_take(c->scratch + worker * c->scratch_bytes, &used, c->wide_bytes), packed, rows, c->scale.data ? scales : NULL, tokens, c->k.dim);
     memcpy(rows, packed, (size_t)tokens * sizeof *rows);
 }
 
@@ -98,7 +97,7 @@ ba_status ba_open_summaries(const ba_quest_metadata_args *a, const ba_page_table
     if (c->k.rows > 1024)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of at most 1024 tokens, got %s", ba_shape_text(&a->k_cache).chars);
     BA_TRY(ba_check_cache_scale("k_scale", &a->k_scale, "k_cache", &a->k_cache, a->kv_layout, c->k.heads, &c->scale));
-    c->dtype = ba_is_quantised(a->k_cache.dtype) ? BA_FLOAT32 : a->k_cache.dtype;
+    c->dtype = ba_is_float(a->k_cache.dtype) ? a->k_cache.dtype : BA_FLOAT32;
     int64_t rows = 0, count = 0;
     BA_TRY(take_summary(c, "maxblocks", &a->maxblocks, &c->largest, &rows, &count));
     BA_TRY(take_summary(c, "minblocks", &a->minblocks, &c->smallest, &rows, &count));
@@ -120,7 +119,7 @@ ba_status ba_run_summaries(ba_summary_call *c) {
     const ba_quest_metadata_args *const a = c->args;
     const ba_kernels *kernels = ba_kernels_active();
     c->summarise = kernels->cache[c->dtype]->summarise;
-    if (ba_is_quantised(a->k_cache.dtype)) c->widen = kernels->cache[a->k_cache.dtype]->pack;
+    if (!ba_is_float(a->k_cache.dtype)) c->widen = kernels->cache[a->k_cache.dtype]->pack;
     double tokens = 0;
     for (int64_t b = 0; b < a->batch; b++) {
         const int64_t begin = a->begin ? a->begin[b] : 0;

@@ -268,7 +268,8 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
 
     *p = (ba_problem){
         .dtype = args->q.dtype,
-        .kv_dtype = args->q.dtype,
+        .k_dtype = args->q.dtype,
+        .v_dtype = args->q.dtype,
         .element_size = ba_dtype_size(args->q.dtype),
         .kv_element_size = ba_dtype_size(args->q.dtype),
         .out_element_size = ba_dtype_size(args->unrounded ? ba_real_of(args->q.dtype) : args->q.dtype),
@@ -281,6 +282,8 @@ static ba_status check_inputs(const ba_block_sparse_args *args, ba_problem *p, b
         .kv_len = k.tokens,
         .head_dim = q.dim,
         .v_dim = v.dim,
+        .k_width = q.dim,
+        .v_width = v.dim,
         .q = q.view,
         .k = k.view,
         .v = v.view,

@@ -96,8 +96,12 @@ static ba_status check_caches(const ba_paged_args *args, ba_caches *c) {
     BA_TRY(ba_check_caches(args, c));
     if ((q->dtype == BA_FLOAT64) != (c->dtype == BA_FLOAT64))
         return ba_fail(BA_ERROR_TYPE, BA_ARG("k_cache") ": expected %s with a %s " BA_ARG("q") ", got %s",
-                       q->dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8 or float8_e4m3", ba_dtype_name(q->dtype),
-                       ba_dtype_name(c->dtype));
+                       q->dtype == BA_FLOAT64 ? "float64" : "float32, float16, bfloat16, int8, float8_e4m3, q8_0, q4_0 or q4_1",
+                       ba_dtype_name(q->dtype), ba_dtype_name(c->dtype));
+    if (c->k_dim != q->dims[2] && ba_has_cells(c->dtype))
+        return ba_fail(BA_ERROR_VALUE,
+                       BA_ARG("k_cache") ": expected rows of D = %" PRId64 " like " BA_ARG("q") ", got rows of D = %" PRId64 " in %s, %s", q->dims[2],
+                       c->k_dim, ba_dtype_name(c->dtype), ba_shape_text(k).chars);
     if (c->k_dim != q->dims[2])
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected a last axis D = %" PRId64 " like " BA_ARG("q") ", got %s", q->dims[2],
                        ba_shape_text(k).chars);
@@ -118,7 +122,8 @@ static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t ba
 
     *p = (ba_problem){
         .dtype = q->dtype,
-        .kv_dtype = c.dtype,
+        .k_dtype = c.dtype,
+        .v_dtype = c.v_dtype,
         .element_size = ba_dtype_size(q->dtype),
         .kv_element_size = ba_dtype_size(c.dtype),
         .out_element_size = ba_dtype_size(args->unrounded ? ba_real_of(q->dtype) : q->dtype),
@@ -130,6 +135,8 @@ static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t ba
         .q_len = 1,
         .head_dim = q->dims[2],
         .v_dim = c.v_dim,
+        .k_width = c.k_width,
+        .v_width = c.v_width,
         .q = ragged ? (ba_view){q->data, 0, ba_step(q, 1), ba_step(q, 0)} : (ba_view){q->data, ba_step(q, 0), ba_step(q, 1), 0},
         .k = c.k,
         .v = c.v,

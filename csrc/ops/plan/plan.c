@@ -374,7 +374,7 @@ static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t pan
  * memory. */
 static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
-    const int64_t bytes = tuning->few.keys * (p->head_dim + p->v_dim) * p->kv_element_size;
+    const int64_t bytes = tuning->few.keys * (p->k_width + p->v_width) * p->kv_element_size;
     const bool shared = !p->listed || p->blocks.dims[1] == 1;
     int64_t heads =
         shared ? ba_max(1, ba_min(p->kv_heads, ba_min(BA_MOST_FEW_HEADS, tuning->few.bytes / ba_max(1, ba_plan_few_panels(plan)) / bytes))) : 1;
