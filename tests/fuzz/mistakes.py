@@ -96,8 +96,8 @@ queries in csrc/ops/select/select_pages.c: the score of a block is that of the r
     - if (score > *page || score != score) *page = score;
     + *page = score;
 scales in csrc/ops/kv_cache/summarise_pages.c: all keys of a page are summarised with the scale of its first token
-    - scales[t] = first[t * c->scale.token_stride];
-    + scales[t] = first[0];
+    - page, head, t);
+    + page, head, 0);
 refresh in csrc/ops/kv_cache/append.c: an append refreshes the summary of each request's newest token alone
     - begin[b] = tables->seq_lens[b] - new_tokens(tables, b);
     + begin[b] = tables->seq_lens[b] - (new_tokens(tables, b) > 0);

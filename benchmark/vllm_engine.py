@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """vLLM's CPU engine with its own attention and with this library's: a table on stdout, progress on stderr.
 
-    python benchmark/engine.py --model folder      # everything
-    python benchmark/engine.py --model folder --quick --dtype float32
-    python benchmark/engine.py --model folder --options '{"density": 0.25, "min_tokens": 4096}'
+    python benchmark/vllm_engine.py --model folder      # everything
+    python benchmark/vllm_engine.py --model folder --quick --dtype float32
+    python benchmark/vllm_engine.py --model folder --options '{"density": 0.25, "min_tokens": 4096}'
 
 Each engine runs in a process of its own, and the processes take turns at each cell, in one run. Cells: `first` is the time to the first
 token of a prompt of some tokens that no cache has; `prefix` the same where all but the last 128 tokens are in the prefix cache; `decode` is
