@@ -72,6 +72,7 @@ def test_that_wrong_options_are_refused_by_name(monkeypatch, text, sentence):
 
 
 def drawn_step(rng, requests, causal=True, block_size=4, most=60):
+    """A step of some requests with drawn lengths, about half of which compute their prompts."""
     q_lens = rng.integers(1, 40, requests)
     seq_lens = q_lens + rng.integers(0, most, requests)
     blocks = -(-seq_lens // block_size)
@@ -79,7 +80,7 @@ def drawn_step(rng, requests, causal=True, block_size=4, most=60):
     order = rng.permutation(blocks.sum()).astype(np.int32)
     for row, n, end in zip(tables, blocks, np.cumsum(blocks), strict=True):
         row[:n] = order[end - n : end]
-    return Step(np.concatenate([[0], np.cumsum(q_lens)]), seq_lens, tables, block_size, causal)
+    return Step(np.concatenate([[0], np.cumsum(q_lens)]), seq_lens, tables, block_size, rng.random(requests) < 0.5, causal)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -91,8 +92,8 @@ def test_that_runs_cover_each_request_once(seed):
     for run in runs:
         for i in range(run.first, run.end):
             new, tokens = step.q_lens[i], step.seq_lens[i]
-            decodes = new <= MOST_NEW_TOKENS
-            assert run.how == ("quest" if decodes and tokens > 40 else "sparse" if not decodes and tokens >= 50 else "dense")
+            quest = not step.prefilling[i] and new <= MOST_NEW_TOKENS and tokens > 40
+            assert run.how == ("quest" if quest else "sparse" if step.prefilling[i] and tokens >= 50 else "dense")
         assert run.how != "sparse" or run.end == run.first + 1
     assert step.runs(None, None) == [Run("dense", 0, 12)]
     assert step.runs(50, 40) is runs
@@ -224,12 +225,18 @@ class TestEngine:
         assert dense["largest_batch"] == 16
 
     def test_a_long_mixed_load(self, models):
-        engine = {"num_gpu_blocks_override": 40, "max_model_len": 640, "max_num_batched_tokens": 128, "max_num_seqs": 16}
-        cases = ({"options": x, "engine": engine, "run": "load"} for x in ("1", '{"decode_budget": 96}'))
-        for counts in results(models, "llama", *cases)[0]:
+        """Some requests are preempted in the first case. In the second, they would compute their new tokens again all at once, for which
+        other pages are chosen, so that the cache has room for all."""
+        engine = {"max_model_len": 640, "max_num_batched_tokens": 128, "max_num_seqs": 16}
+        cases = (
+            {"options": x, "engine": engine | {"num_gpu_blocks_override": blocks}, "run": "load"}
+            for x, blocks in (("1", 40), ('{"decode_budget": 96}', 400))
+        )
+        small, chosen = results(models, "llama", *cases)[0]
+        for counts in (small, chosen):
             assert counts["equal"] == counts["finished"] > 150
-            assert counts["preempted"] > 0
             assert counts["cancelled"] > 0
+        assert small["preempted"] > 0 == chosen["preempted"]
 
     def test_what_the_engine_is_refused(self, models):
         (density, budget, layers, cache), log = results(

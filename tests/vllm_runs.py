@@ -12,9 +12,9 @@ import random
 import sys
 from pathlib import Path
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
 WORDS = 512
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": WORDS, "initializer_range": 0.2}
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048}
@@ -139,6 +139,7 @@ def load(llm, requests=200, seed=0):
 
 
 def main():
+    os.environ |= ENVIRONMENT
     told = json.loads(sys.argv[1])
     path = make_model(told["model"], told["folder"])
     from vllm import LLM, plugins

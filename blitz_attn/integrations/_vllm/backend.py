@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context
@@ -26,7 +27,7 @@ from ...quest import quest_prefill_metadata
 from .._transformers.config import expect_model
 from .options import VARIABLE, Options, options
 from .pages import KV_DTYPES, Pages, Views
-from .step import Run, Step
+from .step import MOST_NEW_TOKENS, Run, Step
 from .threads import start_threads
 
 _LOG = init_logger("vllm.blitz_attn")
@@ -137,7 +138,7 @@ class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
         n = common.num_reqs
         metadata.step = Step(  # vLLM's class is a plain dataclass
             common.query_start_loc[: n + 1].numpy().astype("int64"), common.seq_lens[:n].numpy().astype("int64"),
-            common.block_table_tensor[:n].numpy().copy(), self.kv_cache_spec.block_size,
+            common.block_table_tensor[:n].numpy().copy(), self.kv_cache_spec.block_size, _prefilling(common),
             causal[:n].numpy().copy() if isinstance(causal, torch.Tensor) else bool(causal),
         )  # fmt: skip
         return metadata
@@ -153,6 +154,14 @@ def _expect_model(vllm_config: Any, block_size: int) -> None:
         expect_model(own.sparse, vllm_config.model_config.hf_text_config)
     except ValueError as error:
         raise ValueError(f"{VARIABLE}: {error}") from None
+
+
+def _prefilling(common: Any) -> np.ndarray:
+    """Which requests compute tokens of their prompt. Where vLLM does not say so, those with several new tokens do."""
+    if common.is_prefilling is not None:
+        found: np.ndarray = common.is_prefilling[: common.num_reqs].numpy().copy()
+        return found
+    return np.diff(common.query_start_loc[: common.num_reqs + 1].numpy()) > MOST_NEW_TOKENS
 
 
 def _tell(vllm_config: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..._paged.plan import PagedPlan
 
-MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may have; more are a chunk of a prompt
+MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may have; more are computed again, after a request was preempted
 
 
 class Run(NamedTuple):
@@ -29,7 +29,8 @@ class Step:
     seq_lens: np.ndarray  # (requests,)
     tables: np.ndarray  # (requests, blocks)
     block_size: int
-    causal: bool | np.ndarray  # one flag for all requests, or one per request
+    prefilling: np.ndarray  # (requests,): whether the queries are tokens of the prompt
+    causal: bool | np.ndarray = True  # one flag for all requests, or one per request
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,13 +54,14 @@ class Step:
         if (prompts_from is None and decode_budget is None) or self.causal is not True:
             return [Run("dense", 0, self.requests)]
         runs: list[Run] = []
-        for i, (queries, tokens) in enumerate(zip(self.q_lens.tolist(), self.seq_lens.tolist(), strict=True)):
+        of_requests = zip(self.q_lens.tolist(), self.seq_lens.tolist(), self.prefilling.tolist(), strict=True)
+        for i, (queries, tokens, prefilling) in enumerate(of_requests):
             how = "dense"
-            if queries <= MOST_NEW_TOKENS:
-                if decode_budget is not None and tokens > decode_budget:
-                    how = "quest"
-            elif prompts_from is not None and tokens >= prompts_from:
-                how = "sparse"
+            if prefilling:
+                if prompts_from is not None and tokens >= prompts_from:
+                    how = "sparse"
+            elif decode_budget is not None and tokens > decode_budget and queries <= MOST_NEW_TOKENS:
+                how = "quest"
             if runs and how != "sparse" and runs[-1].how == how:
                 runs[-1] = Run(how, runs[-1].first, i + 1)
             else:
