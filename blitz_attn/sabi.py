@@ -9,12 +9,14 @@ Pass the same rule to the attention call as well, and it hides the other tokens 
 Lists that are made for a block shape know it (`BlockList`), so that attention needs no `block_shape` with them. The first one or two of
 a list's four axes may be missing: they then count as 1, as in NumPy's broadcasting.
 
-``dtype="uint16"`` halves the memory of lists over fewer than 65535 columns. When such a list is cast to a wider type, its pads stay
-65535, which is a column there and not a pad.
+``dtype="uint16"`` halves the memory of lists over at most 65535 columns. When such a list is cast to a wider type, its pads stay 65535,
+which is a column there and not a pad.
 
-`causal`, `sliding_window`, `sink_local` and `document` make lists of at most 2**28 entries: the number of rows times the number of
-blocks in the fullest row. They can therefore list small blocks of long sequences if rows are short. The other builders, and
-functions that convert or combine lists, hold a whole grid of rows and columns, of at most 2**28 blocks in all.
+`causal`, `sliding_window`, `sink_local` and `document` make lists of at most 2**28 entries: the number of rows times the number of blocks
+in the fullest row. They can therefore list small blocks of long sequences if rows are short. The other builders of lists hold a whole grid
+of rows and columns for each head, of at most 2**28 blocks. `from_function`, `picture`, `to_num_idx` and the functions that combine lists
+or convert them to masks hold the grids of all heads at once, of at most 2**28 blocks in all. `to_csr`, `from_csr` and `from_num_idx` hold
+no grid.
 """
 
 from ._sabi.block_list import BlockList

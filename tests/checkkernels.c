@@ -562,7 +562,8 @@ static void check_add(test_case *c, record *r) {
 /* Compares element `at` of what a kernel gave with what the kernel that it replaces gives. */
 static void compare_with_replaced(record *r, ba_dtype dtype, const void *got, const void *replaced, int64_t at) {
     const double a = get_element(dtype, got, at), b = get_element(dtype, replaced, at);
-    require(r, (isnan(a) && isnan(b)) || (a == b && !signbit(a) == !signbit(b)), "not what the kernel gives that prefetches into L1, at", -1, at);
+    require(r, (isnan(a) && isnan(b)) || (a == b && !signbit(a) == !signbit(b)), "the kernel that prefetches into L1 gives another number [.][at]",
+            -1, at);
 }
 
 static void check_few_scores(test_case *c) {

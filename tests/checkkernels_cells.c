@@ -255,9 +255,10 @@ static void check_few_cells(const subject *s) {
             alone.k_prefetch.count = alone.v_prefetch.count = 0;
             if (pick(2)) alone.gathered = place(PACKED_K, keys * (keys_of.bytes + values_of.bytes));
             few(&panels[1][h], queries, &alone, 1);
-            require(&records[TOGETHER], memcmp(states[0][h], states[1][h], sizeof states[0][h]) == 0, "not what a head alone gives, of head", n, h);
+            require(&records[TOGETHER], memcmp(states[0][h], states[1][h], sizeof states[0][h]) == 0, "a head alone gives another state of [.][head]",
+                    n, h);
             require(&records[TOGETHER], !s->cache_into_l1 || memcmp(states[0][h], states[2][h], sizeof states[0][h]) == 0,
-                    "not what the kernel gives that prefetches into L1, of head", n, h);
+                    "the kernel that prefetches into L1 gives another state of [.][head]", n, h);
             for (int64_t g = 0; g < queries; g++) {
                 const double l = (double)((float *)panels[0][h].l)[g], m = (double)((float *)panels[0][h].m)[g];
                 if (hides && lo[g] >= hi[g]) {

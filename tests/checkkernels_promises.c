@@ -62,15 +62,15 @@ static void check_unseen(test_case *c, const key_range *ranges) {
     for (int64_t d = some_v; d < c->v_dim; d++) set_element(c->s.kv_dtype, v.raw[j], d, value);
     attend_ranges(c, ranges, 2, changed);
     for (int64_t i = 0; i < c->lanes; i++)
-        if (!sees(c, i, j)) same_bits(&records[UNSEEN], i, "what an unseen key holds shows in [.][lane]");
+        if (!sees(c, i, j)) same_bits(&records[UNSEEN], i, "[.][lane] depends on the contents of a key that the lane does not see");
     memcpy(k.raw[j], k_row, ROW_BYTES);
     memcpy(v.raw[j], v_row, ROW_BYTES);
     c->k_scale[j] = k_scale;
     c->v_scale[j] = v_scale;
 }
 
-/* Promise: keys that no lane sees may be left out at either end of a chunk, and a chunk may be cut in two at a place where no lane has visible keys
- * on both sides. */
+/* Promise: keys that no lane sees may be left out at the end of a chunk, and multiples of step_of() of them at its beginning; and a chunk may be cut
+ * in two at any multiple of step_of() without changing a bit of the lanes that see keys on one side of the cut only. */
 static void check_cuts(const test_case *c, const key_range *ranges) {
     const int64_t step = step_of(c), begin = ranges[1].begin;
     int64_t first = c->keys, end = begin;
@@ -82,7 +82,7 @@ static void check_cuts(const test_case *c, const key_range *ranges) {
             }
     const key_range seen[] = {ranges[0], {begin + (first - begin) / step * step, end}};
     attend_ranges(c, seen, 2, changed);
-    for (int64_t i = 0; i < c->lanes; i++) same_bits(&records[CUT], i, "leaving out keys that no lane sees shows in [.][lane]");
+    for (int64_t i = 0; i < c->lanes; i++) same_bits(&records[CUT], i, "[.][lane] changes when keys that no lane sees are left out");
 
     const int64_t cut = ba_min(begin + step * (1 + pick(ba_ceil_div(c->keys - begin, step))), c->keys);
     const key_range halves[] = {ranges[0], {begin, cut}, {cut, c->keys}};
@@ -91,7 +91,7 @@ static void check_cuts(const test_case *c, const key_range *ranges) {
         bool before = false, after = false;
         for (int64_t j = begin; j < c->keys; j++)
             if (sees(c, i, j)) *(j < cut ? &before : &after) = true;
-        if (!before || !after) same_bits(&records[CUT], i, "a cut that parts none of its keys shows in [.][lane]");
+        if (!before || !after) same_bits(&records[CUT], i, "[.][lane] changes with a cut that has all keys of the lane on one side");
     }
 }
 
@@ -104,14 +104,14 @@ static void check_alone(test_case *c, const key_range *ranges) {
     set_operand(c, &q, lane, 0, specials[pick(3)]);
     attend_ranges(c, ranges, 2, changed);
     for (int64_t i = 0; i < c->lanes; i++)
-        if (i != lane) same_bits(r, i, "another lane's query shows in [.][lane]");
+        if (i != lane) same_bits(r, i, "[.][lane] depends on another lane's query");
     set_operand(c, &q, lane, 0, kept);
 
     const int32_t lo = c->lo[lane], hi = c->hi[lane];
     draw_range(c, lane);
     attend_ranges(c, ranges, 2, changed);
     for (int64_t i = 0; i < c->lanes; i++)
-        if (i != lane) same_bits(r, i, "another lane's mask shows in [.][lane]");
+        if (i != lane) same_bits(r, i, "[.][lane] depends on another lane's mask");
     c->lo[lane] = lo;
     c->hi[lane] = hi;
 
@@ -120,13 +120,13 @@ static void check_alone(test_case *c, const key_range *ranges) {
     if (in_rows(c)) set_variant(&other, c->variant, 1 + pick(c->queries));
     else set_variant(&other, c->variant == WIDE ? NARROW : WIDE, ba_min(c->queries, ba_min(c->s.f->lanes[WIDE], c->s.f->lanes[NARROW])));
     attend_ranges(&other, ranges, 2, changed);
-    for (int64_t i = 0; i < other.queries; i++) same_bits(r, i, "the width of the panel shows in [.][lane]");
+    for (int64_t i = 0; i < other.queries; i++) same_bits(r, i, "[.][lane] depends on the width of the panel");
 
     if (!in_rows(c)) {
         other = *c;
         other.named_lanes = c->queries;
         attend_ranges(&other, ranges, 2, changed);
-        for (int64_t i = 0; i < c->queries; i++) same_bits(r, i, "leaving other lanes out shows in [.][lane]");
+        for (int64_t i = 0; i < c->queries; i++) same_bits(r, i, "[.][lane] changes when other lanes are left out");
     }
 
     other = *c;
@@ -135,7 +135,7 @@ static void check_alone(test_case *c, const key_range *ranges) {
     other.mask = ALL_SEEN;
     for (int64_t i = 0; i < c->lanes; i++) draw_range(&other, i);
     attend_ranges(&other, ranges, 2, changed);
-    for (int64_t i = 0; i < c->lanes; i++) same_bits(r, i, "a mask that hides nothing shows in [.][lane]");
+    for (int64_t i = 0; i < c->lanes; i++) same_bits(r, i, "[.][lane] changes with a mask that hides nothing");
 }
 
 /* Promise of families with has_cuts: a chunk may be cut in two after BA_CUT_KEYS keys, also where lanes see keys on both sides. */
@@ -147,7 +147,7 @@ static void check_long_cuts(test_case *c) {
         const key_range all[] = {{0, c->keys}}, halves[] = {{0, BA_CUT_KEYS}, {BA_CUT_KEYS, c->keys}};
         attend_ranges(c, all, 1, whole);
         attend_ranges(c, halves, 2, changed);
-        for (int64_t i = 0; i < c->lanes; i++) same_bits(&records[CUT], i, "a cut shows in [.][lane]");
+        for (int64_t i = 0; i < c->lanes; i++) same_bits(&records[CUT], i, "[.][lane] changes with a cut after BA_CUT_KEYS keys");
     }
 }
 
@@ -227,13 +227,14 @@ void check_together(test_case *c) {
         }
         for (int i = 0; i < PANELS; i++) {
             close_fresh(c, &panels[0][i]);
-            require(&records[TOGETHER], same_state(c, states[0][i], states[1][i], o_size + 2 * c->lanes), "not what attend gives, of panel", -1, i);
+            require(&records[TOGETHER], same_state(c, states[0][i], states[1][i], o_size + 2 * c->lanes), "attend gives another state of [.][panel]",
+                    -1, i);
         }
     }
 }
 
-/* Promise of the kernel for few queries: heads that attend a chunk together have the same bits as each head alone. What lies between their rows, and
- * whether and into which cache rows are prefetched or gathered first, does not matter. */
+/* Promise of the kernel for few queries: heads that attend a chunk together have the same bits as each head alone. It does not matter what lies
+ * between their rows, whether rows are prefetched and into which cache, or whether they are gathered first. */
 void check_heads(test_case *c) {
     enum { HEADS = 5, STATE = BA_FEW_QUERIES * (BA_MAX_HEAD_DIM + 2) };
     static double states[3][HEADS][STATE] __attribute__((aligned(BA_ALIGN)));
@@ -285,10 +286,10 @@ void check_heads(test_case *c) {
         require(&records[TOGETHER], neighbours_untouched(), "wrote beside a buffer", -1, -1);
         for (int i = 0; i < heads; i++)
             require(&records[TOGETHER], same_state(c, states[0][i], states[1][i], (o_size + 2 * ml_size) / real),
-                    "not what a head alone gives, of head", -1, i);
+                    "a head alone gives another state of [.][head]", -1, i);
         for (int i = 0; i < heads && c->s.few_into_l1; i++)
             require(&records[TOGETHER], same_state(c, states[0][i], states[2][i], (o_size + 2 * ml_size) / real),
-                    "not what the kernel gives that prefetches into L1, of head", -1, i);
+                    "the kernel that prefetches into L1 gives another state of [.][head]", -1, i);
     }
 }
 

@@ -33,7 +33,7 @@ changed[field] = (int.from_bytes(usual.raw[field], "little") | {bits}).to_bytes(
 
 @contextlib.contextmanager
 def float_mode(bits):
-    """Run the block in a mode with these bits. Yields a function that returns which of them are set."""
+    """Run the block in a mode with these bits. Yields a function that returns which bits for flushing and rounding are set."""
     names: dict = {}
     exec(SET_MODE.format(field=FIELD, bits=bits), names)
 

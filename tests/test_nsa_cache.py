@@ -171,8 +171,8 @@ def bits(x):
         ("v: expected shape (2, N, 2, 6) like the tokens before, got (2, 40, 2, 5)", lambda c: c.append(K, V[..., :5])),
         ("q: expected at most the 20 tokens of sequence 0, got 40 (lens= gives the tokens of each sequence)", lambda c: c.attend(Q)),
         ("lens: expected numbers from 0 to the tokens that each sequence has, got 13", lambda c: c.attend(Q[:, :20], lens=[20, 13])),
-        ("q: expected a multiple of the tokens' 2 heads, got 3", lambda c: c.attend(Q[:, :1, :3])),
-        ("q: expected a multiple of the tokens' 2 heads, got 3", lambda c: c.attend(Q[:, :1, :3], lens=[1, 1])),
+        ("q: expected a number of heads that is a positive multiple of the 2 heads of the tokens, got 3", lambda c: c.attend(Q[:, :1, :3])),
+        ("q: expected a number of heads that is a positive multiple of the 2 heads of the tokens, got 3", lambda c: c.attend(Q[:, :1, :3], lens=[1, 1])),
         ("q: expected dtype float32 like the tokens, got float16", lambda c: c.attend(Q[:, :1].astype(np.float16), lens=[1, 1])),
     ],
 )  # fmt: skip

@@ -19,7 +19,11 @@ COPIED_AT_A_TIME = 1 << 24  # bytes: a few milliseconds
 
 
 class Held(NamedTuple):
-    """What a store holds at one moment. A record never changes, but memory after the tokens of a sequence may be written at any time."""
+    """What a store holds at one moment. A record never changes, but memory does.
+
+    The memory behind the tokens of the newest record may be written at any time. In the memory of an older record, tokens that were cropped
+    since may be overwritten, too.
+    """
 
     lens: np.ndarray  # tokens of each sequence
     kind: str
@@ -103,7 +107,8 @@ class Store:
         if array.ndim != 4 or len(array) != batch or array.shape[-1] != dim:
             raise ValueError(f"q: expected shape ({batch}, N, H, {dim}) like the tokens, got {array.shape}")
         if array.shape[2] < 1 or array.shape[2] % kv_heads:
-            raise ValueError(f"q: expected a multiple of the tokens' {kv_heads} heads, got {array.shape[2]}")
+            expected = f"a number of heads that is a positive multiple of the {kv_heads} heads of the tokens"
+            raise ValueError(f"q: expected {expected}, got {array.shape[2]}")
         if array.shape[1] > MOST:
             raise ValueError(f"q: expected at most {MOST} tokens, got {array.shape[1]}")
 
@@ -138,7 +143,7 @@ class Store:
         self._held = held._replace(lens=held.lens[chosen], room=room)
 
     def _compress(self, held: Held, some: slice, before: int, after: int) -> None:
-        """Makes the blocks of some sequences that become complete when `before` tokens become `after`."""
+        """Computes the compressed blocks that become complete when each of the sequences `some` grows from `before` to `after` tokens."""
         rules, first, end = self.rules, self._blocks(before), self._blocks(after)
         if first == end:
             return

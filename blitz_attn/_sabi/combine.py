@@ -299,7 +299,8 @@ def refine(a: ArrayLike, factors: Sequence[int], rows: int, columns: int, *, dty
     TypeError
         `a`, `factors`, `rows` or `columns` do not hold integers.
     ValueError
-        `rows` or `columns` do not fit `a` and `factors`.
+        `factors` are below 1 or do not divide the block shape of `a`, `rows` or `columns` do not fit, or the new grid has more than 2**28
+        blocks over all heads.
 
     Examples
     --------

@@ -63,7 +63,8 @@ def allocate(
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong kind or out of range, no layer, or captures of different shapes.
+        An argument of the wrong kind or out of range, no layer, captures that differ in heads, KV heads or head dim, or a dout not of the
+        output's shape.
 
     See Also
     --------

@@ -29,7 +29,11 @@ class Segments(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Stretches of tokens that travel between two ranks, for one entry of the batch each."""
+    """Stretches of tokens that travel between two ranks.
+
+    In a layout with a batch axis, a stretch is of one entry, or of all entries if they are alike. In TND it may span several sequences;
+    `entry` is then that of its first token.
+    """
 
     entry: ndarray
     begin: ndarray
@@ -58,7 +62,7 @@ class Routes:
     dispatch : Dispatch
     size : int
     held : Cut, optional
-        Query and key tokens that ranks hold, where the dispatch does not decide this.
+        Query tokens that ranks hold, where the dispatch does not decide this; in self-attention also the key tokens.
 
     Attributes
     ----------
@@ -105,8 +109,9 @@ class Routes:
         """All tokens of keys that some row can see, each of them once."""
         entry, begin, end = self.problem.cell_tokens()
         column = np.arange(len(entry))
+        # the stretches that hold a column's first and last token
         first = np.maximum(np.searchsorted(self.kv_held.at, begin, side="right") - 1, 0)
-        last = np.searchsorted(self.kv_held.at, end, side="left") - 1  # the holders of a column's first and last token
+        last = np.searchsorted(self.kv_held.at, end, side="left") - 1
         count = np.where(end > begin, last - first + 1, 0)
         column = np.repeat(column, count)
         stretch = first[column] + np.arange(len(column)) - np.repeat(np.cumsum(count) - count, count)
@@ -196,7 +201,10 @@ class Routes:
         return (p.tokens[1] - self.kv_held.counts(self.size)) * each
 
     def times(self, link: float, rate: float) -> tuple[ndarray, ndarray, ndarray]:
-        """(size,) each: seconds of arithmetic, of transfers, and of both, which overlap except for one stage of the shorter."""
+        """Three arrays (size,), in seconds: arithmetic, transfers, and both together.
+
+        The two overlap, except that one stage's share of the shorter one is added to the longer one.
+        """
         p = self.problem
         compute = self.loads * (2.0 * (p.head_dim + p.head_dim_v) / rate)
         sent = self.bytes()

@@ -324,8 +324,8 @@ typedef struct ba_few_kernels {
 #define BA_ATTEND_ROUTED(name) void name(const ba_panel *panel, const int32_t *lanes, int64_t queries, const ba_chunk *chunk)
 typedef BA_ATTEND_ROUTED((*ba_attend_routed_fn));
 
-/* Chooses the best `width` blocks of each of up to BA_CHOOSE_LIST_ROWS list rows. A block of score -infinity cannot be chosen; NaN counts as minus
- * the largest finite number; of equal scores the lower block comes first. */
+/* Chooses the best `width` blocks of each of up to BA_CHOOSE_LIST_ROWS list rows. A block of score -infinity is chosen only if it is one of those
+ * that are always chosen. NaN counts as minus the largest finite number. Of blocks with equal scores the lower one comes first. */
 typedef struct ba_choice {
     const void *scores; /* real: block b of list row i at [b * stride + i] */
     int64_t stride, list_rows, blocks, width;

@@ -31,7 +31,8 @@ def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
     given = np.asarray(values)
     single = given.astype(np.float32)
     bits = single.view(np.uint32) if single.ndim else single.reshape(1).view(np.uint32).reshape(())
-    # To round only once, a number between two float32 first becomes the one whose last bit is 1, which is on the same side of every tie.
+    # To round only once (round to odd): a number between two neighbouring float32 is first replaced by the one of them whose last bit is 1.
+    # This one lies on the same side of every tie between two bfloat16 as the number does.
     inexact = np.isfinite(given) & (single != given)
     bits = np.where(inexact, (bits - (np.abs(single) > np.abs(given))) | np.uint32(1), bits).astype(np.uint32)
     rounded_bits = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -68,7 +69,12 @@ ROWS = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # bytes of 32 numbers of llama.cpp'
 
 
 def numbers_of_rows(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers that the bytes of rows stand for: 32 after 32, a factor in float16, for q4_1 then an offset, and the integers."""
+    """The numbers that rows of these formats stand for: factor times integer, in q4_1 plus an offset.
+
+    For each 32 numbers a row has a float16 factor, in q4_1 then a float16 offset, and then the 32 integers. In q8_0 each is one byte, with
+    a sign. In the other formats they take 16 bytes, whose low halves are the first 16 integers and whose high halves are the last 16; q4_0
+    stores an integer plus 8.
+    """
     blocks = np.ascontiguousarray(rows).reshape(*rows.shape[:-1], rows.shape[-1] // ROWS[dtype], ROWS[dtype])
     head = 4 if dtype == "q4_1" else 2
     factor, integers = np.ascontiguousarray(blocks[..., :head]).view(np.float16).astype(np.float64), blocks[..., head:].astype(np.int64)
@@ -177,7 +183,7 @@ def poisoned(draw: Draw, name: str, shape: Sequence[int], dtype: str, **how: Any
 
 
 def repeated(placed: Placed, axis: int, size: int) -> Placed:
-    """`placed`, whose array is changed to have the single entry of an axis `size` times, by a stride of 0."""
+    """Changes the array of `placed` so that the only entry of `axis` appears `size` times, by a stride of 0, and returns `placed`."""
     array = placed.array
     shape, strides = list(array.shape), list(array.strides)
     shape[axis], strides[axis] = size, 0

@@ -58,7 +58,7 @@ def contents(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, how: 
 
 
 def laid_out(per_request: list[np.ndarray], entry: tuple[int, ...], own: tuple[list[np.ndarray], int], rows: int, garbage: float) -> np.ndarray:
-    """(pages, rows, *entry): the requests' (entries, *entry) on their own pages, and arbitrary numbers on all other pages."""
+    """(pages, rows, *entry): the requests' (entries, *entry) on their own pages, and `garbage` everywhere else."""
     pages, count = own
     whole = np.full((count, rows, *entry), garbage)
     for values, these in zip(per_request, pages, strict=True):

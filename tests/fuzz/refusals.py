@@ -1148,7 +1148,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("q: expected shape (1, N, H, 8) like the tokens, got (1, 2, 2, 7)", q=lambda x: x[..., :7]),
         value_error("q: expected shape (1, N, H, 8) like the tokens, got (3, 2, 2, 8)", q=lambda x: x.repeat(3, 0)),
         value_error("q: expected shape (1, N, H, 8) like the tokens, got (2, 2, 8)", q=lambda x: x[0]),
-        value_error("q: expected a multiple of the tokens' 1 heads, got 0", q=lambda x: x[:, :, :0]),
+        value_error("q: expected a number of heads that is a positive multiple of the 1 heads of the tokens, got 0", q=lambda x: x[:, :, :0]),
         type_error("q: expected dtype float32 like the tokens, got float64", q=cast("float64")),
     ],
     "nsa.NsaCache.crop": [

@@ -1,14 +1,14 @@
-/* Paged attention with kv_split. A KV split, here split for short, is kv_split consecutive tokens of a request. Each is attended as a sequence of its
- * own, and the states of a request's splits are merged by a fixed tree. (Documents for users call splits chunks.)
+/* Paged attention with kv_split. A KV split, here split for short, is kv_split consecutive tokens of a request. Each split is attended as a sequence
+ * of its own, and the states of a request's splits are merged by a fixed tree. (In documents for users, a split is called a chunk.)
  *
  * Node i of level l covers splits i * 2^l to (i + 1) * 2^l - 1, as far as the request has them. Its state is the merge of those of its two halves,
  * or, where its right half has no split, that of its left half. So the result depends on the splits alone: merge_states_tree() of blitz_attn/merge.py
  * gives the same bits from the states of single splits, whoever has computed them.
  *
- * Queries are attended in slices, some queries of one request each, and slices in *rounds*, so that memory holds the states of one round at a time. A
- * round goes through its splits in *waves*: each wave attends `width` neighbouring splits of every slice, a power of two, and merges them to one node
- * of the tree. Nodes that wait for the right half of their parent are kept in a stack with one slot per level, as in a binary counter: before wave n,
- * slot l is in use where bit l of n is set. */
+ * Queries are attended in slices; a slice is some queries of one request. Slices are attended in *rounds*, so that memory holds the states of one
+ * round at a time. A round goes through its splits in *waves*. A wave attends `width` neighbouring splits of every slice, where `width` is a power of
+ * two, and merges them to one node of the tree. Nodes that wait for the right half of their parent are kept in a stack with one slot per level, as in
+ * a binary counter: before wave n, slot l is in use where bit l of n is set. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -236,7 +236,8 @@ static void fill_entries(const split_call *c, const entries *e, ba_problem *wave
                                         .listed_words = words_of(p, b)};
             e->kv_len[n] = ba_min(p->kv_lens[b] - first_key, c->split_tokens);
             e->first_page[n] = p->first_page[b] + first_key / p->page_size;
-            /* A query that stands farther before or behind the tokens sees the same tokens as a query at this position. */
+            /* The position of the request's first query is limited to BA_MOST_TOKENS before or behind the first key of the split: a query beyond that
+             * sees the same tokens as a query at the limit. */
             e->q_begin[n] = ba_max(-BA_MOST_TOKENS, ba_min(begin - first_key, BA_MOST_TOKENS)) + s->first_query;
             e->q_total[n] = queries;
             e->q_row[n] = row;
@@ -285,7 +286,8 @@ static ba_status attend_waves(split_call *c, int64_t waves, const entries *e) {
 /* Attends the round of this size that begins at *at, in memory of its own. */
 static ba_status attend_round(split_call *c, round_size size, cursor *at) {
     const ba_problem *p = c->whole;
-    /* The largest power of two for which the states of a wave are no more than most_rows rows; at least 1. */
+    /* The largest power of two for which the states of a wave are no more than most_rows rows; but at least 1, and no larger than it takes for all
+     * splits to fit in one wave. */
     for (c->width = 1; c->width < size.splits && 2 * c->width * size.rows <= c->most_rows;) c->width *= 2;
     const int64_t waves = ba_ceil_div(size.splits, c->width), entry_count = ba_min(size.splits, c->width) * size.slices; /* of a wave, at most */
     int64_t levels = 0;

@@ -35,8 +35,9 @@ typedef struct gate_call {
 } gate_call;
 
 typedef struct gate_scratch {
-    char *logits;      /* [BA_FEW_QUERIES][LOGITS_STRIDE] reals; row g is that of gate g */
-    char *gates;       /* [TOKENS_AT_ONCE][head][3] reals */
+    /* Forward: [BA_FEW_QUERIES][LOGITS_STRIDE] reals; row g is that of gate g. Backward: the gradients of the three gates of one token and head. */
+    char *logits;
+    char *gates;       /* forward: [TOKENS_AT_ONCE][head][3] reals; backward: up to three weights for merge_row */
     char *row;         /* one row of dq, as reals */
     char *dlogits;     /* [head][3][ba_work.nsa.gradient_tokens] reals */
     char *wide;        /* rows of q as reals, for ba_sum_rows() */
@@ -68,7 +69,8 @@ static double sigmoid(double x, int64_t real_size) {
 
 /* ---- Forward ---------------------------------------------------------------------------------------------------------- */
 
-/* Writes the gates of n tokens from `begin` on to s->gates, and, where they are computed from weights, to the caller's array. */
+/* Computes the gates of n tokens, the first of which is `begin`, and writes them to s->gates. Gates that are computed from weights are also written
+ * to the caller's array, if there is one. */
 static void make_gates(const gate_call *c, const gate_scratch *s, int64_t batch, int64_t begin, int64_t n) {
     const int64_t real = c->real_size;
     for (int64_t head = 0; head < c->heads; head++) {

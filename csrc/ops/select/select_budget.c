@@ -119,8 +119,8 @@ static bool settle(uint64_t *sort_keys, int64_t n) {
     return true;
 }
 
-/* Sorts n sort keys, of which those with equal scores are in order, byte by byte of their scores: after four passes the result is back in the array
- * that it began in. */
+/* Sorts n sort keys by the four bytes of their scores, the lowest byte first. Sort keys with equal scores must already be in order. After four passes
+ * the result is back in the array that it began in. */
 static void sort_by_bytes(uint64_t *sort_keys, uint64_t *other, int64_t n) {
     int32_t counts[4][BYTE] = {{0}};
     for (int64_t i = 0; i < n; i++)
@@ -167,9 +167,11 @@ static void sort_by_key(uint64_t *sort_keys, uint64_t *other, int64_t n) {
 
 /* ---- Outline of a block row ----------------------------------------------------------------------------------------
  *
- * Few blocks of a block row have tails near the least one that is kept. So it is not sorted as a whole. Its blocks are put into buckets by the
- * bits of their scores, from the highest score down. Sums of whole buckets bound the tails of the blocks in each: those in buckets above a range of
- * tails are kept, those below are not, and only those between, the middle of the block row, are sorted. */
+ * Few blocks of a block row have tails near the least one that is kept. So it is not sorted as a whole. Its blocks are put into buckets by the bits
+ * of their scores, from the highest score down. Sums of whole buckets bound the tails of the blocks in each bucket. Where blocks are kept by their
+ * mass, the bound of the kept tails is given; where they share a density, the sums tell in which range the least kept tail lies. Blocks of buckets
+ * whose tails are all above this bound or range are kept, blocks of buckets whose tails are all below it are not. Only the blocks of the buckets
+ * between, the *middle* of the block row, are sorted. */
 
 enum {
     BUCKETS = BA_OUTLINE_BUCKETS,
