@@ -15,9 +15,8 @@ from cases import same_bits
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-import numpy_llama  # noqa: E402
-
 import engine as example  # noqa: E402
+import numpy_llama  # noqa: E402
 
 VOCABULARY = 97
 LEAST_GAP = 2e-4  # between the two largest logits, of size 1: float32 computes them to some 1e-6
