@@ -298,6 +298,8 @@ NEED_NO_CASE = {
     "distributed/decode.py DecodePlan": "changes while it is made",
     "distributed/decode.py Shards": "changes while it is made",
     "integrations/_transformers/dsa.py _Selection": OF_ONE_CALL,
+    "integrations/_vllm/backend.py Layer": "remembers what it has computed, each by one assignment",
+    "integrations/_vllm/step.py Step": "remembers what it has computed, each by one assignment",
     "integrations/_torch/native.py NativeSparseAttention": "saves what the gradient needs, for autograd",
     "distributed/_lazy.py computed_once": "changes while its class is made",
 }

@@ -70,9 +70,9 @@ ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *e
 /* ba_check_same() and ba_check_places(), for an output. */
 ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis);
 
-/* Whether two arrays share no memory. Arrays that interleave, such as the keys and the values of one array, are apart if, for the step of some axis of
- * one of them, the elements of both differ modulo that step. (This may take arrays that interleave in another way to share memory; it is never wrong
- * about arrays that do.) */
+/* Whether two arrays share no memory. Arrays that interleave, such as the keys and the values of one array, are apart if, for the step of some axis
+ * of one of them, the elements of both differ modulo that step. (Some arrays that share no memory are taken to share some, but never the other way
+ * round.) */
 bool ba_are_apart(const ba_tensor *a, const ba_tensor *b);
 
 /* Checks that no two elements of an output share memory. Call it after ba_check_extent(), which bounds the products of strides and lengths. */
