@@ -424,8 +424,8 @@ def kv_dtype_name(kv_dtype: Any) -> Any:
 
 
 def of_format(v_cache: Any, kv_dtype: Any) -> tuple[Any, Any]:
-    """A cache of values that is `readable` or `writable`, and kv_dtype as the core takes them: where `kv_dtype` is a pair, the core is told
-    the first of it for the keys, and the second beside the array of values."""
+    """The cache of values and kv_dtype as the core takes them. `v_cache` comes from `readable` or `writable`. Where `kv_dtype` is a pair,
+    the core gets the format of keys as kv_dtype, and the format of values together with their array, as a pair."""
     if type(kv_dtype) is not tuple:
         return v_cache, kv_dtype
     return (v_cache if v_cache is None or type(v_cache) is tuple else (v_cache, kv_dtype[1])), kv_dtype[0]

@@ -132,7 +132,7 @@ class Engine:
         self.preemptions += 1
 
     def admit(self, request: Request) -> bool:
-        """Give a waiting request the pages of all its tokens, if there are enough: those that are known, and free ones."""
+        """Give a waiting request the pages of all its tokens, if there are enough: shared pages that hold its beginning, and free pages."""
         known = request.hash_pages(self.page_size)[: (len(request.tokens) - 1) // self.page_size]  # one token at least is computed
         found = self.pages.find(known)
         new = -(-len(request.tokens) // self.page_size) - len(found)
@@ -158,8 +158,8 @@ class Engine:
         return True
 
     def schedule(self) -> list[tuple[Request, int]]:
-        """The requests of the next step, and how many tokens each one computes: first those that decode, then those in prefill, then
-        those that have waited."""
+        """The requests of the next step, and how many tokens each one computes: first requests that decode, then
+        requests in prefill, then requests that have waited."""
         running = sorted((x for x in self.requests if x.pages), key=lambda x: x.missing > 1)[: self.budget]
         ready = [x for x in running if x.pages and self.grow(x)]  # growing may take the pages of requests further behind
         for request in [x for x in self.requests if not x.pages]:

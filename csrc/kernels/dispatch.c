@@ -18,17 +18,7 @@ static void build(void) {
         const bool into_l2 = ba_prefetches_reach_l2((ba_isa)level);
         (void)into_l2; /* not used where the build has no level with such kernels */
 
-        enum {
-            float32 = BA_FLOAT32,
-            float16 = BA_FLOAT16,
-            bfloat16 = BA_BFLOAT16,
-            float64 = BA_FLOAT64,
-            int8 = BA_INT8,
-            float8_e4m3 = BA_FLOAT8_E4M3,
-            q8_0 = BA_Q8_0,
-            q4_0 = BA_Q4_0,
-            q4_1 = BA_Q4_1
-        };
+        enum { BA_DTYPE_NUMBERS };
 #define BA_FAMILY(from, dtype)                                                                                                                       \
     if ((int)ba_attend_##from##_##dtype.isa <= level && ba_attend_##from##_##dtype.isa <= detected) {                                                \
         table->attend[dtype] = &ba_attend_##from##_##dtype;                                                                                          \

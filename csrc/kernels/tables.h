@@ -24,6 +24,11 @@
 #define BA_HAVE_neon_bf16 1
 #endif
 
+/* The entries of an enum that gives the dtypes of kernels.inc their numbers. */
+#define BA_DTYPE_NUMBERS                                                                                                                             \
+    float32 = BA_FLOAT32, float16 = BA_FLOAT16, bfloat16 = BA_BFLOAT16, float64 = BA_FLOAT64, int8 = BA_INT8, float8_e4m3 = BA_FLOAT8_E4M3,          \
+    q8_0 = BA_Q8_0, q4_0 = BA_Q4_0, q4_1 = BA_Q4_1
+
 #define BA_FAMILY(level, dtype) extern const ba_attend_family ba_attend_##level##_##dtype;
 #define BA_PROBE(level) extern const ba_probes ba_probes_##level;
 #define BA_CACHE(level, dtype) extern const ba_cache_kernels ba_cache_##level##_##dtype;

@@ -1,7 +1,7 @@
 """Continuous batching of transformers: the requests of a step share a cache of pages, which attention reads where they lie.
 
-The cache gathers the keys and values of all requests in each layer, unless it is told that a step reads nothing that was there before. A
-hook tells it so, and hands the pages of the requests to attention as one more argument of the model.
+In each layer, the cache gathers earlier keys and values at the places in the model's argument `read_index`. A hook empties this argument,
+so that nothing is gathered, and adds another argument through which attention gets the pages of the requests.
 """
 
 from __future__ import annotations

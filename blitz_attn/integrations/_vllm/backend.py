@@ -45,10 +45,9 @@ def _own() -> Options:
 
 def _pages(block_size: int, head_dim: int, kv_cache_dtype: str, stored: torch.dtype) -> Pages:
     quantised, scaled = KV_DTYPES.get(kv_cache_dtype, (None, False))
-    eight_bit = quantised in ("int8", "float8_e4m3")
-    dtype = (torch.int8 if quantised == "int8" else torch.uint8) if eight_bit else stored
-    summary = (torch.float32 if eight_bit else stored) if _own().decode_budget is not None else None
-    return Pages(block_size, head_dim, dtype, scaled, summary)
+    dtype = {None: stored, "int8": torch.int8, "float8_e4m3": torch.uint8}[quantised]
+    summary = stored if quantised is None else torch.float32
+    return Pages(block_size, head_dim, dtype, scaled, None if _own().decode_budget is None else summary)
 
 
 def _pages_of_spec(spec: Any) -> Pages:
@@ -111,10 +110,10 @@ class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         reasons = {name: layer.impl.reason for name, layer in layers.items() if getattr(layer.impl, "reason", "another class")}
         self._theirs = None
-        self._is_encoder = isinstance(kv_cache_spec, cpu_attn.EncoderOnlyAttentionSpec)
         if reasons:
             name, reason = next(iter(reasons.items()))
-            if not self._is_encoder and Backend.customize_spec(kv_cache_spec) != replace(kv_cache_spec, state_content_bytes=None):
+            is_encoder = isinstance(kv_cache_spec, cpu_attn.EncoderOnlyAttentionSpec)
+            if not is_encoder and Backend.customize_spec(kv_cache_spec) != replace(kv_cache_spec, state_content_bytes=None):
                 raise ValueError(f"{VARIABLE}: expected layers that all run here with this cache, got {name} with {reason}")
             _LOG.warning_once(
                 "blitz_attn: vLLM's own attention runs %d of %d layers of a group, because of %s", len(reasons), len(layers), reason
@@ -189,6 +188,8 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
             kv_sharing_target_layer_name, sinks,
         )  # fmt: skip
         self.reason = self._why_not()
+        self._quantised, self._scaled = KV_DTYPES.get(kv_cache_dtype, (None, False))
+        self._kv_dtype: dict[str, Any] = {"kv_dtype": self._quantised} if self._quantised == "float8_e4m3" else {}
         self._options = _own()
         self._leaves_out: bool | None = None  # whether keys are left out in this layer; its number is known when it is called
         self._window = None if sliding_window is None else sliding_window - 1
@@ -217,16 +218,11 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
 
     def _of_cache(self, layer: Any, views: Views) -> dict[str, Any]:
         """The scales of a cache of 8 bits."""
-        quantised, scaled = KV_DTYPES[self.kv_cache_dtype]
-        if quantised not in ("int8", "float8_e4m3"):
+        if self._quantised is None:
             return {}
-        if scaled:
+        if self._scaled:
             return {"k_scale": views.k_scale, "v_scale": views.v_scale}
         return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
-
-    @property
-    def _kv_dtype(self) -> dict[str, Any]:
-        return {"kv_dtype": "float8_e4m3"} if KV_DTYPES[self.kv_cache_dtype][0] == "float8_e4m3" else {}
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -313,7 +309,7 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
 
     def _contiguous(self, part: torch.Tensor, scale: Any, pages: torch.Tensor, tokens: int, dtype: torch.dtype) -> torch.Tensor:
         """The tokens of one request out of its pages: (1, Hkv, tokens, D)."""
-        if KV_DTYPES[self.kv_cache_dtype][0] == "float8_e4m3":
+        if self._quantised == "float8_e4m3":
             part = part.view(torch.float8_e4m3fn)
         found = part[pages]
         if scale is not None:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Of vLLM's names of cache dtypes: the dtype here, and whether each token and head has scales of its own.
+# Of vLLM's names of cache dtypes: the 8-bit dtype here, None for floats, and whether each token and head has scales of its own.
 KV_DTYPES: dict[str, tuple[str | None, bool]] = {
     "auto": (None, False),
-    "float16": ("float16", False),
-    "bfloat16": ("bfloat16", False),
+    "float16": (None, False),
+    "bfloat16": (None, False),
     "fp8": ("float8_e4m3", False),
     "fp8_e4m3": ("float8_e4m3", False),
     "fp8_per_token_head": ("float8_e4m3", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ class Run(NamedTuple):
 
 @dataclass
 class Step:
-    """Tables and lengths of all requests of a step. Arrays are NumPy views of the engine's tensors, which the plans copy."""
+    """Tables and lengths of all requests of a step. No array shares memory with the engine's tensors, which change."""
 
     begins: np.ndarray  # (requests + 1,): the first query of each request
     seq_lens: np.ndarray  # (requests,)
@@ -31,11 +32,17 @@ class Step:
     block_size: int
     prefilling: np.ndarray  # (requests,): whether the queries are tokens of the prompt
     causal: bool | np.ndarray = True  # one flag for all requests, or one per request
-    _plans: dict[Any, Any] = field(default_factory=dict)
+    _made: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.requests = len(self.seq_lens)
         self.q_lens = np.diff(self.begins)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made by the first layer that asks for it."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def queries(self, run: Run) -> slice:
         """The queries of the requests of a run."""
@@ -44,10 +51,7 @@ class Step:
     def runs(self, prompts_from: int | None, decode_budget: int | None) -> list[Run]:
         """The runs of a layer that leaves out blocks of prompts with at least `prompts_from` tokens, and pages beyond `decode_budget`
         tokens."""
-        key = "runs", prompts_from, decode_budget
-        if key not in self._plans:
-            self._plans[key] = self._cut(prompts_from, decode_budget)
-        found: list[Run] = self._plans[key]
+        found: list[Run] = self._once(("runs", prompts_from, decode_budget), lambda: self._cut(prompts_from, decode_budget))
         return found
 
     def _cut(self, prompts_from: int | None, decode_budget: int | None) -> list[Run]:
@@ -70,13 +74,11 @@ class Step:
 
     def plan(self, run: Run, **options: Any) -> PagedPlan:
         """The plan of a run, for layers with these options of `PagedPlan`."""
-        key = run, tuple(options.items())
-        if key not in self._plans:
-            part = slice(run.first, run.end)
-            self._plans[key] = PagedPlan(
-                self.tables[part], self.seq_lens[part], page_size=self.block_size, q_lens=self.q_lens[part], kv_layout="HND", **options
-            )
-        found: PagedPlan = self._plans[key]
+        tables, lens, q_lens = (x[run.first : run.end] for x in (self.tables, self.seq_lens, self.q_lens))
+        found: PagedPlan = self._once(
+            (run, tuple(options.items())),
+            lambda: PagedPlan(tables, lens, page_size=self.block_size, q_lens=q_lens, kv_layout="HND", **options),
+        )
         return found
 
     def ranges(self, window: int | None) -> np.ndarray | None:
@@ -84,25 +86,25 @@ class Step:
         and, if it is not causal, behind it, too. None if all requests are causal."""
         if self.causal is True:
             return None
-        key = "ranges", window
-        if key not in self._plans:
-            causal = np.broadcast_to(np.asarray(self.causal, bool), self.requests)
-            tokens = np.repeat(self.seq_lens, self.q_lens)
-            at = np.arange(self.begins[-1]) - np.repeat(self.begins[:-1] - (self.seq_lens - self.q_lens), self.q_lens)
-            first = np.zeros_like(at) if window is None else np.maximum(0, at - window)
-            end = tokens if window is None else np.minimum(tokens, at + window + 1)
-            self._plans[key] = np.stack([first, np.where(np.repeat(causal, self.q_lens), at + 1, end)], axis=1)
-        found: np.ndarray = self._plans[key]
+        found: np.ndarray = self._once(("ranges", window), lambda: self._ranges(window))
         return found
+
+    def _ranges(self, window: int | None) -> np.ndarray:
+        causal = np.broadcast_to(np.asarray(self.causal, bool), self.requests)
+        tokens = np.repeat(self.seq_lens, self.q_lens)
+        at = np.arange(self.begins[-1]) - np.repeat(self.begins[:-1] - (self.seq_lens - self.q_lens), self.q_lens)
+        first = np.zeros_like(at) if window is None else np.maximum(0, at - window)
+        end = tokens if window is None else np.minimum(tokens, at + window + 1)
+        return np.stack([first, np.where(np.repeat(causal, self.q_lens), at + 1, end)], axis=1)
 
     def touched(self) -> tuple[np.ndarray, np.ndarray]:
         """The blocks that hold the step's new tokens, as tables of requests that have no other blocks, and the tokens of these."""
-        key = "touched"
-        if key not in self._plans:
-            first = (self.seq_lens - self.q_lens) // self.block_size
-            count = -(-self.seq_lens // self.block_size) - first
-            columns = np.minimum(first[:, None] + np.arange(max(1, count.max(initial=0))), self.tables.shape[1] - 1)
-            lens = np.where(self.q_lens > 0, self.seq_lens - first * self.block_size, 0)
-            self._plans[key] = np.take_along_axis(self.tables, columns, axis=1), lens
-        found: tuple[np.ndarray, np.ndarray] = self._plans[key]
+        found: tuple[np.ndarray, np.ndarray] = self._once("touched", self._touched)
         return found
+
+    def _touched(self) -> tuple[np.ndarray, np.ndarray]:
+        first = (self.seq_lens - self.q_lens) // self.block_size
+        count = -(-self.seq_lens // self.block_size) - first
+        columns = np.minimum(first[:, None] + np.arange(max(1, count.max(initial=0))), self.tables.shape[1] - 1)
+        lens = np.where(self.q_lens > 0, self.seq_lens - first * self.block_size, 0)
+        return np.take_along_axis(self.tables, columns, axis=1), lens

@@ -59,7 +59,7 @@ static void keep_run(const kept_words *r, int64_t begin, int64_t end) {
         if (!is_kept(r, b)) keep(r, b);
 }
 
-/* Keeps the forced blocks of a block row: those that are always kept. `seen` runs from the first to the last block that it sees. */
+/* Keeps the forced blocks of a block row, which are always kept. `seen` runs from the first to the last block that it sees. */
 static void keep_forced(const ba_prefill *c, const kept_words *r, int64_t batch, int64_t block_row, ba_range seen) {
     const ba_select_prefill_args *a = c->args;
     const int64_t q_valid = ba_q_span(&c->p, batch).valid, kv_valid = ba_kv_span(&c->p, batch).valid;
