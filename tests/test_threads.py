@@ -98,6 +98,7 @@ def test_workers_inherit_the_affinity_of_the_thread_that_starts_them():
 
 
 # Threads that write to new memory have page faults, which Linux counts for each thread. Huge pages would take one fault for 2 MiB.
+# A worker may have a few for its own stack, when its first task comes late; one that shared the writing would have a third of all.
 FAULTS = """
 import ctypes, os, threading
 import numpy as np
@@ -114,7 +115,7 @@ def watch(name, work):
     made = work()
     count = {task: n - before.get(task, 0) for task, n in faults().items()}
     own = count.pop(threading.get_native_id())
-    print(name, own > 200, sum(count.values()) == 0)
+    print(name, own > 200, sum(count.values()) < own // 8)
 
 x = np.ones((2048, 4, 64), np.float32)
 tables, shape = np.arange(128)[None], (128, 16, 4, 64)
