@@ -16,6 +16,7 @@ of "own" are counted: with float32 there should be none but for "chosen".
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -51,6 +52,7 @@ class Engine:
     def __init__(self, told: dict[str, Any]) -> None:
         from vllm import LLM
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         self.spent = 0.0
         classes: list[Any] = [CPUAttentionBackendImpl]
@@ -67,8 +69,12 @@ class Engine:
             told["model"], dtype=told["dtype"], max_model_len=8192, max_num_batched_tokens=8192, block_size=told["block_size"],
             enforce_eager=told["eager"], gpu_memory_utilization=0.3, disable_log_stats=True,
         )  # fmt: skip
+        backend = AttentionBackendEnum.CPU_ATTN.get_path()
+        if backend.startswith("blitz_attn.") != (os.environ["BLITZ_ATTN_VLLM"] != "0"):
+            raise SystemExit(f"the engine was to be measured with the other attention, but it runs {backend}")
 
     def timed(self, function: Any) -> Any:
+        @functools.wraps(function)  # the plug-in reads the parameters of vLLM's own methods
         def call(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             try:
