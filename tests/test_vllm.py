@@ -63,6 +63,8 @@ def test_options(monkeypatch, tmp_path):
         ('{"density": 1.5}', f"{VARIABLE}: density: expected a number above 0 and at most 1, got 1.5"),
         ('{"decode_budget": 0}', f"{VARIABLE}: decode_budget: expected at least 1, got 0"),
         ('{"density": "0.5"}', f"{VARIABLE}: density: expected .*, got .*"),
+        ('{"kv_dtype": "int4"}', f"{VARIABLE}: kv_dtype: expected 'q8_0', 'q4_0', 'q4_1' or a pair of them, got 'int4'"),
+        ('{"kv_dtype": ["q8_0", "int8"]}', f"{VARIABLE}: kv_dtype: expected one dtype, or a pair of .*, got .*"),
     ],
 )
 def test_that_wrong_options_are_refused_by_name(monkeypatch, text, sentence):
@@ -135,14 +137,15 @@ def test_that_parts_of_a_page_fill_it_without_overlap(dtype, scaled, summary):
     torch = pytest.importorskip("torch")
     from blitz_attn.integrations._vllm.pages import Pages
 
-    pages = Pages(16, 40, getattr(torch, dtype), scaled, summary and torch.float32)
+    widths = (34, 20) if dtype == "uint8" and not scaled else (40, 40)  # the second for one format of rows beside another
+    pages = Pages(16, 40, widths, getattr(torch, dtype), scaled, summary and torch.float32)
     cache = torch.zeros((3, 2, 16, pages.bytes_per_token), dtype=torch.uint8)
     views = [x for x in pages.views(cache) if x is not None]
     for n, view in enumerate(views, 1):
         assert not view.float().any()  # nothing was written here before
         view.fill_(n)
     assert [float(x.flatten()[0]) for x in views] == list(range(1, len(views) + 1))
-    assert views[0].shape == (3, 2, 16, 40)
+    assert [x.shape for x in views[:2]] == [(3, 2, 16, n) for n in widths]
     used = sum(x.nelement() * x.element_size() for x in views)
     assert cache.nelement() - 6 * 16 * 16 < used <= cache.nelement()
 
@@ -208,6 +211,18 @@ class TestEngine:
             assert "error" not in ours
             assert ours["tokens"] == cut["tokens"] == listed["tokens"]
 
+    @pytest.mark.parametrize("kv_dtype", ["q8_0", ["q8_0", "q4_1"]])
+    def test_that_caches_of_rows_keep_their_tokens_however_prompts_are_cut(self, models, kv_dtype):
+        (whole, cut, listed, all_blocks), log = results(
+            models, "llama", {"options": json.dumps({"kv_dtype": kv_dtype})},
+            {"options": json.dumps({"kv_dtype": kv_dtype}), "engine": {"max_num_batched_tokens": 64}},
+            {"options": json.dumps({"kv_dtype": kv_dtype, "decode_budget": 2048})},
+            {"options": json.dumps({"kv_dtype": kv_dtype, "density": 1.0, "min_tokens": 256})},
+        )  # fmt: skip
+        assert "error" not in whole
+        assert f"cache {'q8_0 and q4_1' if isinstance(kv_dtype, list) else kv_dtype})" in log
+        assert whole["tokens"] == cut["tokens"] == listed["tokens"] == all_blocks["tokens"]
+
     def test_that_fewer_blocks_change_tokens_of_long_prompts_alone(self, models):
         (own, prompts, decode), _ = results(
             models, "llama", {}, {"options": '{"density": 0.3, "min_tokens": 256}'}, {"options": '{"decode_budget": 128}'}
@@ -239,10 +254,12 @@ class TestEngine:
         assert small["preempted"] > 0 == chosen["preempted"]
 
     def test_what_the_engine_is_refused(self, models):
-        (density, budget, layers, cache), log = results(
+        (density, budget, layers, cache, rows), log = results(
             models, "llama", *({"options": x} for x in ('{"density": 2}', '{"decode_budget": 31}', '{"density": 0.5, "dense_layers": [3]}')),
             {"options": "1", "engine": {"kv_cache_dtype": "fp8_e5m2"}},
+            {"options": '{"kv_dtype": "q8_0"}', "engine": {"kv_cache_dtype": "fp8"}},
         )  # fmt: skip
+        assert "kv_dtype: expected an engine with the cache dtype auto, got fp8" in rows["error"]
         assert "density: expected a number above 0 and at most 1, got 2" in density["error"]
         assert "decode_budget: expected at least the 32 tokens of a block of the cache, got 31" in budget["error"]
         assert "dense_layers: expected layers from 0 to 2, got 3" in layers["error"]

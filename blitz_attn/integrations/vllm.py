@@ -4,7 +4,8 @@
     BLITZ_ATTN_VLLM=1 vllm serve ...
 
 vLLM finds `register` as one of its general plug-ins, and calls it in each of its processes. The environment variable turns it on, and may
-hold options: a JSON object with fields of `blitz_attn.integrations.transformers.SparseConfig`, where `profile` is the path of a file.
+hold options: a JSON object with fields of `blitz_attn.integrations.transformers.SparseConfig`, where `profile` is the path of a file, and
+`kv_dtype`.
 
     BLITZ_ATTN_VLLM='{"density": 0.25, "min_tokens": 4096, "dense_layers": [0, 1], "decode_budget": 2048}' vllm serve ... --block-size 32
 
@@ -40,7 +41,9 @@ def register() -> None:
     `decode_budget`, new tokens of requests that are longer attend to as many tokens; Quest chooses among the engine's own blocks
     (``--block-size``), whose summaries are kept in the blocks. Layers with a sliding window keep everything.
 
-    Caches may be ``auto``, ``fp8``, ``fp8_per_token_head`` and ``int8_per_token_head`` (``--kv-cache-dtype``). What a layer needs and the
+    Caches may be ``auto``, ``fp8``, ``fp8_per_token_head`` and ``int8_per_token_head`` (``--kv-cache-dtype``). With ``auto``, the option
+    `kv_dtype` keeps keys and values in rows of 8.5, 4.5 or 5 bits per number: ``"q8_0"``, ``"q4_0"``, ``"q4_1"``, or a pair for keys and
+    values; see `blitz_attn.quantize_rows`. The head dim must be a multiple of 32. What a layer needs and the
     operations lack, such as attention from a decoder to an encoder, is computed by vLLM's own backend, and the reason is logged once. So is
     everything where vLLM's interface is another one than that of the release this was written for (0.32).
 

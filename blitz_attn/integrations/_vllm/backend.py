@@ -21,8 +21,9 @@ from vllm.v1.attention.backends import cpu_attn
 
 from ... import _core, config
 from ..._block_sparse.call import block_sparse_attention
+from ..._formats import CELL_BYTES, CELL_DIMS
 from ..._select.prefill import select_and_attend_prefill
-from ...paged import append_paged_kv
+from ...paged import append_paged_kv, dequantize_rows
 from ...quest import quest_prefill_metadata
 from .._transformers.config import expect_model
 from .options import VARIABLE, Options, options
@@ -44,10 +45,15 @@ def _own() -> Options:
 
 
 def _pages(block_size: int, head_dim: int, kv_cache_dtype: str, stored: torch.dtype) -> Pages:
+    own, widths, dtype = _own(), (head_dim, head_dim), stored
     quantised, scaled = KV_DTYPES.get(kv_cache_dtype, (None, False))
-    dtype = {None: stored, "int8": torch.int8, "float8_e4m3": torch.uint8}[quantised]
-    summary = stored if quantised is None else torch.float32
-    return Pages(block_size, head_dim, dtype, scaled, None if _own().decode_budget is None else summary)
+    if own.kv_dtype is not None:
+        of_key, of_value = (head_dim // CELL_DIMS * CELL_BYTES[x] for x in own.kv_dtype)
+        widths, dtype = (of_key, of_value), torch.uint8
+    elif quantised is not None:
+        dtype = {"int8": torch.int8, "float8_e4m3": torch.uint8}[quantised]
+    summary = stored if dtype == stored else torch.float32
+    return Pages(block_size, head_dim, widths, dtype, scaled, None if own.decode_budget is None else summary)
 
 
 def _pages_of_spec(spec: Any) -> Pages:
@@ -106,7 +112,7 @@ class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        _expect_model(vllm_config, kv_cache_spec.block_size)
+        _expect_model(vllm_config, kv_cache_spec)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         reasons = {name: layer.impl.reason for name, layer in layers.items() if getattr(layer.impl, "reason", "another class")}
         self._theirs = None
@@ -143,10 +149,16 @@ class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
         return metadata
 
 
-def _expect_model(vllm_config: Any, block_size: int) -> None:
+def _expect_model(vllm_config: Any, spec: Any) -> None:
     """Refuses options that the model or its cache cannot have."""
     own = _own()
-    budget = own.decode_budget
+    budget, block_size = own.decode_budget, spec.block_size
+    if own.kv_dtype is not None:
+        cache = vllm_config.cache_config.cache_dtype
+        if cache != "auto":
+            raise ValueError(f"{VARIABLE}: kv_dtype: expected an engine with the cache dtype auto, got {cache}")
+        if spec.head_size % CELL_DIMS:
+            raise ValueError(f"{VARIABLE}: kv_dtype: expected a model whose head dim is a multiple of {CELL_DIMS}, got {spec.head_size}")
     if budget is not None and budget < block_size:
         raise ValueError(f"{VARIABLE}: decode_budget: expected at least the {block_size} tokens of a block of the cache, got {budget}")
     try:
@@ -165,13 +177,14 @@ def _prefilling(common: Any) -> np.ndarray:
 
 def _tell(vllm_config: Any) -> None:
     own, parts = _own(), ["dense attention"]
+    cache = vllm_config.cache_config.cache_dtype if own.kv_dtype is None else " and ".join(dict.fromkeys(own.kv_dtype))
     if own.prompts:
         parts.append(f"blocks chosen for prompts of at least {own.sparse.min_tokens} tokens")
     if own.decode_budget is not None:
         parts.append(f"pages chosen for new tokens beyond {own.decode_budget} tokens")
     _LOG.info_once(
         "blitz_attn %s computes attention: %s (level %s, %d threads, cache %s)", _core.__version__, ", ".join(parts), config.isa(),
-        config.get_num_threads(), vllm_config.cache_config.cache_dtype,
+        config.get_num_threads(), cache,
     )  # fmt: skip
 
 
@@ -189,8 +202,10 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         )  # fmt: skip
         self.reason = self._why_not()
         self._quantised, self._scaled = KV_DTYPES.get(kv_cache_dtype, (None, False))
-        self._kv_dtype: dict[str, Any] = {"kv_dtype": self._quantised} if self._quantised == "float8_e4m3" else {}
         self._options = _own()
+        self._rows = self._options.kv_dtype
+        kv_dtype: Any = self._rows or (self._quantised if self._quantised == "float8_e4m3" else None)
+        self._kv_dtype: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
         self._leaves_out: bool | None = None  # whether keys are left out in this layer; its number is known when it is called
         self._window = None if sliding_window is None else sliding_window - 1
         self._rules = {"scale": self.scale, "softcap": self.logits_soft_cap or None}
@@ -243,7 +258,7 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         tables, lens = metadata[layer.layer_name].step.touched()
         quest_prefill_metadata(
             views.k, tables, lens, tables, views.largest, views.smallest, kv_layout="HND", k_scale=scales.get("k_scale"),
-            dtype=self._kv_dtype.get("kv_dtype"),
+            dtype=self._rows[0] if self._rows else self._kv_dtype.get("kv_dtype"),
         )  # fmt: skip
 
     # ---- Attention ----------------------------------------------------------------------------------------------------
@@ -298,7 +313,7 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         tokens, queries = int(step.seq_lens[run.first]), len(q)
         pages = torch.from_numpy(step.tables[run.first, : -(-tokens // step.block_size)]).long()
         scales = self._of_cache(layer, views)
-        k, v = (self._contiguous(x, scales.get(name), pages, tokens, q.dtype) for x, name in ((views.k, "k_scale"), (views.v, "v_scale")))
+        k, v = (self._contiguous(views, n, scales, pages, q.dtype)[:, :, :tokens] for n in range(2))
         choice = self._options.sparse._options(
             extract_layer_index(layer.layer_name), heads=self.num_heads, kv_heads=self.num_kv_heads, head_dim=self.head_size
         )
@@ -307,15 +322,18 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         )
         out.copy_(result[0].transpose(0, 1))
 
-    def _contiguous(self, part: torch.Tensor, scale: Any, pages: torch.Tensor, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-        """The tokens of one request out of its pages: (1, Hkv, tokens, D)."""
+    def _contiguous(self, views: Views, part: int, scales: dict[str, Any], pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Keys (part 0) or values (part 1) of the pages of one request, as numbers: (1, Hkv, tokens, D)."""
+        stored = views[part]
         if self._quantised == "float8_e4m3":
-            part = part.view(torch.float8_e4m3fn)
-        found = part[pages]
-        if scale is not None:
+            stored = stored.view(torch.float8_e4m3fn)
+        found, scale = stored[pages], scales.get(("k_scale", "v_scale")[part])
+        if self._rows is not None:
+            found = torch.from_numpy(dequantize_rows(found, self._rows[part])).to(dtype)
+        elif scale is not None:
             factors = scale[pages].unsqueeze(-1) if isinstance(scale, torch.Tensor) else scale
             found = (found.float() * factors).to(dtype)
-        return found.transpose(0, 1).flatten(1, 2)[:, :tokens].unsqueeze(0)
+        return found.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _encode(self, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
         """Attention within sequences that lie one after the other, each token to all tokens of its sequence."""

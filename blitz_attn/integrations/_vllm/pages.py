@@ -1,8 +1,9 @@
 """Where the pages of vLLM's cache hold keys, values, scales and summaries.
 
 vLLM gives each layer one array of blocks, each with `heads` slots of ``block_size * bytes_per_token`` bytes. A slot holds the keys of all
-tokens of the block, then their values, then, in caches of 8 bits, the scale of each key and of each value, and, for Quest, the largest and
-the smallest key. As all of it lies in the block, vLLM's own copies of blocks, its prefix cache and its accounts of memory hold for it, too.
+tokens of the block, then their values, then, in caches with a scale for each token, the scale of each key and of each value, and, for
+Quest, the largest and the smallest key. As all of it lies in the block, vLLM's own copies of blocks, its prefix cache and its accounts of
+memory hold for it, too.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ class Pages:
 
     block_size: int
     head_dim: int
+    widths: tuple[int, int]  # elements of a key and of a value: `head_dim`, or the bytes of a row that holds them quantised
     dtype: torch.dtype  # of keys and values
     scaled: bool  # whether each token has scales
     summary: torch.dtype | None  # of the summaries; None without
 
     def _parts(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         tokens, dim = self.block_size, self.head_dim
-        parts: list[tuple[str, tuple[int, ...], torch.dtype]] = [(name, (tokens, dim), self.dtype) for name in ("k", "v")]
+        parts: list[tuple[str, tuple[int, ...], torch.dtype]]
+        parts = [(name, (tokens, n), self.dtype) for name, n in zip("kv", self.widths, strict=True)]
         if self.scaled:
             parts += [(name, (tokens,), _SCALE) for name in ("k_scale", "v_scale")]
         if self.summary is not None:
