@@ -45,14 +45,15 @@ def _own() -> Options:
 
 
 def _pages(block_size: int, head_dim: int, kv_cache_dtype: str, stored: torch.dtype) -> Pages:
-    own, widths, dtype = _own(), (head_dim, head_dim), stored
+    own, widths, dtype, summary = _own(), (head_dim, head_dim), stored, torch.float32
     quantised, scaled = KV_DTYPES.get(kv_cache_dtype, (None, False))
     if own.kv_dtype is not None:
         of_key, of_value = (head_dim // CELL_DIMS * CELL_BYTES[x] for x in own.kv_dtype)
         widths, dtype = (of_key, of_value), torch.uint8
     elif quantised is not None:
         dtype = {"int8": torch.int8, "float8_e4m3": torch.uint8}[quantised]
-    summary = stored if dtype == stored else torch.float32
+    else:
+        summary = stored
     return Pages(block_size, head_dim, widths, dtype, scaled, None if own.decode_budget is None else summary)
 
 
