@@ -195,6 +195,11 @@ class TestEngine:
         (own, ours), _ = results(models, "bert", *cases)
         np.testing.assert_allclose(ours["embeddings"], own["embeddings"], atol=2e-5)
 
+    def test_two_worker_processes(self, models):
+        """Each has half of the heads."""
+        one, two = (results(models, "llama", {"options": "1", "engine": {"tensor_parallel_size": n}})[0][0] for n in (1, 2))
+        assert two["tokens"] == one["tokens"]
+
     def test_drafts(self, models):
         drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}}
         cases = ({"options": x, "engine": e, "arguments": {"repeated": 9}} for x, e in (("", {}), ("", drafts), ("1", drafts)))
