@@ -406,6 +406,48 @@ def float32_numbers(x: Any, name: str) -> np.ndarray:
     return given if type(given) is np.ndarray and given.dtype == np.float32 and given.flags.c_contiguous else _rounded_to_float32(given)
 
 
+# ---- Taking tokens ------------------------------------------------------------------------------------------------
+
+
+def shape_to_take(x: Any, name: str) -> tuple[int, ...]:
+    """The shape of an array from which `take` can take. Refuses what is no array."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
+    if not (isinstance(x, np.ndarray) or _is_torch(x) or _is_jax(x)):
+        raise TypeError(f"{name}: expected NumPy arrays, torch tensors or JAX arrays, got {type(x).__name__}")
+    return tuple(x.shape)
+
+
+def check_taken(out: Any, x: Any, name: str) -> None:
+    """Refuses an `out` that is not the same kind of array as `x`, of the same shape and dtype, and writable."""
+    own, kind = ("a torch tensor", _is_torch(out)) if _is_torch(x) else ("a NumPy array", isinstance(out, np.ndarray))
+    if not kind or _is_jax(x):
+        raise TypeError(f"{name}: expected {'none for a JAX array' if _is_jax(x) else own}, got {type(out).__name__}")
+    if out.dtype != x.dtype:
+        raise TypeError(f"{name}: expected dtype {x.dtype}, got {out.dtype}")
+    if tuple(out.shape) != tuple(x.shape):
+        raise ValueError(f"{name}: expected shape {tuple(x.shape)}, got {tuple(out.shape)}")
+    if _is_torch(x):
+        for tensor in (x, out):
+            refuse_gradient(tensor, name)
+            refuse_tangent(tensor, name)
+    elif not out.flags.writeable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+
+
+def take(x: Any, indices: np.ndarray, axis: int, out: Any = None) -> Any:
+    """The entries `indices` of an axis, as a contiguous array of the kind of `x`, or in `out`. All arguments have been checked."""
+    if _is_torch(x):
+        torch = sys.modules["torch"]
+        places = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
+        return torch.index_select(x, axis, places) if out is None else torch.index_select(x, axis, places, out=out)
+    if _is_jax(x):
+        return sys.modules["jax"].numpy.take(x, indices, axis)
+    made = np.empty(x.shape, x.dtype) if out is None else out
+    np.take(x, indices, axis, out=made, mode="clip")  # with the mode "raise", NumPy writes to a copy of `out` first
+    return made
+
+
 def bias_for_core(attn_mask: Any, alibi_slopes: Any) -> tuple[Any, Any]:
     """attn_mask and alibi_slopes as the core takes them."""
     mask = None if attn_mask is None else readable(attn_mask, "attn_mask")
