@@ -15,17 +15,21 @@ turns them into lists for attention over the tokens in that order. `density` tel
 >>> out = order.restore(blitz_attn.block_sparse_attention(*order.permute(q, k, v), sabi))
 """
 
+from ._video.choose import choose_rules
 from ._video.lists import blocks, density
 from ._video.order import Geometry, TokenOrder, cube_order
 from ._video.rules import Neighbourhood, Radial, SlidingTiles
+from ._video.schedule import Schedule
 
 __all__ = [
     "Geometry",
     "Neighbourhood",
     "Radial",
+    "Schedule",
     "SlidingTiles",
     "TokenOrder",
     "blocks",
+    "choose_rules",
     "cube_order",
     "density",
 ]

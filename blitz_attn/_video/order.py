@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,16 @@ def three_sizes(sizes: Any, name: str, what: str) -> Triple:
     if min(t, h, w) < 1:
         raise ValueError(f"{name}: expected {what}, got {(t, h, w)}")
     return t, h, w
+
+
+def checked_arrays(arrays: Mapping[str, Any], layout: Any, tokens: int) -> int:
+    """The axis of the tokens in a layout, after a check that the arrays, by their names, have so many."""
+    axis = _TOKEN_AXES[_arrays.choice(layout, "layout", LAYOUTS)]  # type: ignore[index]
+    for name, x in arrays.items():
+        shape = _arrays.shape_to_take(x, name)
+        if len(shape) <= axis or shape[axis] != tokens:
+            raise ValueError(f"{name}: expected {tokens} tokens on axis {axis} (layout {layout}), got shape {shown(shape)}")
+    return axis
 
 
 def _checked_span(span: Any) -> int | Triple:
@@ -252,16 +262,12 @@ class TokenOrder:
         return self._taken(self.inverse, arrays, layout, out)
 
     def _taken(self, indices: np.ndarray, arrays: tuple[Any, ...], layout: Any, out: Any) -> Any:
-        axis = _TOKEN_AXES[_arrays.choice(layout, "layout", LAYOUTS)]  # type: ignore[index]
+        axis = checked_arrays({f"arrays[{n}]": x for n, x in enumerate(arrays)}, layout, len(indices))
         if not arrays:
             raise TypeError("arrays: expected at least one array, got none")
         outs = [None] * len(arrays) if out is None else list(out) if isinstance(out, (tuple, list)) else [out]
         if len(outs) != len(arrays):
             raise ValueError(f"out: expected {len(arrays)} arrays, one for each array, got {len(outs)}")
-        for x in arrays:
-            shape = _arrays.shape_to_take(x, "arrays")
-            if len(shape) <= axis or shape[axis] != len(indices):
-                raise ValueError(f"arrays: expected {len(indices)} tokens on axis {axis} (layout {layout}), got shape {shown(shape)}")
         for n, (x, given) in enumerate(zip(arrays, outs, strict=True)):
             if given is not None:
                 _arrays.check_taken(given, x, "out")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
+from .._float_mode import in_usual_mode
 from .._sabi.lists import MOST_ROWS
 from .._sentences import number_shown, shown
 from .order import Triple
@@ -209,6 +210,14 @@ def _moved_inwards(at: np.ndarray, window: int | None, count: int) -> tuple[np.n
     return first, first + window
 
 
+@in_usual_mode
+def _positive(x: Any) -> float:
+    factor = _arrays.number(x, "decay_factor")
+    if not 0 < factor < math.inf:
+        raise ValueError(f"decay_factor: expected a positive number, got {number_shown(factor)}")
+    return factor
+
+
 _POWERS = 2 ** np.arange(MOST_ROWS.bit_length() + 1)
 
 
@@ -255,10 +264,7 @@ class Radial:
     decay_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        factor = _arrays.number(self.decay_factor, "decay_factor")
-        if not 0 < factor < math.inf:
-            raise ValueError(f"decay_factor: expected a positive number, got {number_shown(factor)}")
-        object.__setattr__(self, "decay_factor", factor)
+        object.__setattr__(self, "decay_factor", _positive(self.decay_factor))
 
     def _levels(self, t: int, counts: Triple, size: int) -> np.ndarray:
         """The level of a distance is m + 1, and 0 for up to one frame."""
@@ -280,12 +286,12 @@ for _rule in (Neighbourhood, SlidingTiles, Radial):
     _rule.__module__ = "blitz_attn.video"  # where users and pickles find them
 
 
-def rules_of(rule: Any) -> list[Rule]:
+def rules_of(rule: Any, name: str = "rule") -> list[Rule]:
     """The rule, or the rules of all heads, as a list."""
     given = list(rule) if isinstance(rule, (tuple, list)) else [rule]
     for one in given:
         if not isinstance(one, (Neighbourhood, SlidingTiles, Radial)):
-            raise TypeError(f"rule: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got {type(one).__name__}")
+            raise TypeError(f"{name}: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got {type(one).__name__}")
     if not given:
-        raise ValueError("rule: expected at least one rule, got none")
+        raise ValueError(f"{name}: expected at least one rule, got none")
     return given
