@@ -18,7 +18,7 @@ import numpy as np
 from . import _core
 from ._float_mode import in_usual_mode
 from ._formats import CELL_BYTES
-from ._sentences import shown
+from ._sentences import refusal, shown
 
 _core.refuse_masked(np.ma.MaskedArray)  # the memory of such an array has numbers even where its mask hides them
 
@@ -415,22 +415,28 @@ def shape_to_take(x: Any, name: str) -> tuple[int, ...]:
         raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
     if not (isinstance(x, np.ndarray) or _is_torch(x) or _is_jax(x)):
         raise TypeError(f"{name}: expected a NumPy array, a torch tensor or a JAX array, got {type(x).__name__}")
+    if isinstance(x, np.ndarray) and (x.dtype.kind not in "fiubcV" or x.dtype.hasobject):
+        raise TypeError(f"{name}: expected numbers, got {x.dtype}")
     return tuple(x.shape)
 
 
-def check_taken(out: Any, x: Any, name: str) -> None:
-    """Refuses an `out` that is not the same kind of array as `x`, of the same shape and dtype, and writable."""
-    own, kind = ("a torch tensor", _is_torch(out)) if _is_torch(x) else ("a NumPy array", isinstance(out, np.ndarray))
-    if not kind or _is_jax(x):
-        raise TypeError(f"{name}: expected {'none for a JAX array' if _is_jax(x) else own}, got {type(out).__name__}")
+def check_taken(out: Any, x: Any, name: str, like: str) -> None:
+    """Refuses an `out` that is not the same kind of array as `x`, whose name is `like`, of the same shape and dtype, and writable."""
+    if isinstance(out, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
+    if _is_jax(x):
+        raise refusal(TypeError, name, ": expected none for the JAX array ", like, f", got {type(out).__name__}")
+    if not (_is_torch(out) if _is_torch(x) else isinstance(out, np.ndarray)):
+        kind = "a torch tensor" if _is_torch(x) else "a NumPy array"
+        raise refusal(TypeError, name, f": expected {kind} like ", like, f", got {type(out).__name__}")
     if out.dtype != x.dtype:
-        raise TypeError(f"{name}: expected dtype {x.dtype}, got {out.dtype}")
+        raise refusal(TypeError, name, f": expected dtype {x.dtype} like ", like, f", got {out.dtype}")
     if tuple(out.shape) != tuple(x.shape):
-        raise ValueError(f"{name}: expected shape {tuple(x.shape)}, got {tuple(out.shape)}")
+        raise refusal(ValueError, name, f": expected shape {tuple(x.shape)} like ", like, f", got {tuple(out.shape)}")
     if _is_torch(x):
-        for tensor in (x, out):
-            refuse_gradient(tensor, name)
-            refuse_tangent(tensor, name)
+        for tensor, own in ((x, like), (out, name)):
+            refuse_gradient(tensor, own)
+            refuse_tangent(tensor, own)
     elif not out.flags.writeable:
         raise ValueError(f"{name}: expected a writable array, got a read-only one")
 

@@ -144,6 +144,8 @@ def some_integers(given: Any, name: str, what: str, count: int) -> tuple[int, ..
         numbers = integers(given, name)
         len(numbers)
     except TypeError as error:  # not integers, or a single one
+        if isinstance(given, np.ma.MaskedArray):
+            raise
         raise TypeError(f"{name}: expected {what}, got {type(given).__name__}") from error
     if numbers.shape != (count,):
         raise ValueError(f"{name}: expected {what}, got shape {numbers.shape}")

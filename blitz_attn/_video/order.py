@@ -41,7 +41,7 @@ def checked_arrays(arrays: Mapping[str, Any], layout: Any, tokens: int) -> int:
 
 
 def _checked_span(span: Any) -> int | Triple:
-    if isinstance(span, (tuple, list)) or getattr(span, "ndim", 0):
+    if isinstance(span, (tuple, list)) or (isinstance(span, np.ndarray) and span.ndim):
         return three_sizes(span, "spans", "grids of at least one frame, row and column")
     try:
         count = _arrays.integer(span, "spans")
@@ -200,7 +200,7 @@ class TokenOrder:
         Parameters
         ----------
         *arrays : array
-            Queries, keys and values, or other arrays whose tokens are in the model's order: NumPy arrays of any dtype, torch tensors or JAX
+            Queries, keys and values, or other arrays whose tokens are in the model's order: NumPy arrays of numbers, torch tensors or JAX
             arrays. Gradients of torch pass through.
         layout : {"BNSD", "BSND", "BSH", "TND"}
             Which axis has the tokens: the third one in BNSD, the second one in BSND and BSH, the first one in TND. The axes after it may
@@ -270,7 +270,7 @@ class TokenOrder:
             raise ValueError(f"out: expected {len(arrays)} arrays, one for each array, got {len(outs)}")
         for n, (x, given) in enumerate(zip(arrays, outs, strict=True)):
             if given is not None:
-                _arrays.check_taken(given, x, "out")
+                _arrays.check_taken(given, x, "out", f"arrays[{n}]")
                 others = {f"arrays[{m}]": y for m, y in enumerate(arrays)} | {f"out[{m}]": y for m, y in enumerate(outs) if m != n}
                 refuse_overlaps({"out": given}, **others)
         made = [_arrays.take(x, indices, axis, given) for x, given in zip(arrays, outs, strict=True)]
