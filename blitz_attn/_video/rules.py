@@ -226,11 +226,11 @@ class Radial:
     """A cube sees a window of each frame that shrinks with the distance of the frames.
 
     At a distance of d frames, which is that of the first frames of both cubes, let m be ``floor(log2(d))``. Up to a distance of one frame,
-    a cube sees the whole layer of cubes. Beyond, it sees the cubes whose distance along the height, plus 1, is at most
+    a cube sees the whole layer of cubes. Beyond, it sees those cubes whose distance along the height, plus 1, is at most
     ``sqrt(decay_factor / 2**m)`` times the height of the grid, and the same along the width, all in cubes: each doubling of the distance
-    halves the area of the window. A window has at least the cube at the same place. Where ``2**m`` exceeds the number of cubes
-    in a layer, only each n-th frame is seen, with n the quotient of the two numbers, rounded up: that is, the layers of cubes that have a
-    frame at a multiple of n frames.
+    halves the product of both limits. Where one limit would be less than 1, it is 1, and the other one is ``decay_factor / 2**m`` times the
+    number of cubes in a layer, but at least 1. Where ``2**m`` exceeds this number of cubes, only each n-th frame is seen, with n the
+    quotient of the two, rounded up: those layers of cubes that have a frame at a distance of a multiple of n.
 
     Attributes
     ----------
@@ -250,8 +250,9 @@ class Radial:
     ----------
     X. Li et al., "Radial Attention: O(n log n) Sparse Attention with Energy Decay for Long Video Generation", arXiv:2506.19852. There, the
     window is a run of tokens in raster order whose length halves, and where it would be shorter than a token, frames thin out. Here, it is
-    a rectangle of cubes whose area halves. The keys of the first frame, which the paper keeps as an attention sink, are kept with
-    ``dense_frames=1``; the queries of that frame then see everything, too. `decay_factor` is that of the authors' program.
+    a rectangle of cubes whose area halves; for frames of one row and cubes of one token, both rules are the same. The keys of the first
+    frame, which the paper keeps as an attention sink, are kept with ``dense_frames=1``; the queries of that frame then see everything, too.
+    `decay_factor` is that of the authors' program.
 
     Examples
     --------
@@ -276,8 +277,9 @@ class Radial:
     def _window(self, level: int, at: np.ndarray, axis: int, counts: Triple) -> tuple[np.ndarray, np.ndarray]:
         if level == 0:
             return _around(at, None, counts[axis])
-        factor = Fraction(self.decay_factor)
-        side = math.isqrt(factor.numerator * counts[axis] ** 2 // (factor.denominator << level - 1))
+        own, other = counts[axis], counts[3 - axis]
+        share = Fraction(self.decay_factor) / 2 ** (level - 1)
+        side = int(share * own * other) if share * other**2 < 1 else math.isqrt(int(share * own**2))
         return _around(at, max(side - 1, 0), counts[axis])
 
 

@@ -83,7 +83,13 @@ def radial(factor: float, a: Sequence[int], b: Sequence[int], counts: Sequence[i
     every = -(-power // (counts[1] * counts[2]))
     if all(d % every for d in range(distance, distance + frames)):
         return False
-    return all(x == y or (abs(x - y) + 1) ** 2 <= Fraction(factor) / power * n**2 for x, y, n in zip(a[1:], b[1:], counts[1:], strict=True))
+    share = Fraction(factor) / power  # of the area of a layer
+    square_limits = [share * n**2 for n in counts[1:]]
+    if square_limits[0] < 1:
+        square_limits = [Fraction(1), (share * counts[1] * counts[2]) ** 2]
+    elif square_limits[1] < 1:
+        square_limits = [(share * counts[1] * counts[2]) ** 2, Fraction(1)]
+    return all(x == y or (abs(x - y) + 1) ** 2 <= most for x, y, most in zip(a[1:], b[1:], square_limits, strict=True))
 
 
 def rule_of(rule: Any) -> Callable[..., bool]:
