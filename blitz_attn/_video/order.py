@@ -311,8 +311,8 @@ def cube_order(geometry: Geometry, cube: Sequence[int] = (4, 4, 4)) -> TokenOrde
 
     Notes
     -----
-    Ragged cubes cost density: their blocks hold tokens of several cubes. Where one of the sizes 3, 4, 5 or 6 divides an axis and another
-    does not, take the one that does, and blocks of as many tokens as the cube has (any size is allowed).
+    Blocks of ragged cubes hold tokens of several cubes, and list the blocks that any of them sees. So do blocks of several cubes. Where
+    sizes from 3 to 8 divide the axes, such as ``(3, 5, 4)`` those of (21, 30, 52), take them, and blocks of as many tokens as the cube has.
 
     References
     ----------

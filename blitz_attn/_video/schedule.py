@@ -1,4 +1,9 @@
-"""What each denoising step attends to. Public through `blitz_attn.video`."""
+"""What each denoising step attends to. Public through `blitz_attn.video`.
+
+>>> from blitz_attn import video
+>>> video.Schedule(dense_steps=10, densities=0.3)
+Schedule(dense_steps=10, densities=(0.3,), refresh_every=1)
+"""
 
 from __future__ import annotations
 
