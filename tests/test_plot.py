@@ -167,10 +167,10 @@ def test_plot_cubes(tmp_path):
         assert (np.asarray(panel.get_images()[0].get_array()) == frame).all()
     assert [panel.get_title() for panel in figure.axes[::5]] == ["grid 0, frame 0", "grid 1, frame 0"]
     plain = f"among them {seen[:3].sum() + seen[483:485].sum()} of 5 plain ones"
-    assert figure.get_suptitle() == f"24 queries (orange) see {seen.sum()} of 515 tokens ({seen.mean():.1%}, blue), {plain}"
+    assert figure._suptitle.get_text() == f"24 queries (orange) see {seen.sum()} of 515 tokens ({seen.mean():.1%}, blue), {plain}"
     assert drawn(figure, tmp_path / "cubes.png")[..., :3].std() > 0.05
     few = plot.plot_cubes(order, np.asarray(lists), row, block_shape=(24, 16), max_frames=2, title="few")
     assert [panel.get_title() for panel in few.axes] == ["grid 0, frame 2", "grid 1, frame 0"]
-    assert few.get_suptitle() == "few"
+    assert few._suptitle.get_text() == "few"
     usual = plot.plot_cubes(order, lists)  # of the block with the token in the middle of the first grid
     assert np.asarray(usual.axes[2].get_images()[0].get_array())[4, 6] == 2

@@ -362,16 +362,24 @@ def test_the_rule_that_keeps_most_is_chosen(seed):
         assert kept[n, head] >= kept[:, head].max() - 1e-6
 
 
-def test_equal_rules_and_samples():
+def test_equal_rules_and_dense_rows():
     order = order_of()
     q, k = (np.random.default_rng(n).standard_normal((TOKENS, 2, 8), dtype=np.float32) for n in range(2))
     assert video.choose_rules(q, k, order, [RULES[0]] * 3, layout="TND") == [0, 0]
     assert video.choose_rules(q, k, order, [RULES[0], EVERYTHING], (8, 8), layout="TND", sampled_rows=20) == [1, 1]
     assert video.choose_rules(q, k, order_of([TOKENS]), RULES, layout="TND") == [0, 0]  # all rows are dense
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_choices_depend_on_neither_threads_nor_kind(dtype):
     torch = pytest.importorskip("torch")
-    tensors = [torch.from_numpy(x.swapaxes(0, 1)[None].copy()).requires_grad_() for x in (q, k)]
-    same = [video.choose_rules(*given, order, RULES, (8, 8), seed=5, num_threads=n) for given in (tensors,) for n in (1, 2)]
-    assert same[0] == same[1] == video.choose_rules(q, k, order, RULES, (8, 8), seed=5, layout="TND")
+    order = order_of()
+    q, k = (np.random.default_rng(n).standard_normal((1, 2, TOKENS, 8), dtype=np.float32) for n in range(2))
+    tensors = [torch.from_numpy(x).to(getattr(torch, dtype)).requires_grad_() for x in (q, k)]
+    one, two = (video.choose_rules(*tensors, order, RULES, (8, 8), seed=5, num_threads=n) for n in (1, 2))
+    assert one == two
+    rounded = [testing.round_to(x, dtype) for x in (q, k)]
+    assert one == video.choose_rules(*rounded, order, RULES, (8, 8), seed=5, **bits_option(rounded[0]))
 
 
 # ---- Schedules ---------------------------------------------------------------------------------------------------------------

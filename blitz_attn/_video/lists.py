@@ -49,7 +49,8 @@ class BlockGrid:
         first = np.arange(count) * size
         last = np.minimum(first + size, self.tokens) - 1
         most = max(0, len(self.cubes.grid) - 1)
-        return tuple(np.minimum(np.searchsorted(self.cubes.start, at, side="right") - 1, most) for at in (first, last))
+        one, other = (np.minimum(np.searchsorted(self.cubes.start, at, side="right") - 1, most) for at in (first, last))
+        return one, other
 
     def of_rows(self, rule: Rule, rows: np.ndarray) -> Iterator[np.ndarray]:
         """For each of the rows of blocks, the columns that it lists, rising. One array may be given several times."""

@@ -118,39 +118,44 @@ class Cubes(NamedTuple):
     counts: tuple[Triple, ...]  # for each grid, the number of cubes along each axis
 
 
+def _along(length: int, size: int) -> np.ndarray:
+    """The sizes of the cubes along an axis: the last one may be smaller."""
+    return np.minimum(size, length - np.arange(0, length, size))
+
+
+def _of_grid(grid: Triple, size: Triple) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of each cube of a grid, in raster order of cubes; and the numbers of the grid's tokens, cube by cube."""
+    t, h, w = (_along(length, n) for length, n in zip(grid, size, strict=True))
+    held = (t[:, None, None] * h[:, None] * w).reshape(-1)
+    ct, ch, cw = (np.arange(length) // n for length, n in zip(grid, size, strict=True))
+    cube_of_token = ((ct[:, None, None] * len(h) + ch[:, None]) * len(w) + cw).reshape(-1)
+    return held, np.argsort(cube_of_token, kind="stable")  # stable: within a cube, tokens stay in raster order
+
+
 def _cubes_of(geometry: Geometry, cube: Triple) -> tuple[Cubes, np.ndarray]:
     """The cubes, and the order of the tokens."""
-    sizes = tuple((min(cube[0], t), min(cube[1], h), min(cube[2], w)) for t, h, w in geometry.grids)
-    counts = tuple(tuple(-(-n // c) for n, c in zip(grid, size, strict=True)) for grid, size in zip(geometry.grids, sizes, strict=True))
-    tokens, plain, found = [], [], []  # of each grid: its tokens cube by cube; for each cube: ragged, its grid, its place, and its tokens
-    first = number = 0
+    grids, first, begins, plain = geometry.grids, 0, [], []
     for span in geometry.spans:
         if isinstance(span, int):
             plain.append(np.arange(first, first + span))
-            first += span
-            continue
-        size, count = sizes[number], counts[number]
-        axes = [np.minimum(n, (np.arange(m) + 1) * c) - np.arange(m) * c for n, m, c in zip(span, count, size, strict=True)]
-        tokens_in = (axes[0][:, None, None] * axes[1][:, None] * axes[2]).reshape(-1)
-        t, h, w = (np.arange(n) // c for n, c in zip(span, size, strict=True))
-        of_token = ((t[:, None, None] * count[1] + h[:, None]) * count[2] + w).reshape(-1)
-        tokens.append(first + np.argsort(of_token, kind="stable"))
-        places = np.stack(np.unravel_index(np.arange(len(tokens_in)), count), axis=-1)
-        full = math.prod(size)
-        found.append((tokens_in < full, np.full(len(tokens_in), full), np.full(len(tokens_in), number), places, tokens_in))
-        first += math.prod(span)
-        number += 1
-    if not found:
-        empty = np.zeros(0, np.int64)
-        return Cubes(empty, np.zeros((0, 3), np.int64), np.zeros(1, np.int64), (), ()), np.concatenate(plain)
-    ragged, full, grid, place, held = (np.concatenate(column) for column in zip(*found, strict=True))
+        else:
+            begins.append(first)
+        first += span if isinstance(span, int) else math.prod(span)
+    sizes: list[Triple] = [(min(cube[0], t), min(cube[1], h), min(cube[2], w)) for t, h, w in grids]
+    parts = [_of_grid(grid, size) for grid, size in zip(grids, sizes, strict=True)]
+    counts: list[Triple] = [(-(-t // a), -(-h // b), -(-w // c)) for (t, h, w), (a, b, c) in zip(grids, sizes, strict=True)]
+    none = np.zeros(0, np.int64)
+    held = np.concatenate([none, *(held for held, _ in parts)])
+    tokens = np.concatenate([none, *(begin + own for begin, (_, own) in zip(begins, parts, strict=True))])
+    of_grid = np.repeat(np.arange(len(grids)), [math.prod(count) for count in counts])
+    place = np.concatenate([np.zeros((0, 3), np.int64), *(np.argwhere(np.ones(count, np.bool_)) for count in counts)])
+    full = np.array([math.prod(size) for size in sizes], np.int64)[of_grid]
     # Larger cubes of several grids come first, so that smaller ones whose size divides theirs are aligned, too.
-    order = np.lexsort((np.arange(len(grid)), -full, ragged))
-    begins = np.cumsum(held) - held
-    lengths = held[order]
-    start = np.concatenate([[0], np.cumsum(lengths)])
-    moved = np.repeat(begins[order] - start[:-1], lengths) + np.arange(start[-1])
-    return Cubes(grid[order], place[order], start, sizes, counts), np.concatenate([np.concatenate(tokens)[moved], *plain])
+    order = np.lexsort((np.arange(len(full)), -full, held < full))
+    start = np.concatenate([[0], np.cumsum(held[order])])
+    moved = np.repeat((np.cumsum(held) - held)[order] - start[:-1], held[order]) + np.arange(start[-1])
+    cubes = Cubes(of_grid[order], place[order], start, tuple(sizes), tuple(counts))
+    return cubes, np.concatenate([tokens[moved], *plain])
 
 
 @dataclass(frozen=True)
