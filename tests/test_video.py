@@ -256,6 +256,18 @@ def test_every_cube_sees_as_many_sliding_tiles(window):
     assert (counts == np.prod([n if w is None else min(w, n) for w, n in zip(window, (3, 5, 6), strict=True)])).all()
 
 
+@pytest.mark.parametrize("window", [(1, 3, 5), (3, 5, 1), (3, 1, 3)], ids=str)
+def test_odd_sliding_tiles_are_those_of_the_paper(window):
+    """arXiv:2502.04507: the centre of a tile's window is kept half a window away from the edges."""
+    counts = (3, 5, 6)
+    tiles = np.stack(np.unravel_index(np.arange(90), counts), axis=-1)
+    half = np.array(window) // 2
+    centres = np.clip(tiles, half, np.array(counts) - 1 - half)
+    paper = (np.abs(centres[:, None] - tiles) <= half).all(axis=-1)
+    lists = video.blocks(order_of([(12, 20, 24)], (4, 4, 4)), video.SlidingTiles(window))
+    assert (sabi.to_block_mask(lists, 90)[0, 0] == paper).all()
+
+
 @pytest.mark.parametrize(("frames", "width"), [(40, 12), (9, 33), (70, 1), (17, 5)])
 def test_radial_is_the_mask_of_the_paper_for_rows_of_tokens(frames, width):
     """arXiv:2506.19852, section 4.2: tokens k and l of frames i and j."""

@@ -124,7 +124,7 @@ class Neighbourhood:
 
         References
         ----------
-        As in `spatial`. In Sparse VideoGen, a temporal head sees a band of tokens in an order by place: a run of places along the width, in
+        As in `spatial`. In Sparse VideoGen, a temporal head sees a band of tokens in an order by place: a run of places in raster order, in
         all frames. Here, it sees a rectangle of cubes in all frames.
 
         Examples
@@ -179,8 +179,8 @@ class SlidingTiles:
 
     References
     ----------
-    P. Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507, whose tiles are the cubes of this module. The
-    authors' kernels take grids that tiles divide and windows of an odd number of tiles; here, any sizes do.
+    P. Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507, whose tiles are the cubes of this module, and
+    divide the grid. In the authors' mask, a window of an even number of tiles is as wide as that of the next odd number; here it is not.
 
     Examples
     --------
