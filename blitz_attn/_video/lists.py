@@ -160,7 +160,8 @@ def blocks(
 
     Notes
     -----
-    Memory is that of the list; no grid of rows and columns is held.
+    Memory is that of the list; no grid of rows and columns is held. A list is as wide as its fullest row: plain or dense tokens, whose rows
+    list all blocks, make it as wide as the grid (14 MB for 118806 tokens in blocks of 64, for each rule).
 
     Examples
     --------
