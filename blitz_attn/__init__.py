@@ -19,7 +19,7 @@ if find_spec(f"{__name__}._core") is None:  # a checkout that was not built in p
 
     __path__ = [installed_folder(__path__[0])]
 
-from . import block_sparse, config, merge, nsa, paged, quest, sabi, select
+from . import block_sparse, config, merge, nsa, paged, quest, sabi, select, video
 from ._core import __version__
 from .block_sparse import *
 from .config import *
@@ -43,6 +43,7 @@ __all__ = [
     "select_blocks_prefill",
     "select_tokens",
     "testing",
+    "video",
 ]
 __all__ += block_sparse.__all__
 __all__ += config.__all__

@@ -18,7 +18,7 @@ import numpy as np
 from . import _core
 from ._float_mode import in_usual_mode
 from ._formats import CELL_BYTES
-from ._sentences import shown
+from ._sentences import refusal, shown
 
 _core.refuse_masked(np.ma.MaskedArray)  # the memory of such an array has numbers even where its mask hides them
 
@@ -404,6 +404,77 @@ def float32_numbers(x: Any, name: str) -> np.ndarray:
     if given.dtype.kind not in "fiub" and _bits_of(given) is None:
         raise TypeError(f"{name}: expected numbers, got {given.dtype if hasattr(x, 'dtype') else type(x).__name__}")
     return given if type(given) is np.ndarray and given.dtype == np.float32 and given.flags.c_contiguous else _rounded_to_float32(given)
+
+
+# ---- Taking tokens ------------------------------------------------------------------------------------------------
+
+
+def shape_to_take(x: Any, name: str) -> tuple[int, ...]:
+    """The shape of an array from which `take` can take. Refuses what is no array."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
+    if not (isinstance(x, np.ndarray) or _is_torch(x) or _is_jax(x)):
+        raise TypeError(f"{name}: expected a NumPy array, a torch tensor or a JAX array, got {type(x).__name__}")
+    if isinstance(x, np.ndarray) and (x.dtype.kind not in "fiubcV" or x.dtype.hasobject):
+        raise TypeError(f"{name}: expected numbers, got {x.dtype}")
+    return tuple(x.shape)
+
+
+def check_taken(out: Any, x: Any, name: str, like: str) -> None:
+    """Refuses an `out` that is not the same kind of array as `x`, whose name is `like`, of the same shape and dtype, and writable."""
+    if isinstance(out, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
+    if _is_jax(x):
+        raise refusal(TypeError, name, ": expected none for the JAX array ", like, f", got {type(out).__name__}")
+    if not (_is_torch(out) if _is_torch(x) else isinstance(out, np.ndarray)):
+        kind = "a torch tensor" if _is_torch(x) else "a NumPy array"
+        raise refusal(TypeError, name, f": expected {kind} like ", like, f", got {type(out).__name__}")
+    if out.dtype != x.dtype:
+        raise refusal(TypeError, name, f": expected dtype {x.dtype} like ", like, f", got {out.dtype}")
+    if tuple(out.shape) != tuple(x.shape):
+        raise refusal(ValueError, name, f": expected shape {tuple(x.shape)} like ", like, f", got {tuple(out.shape)}")
+    if _is_torch(x):
+        for tensor, own in ((x, like), (out, name)):
+            refuse_gradient(tensor, own)
+            refuse_tangent(tensor, own)
+    elif not out.flags.writeable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+
+
+def take(x: Any, indices: np.ndarray, axis: int, out: Any = None) -> Any:
+    """The entries `indices` of an axis, as a contiguous array of the kind of `x`, or in `out`. All arguments have been checked."""
+    if _is_jax(x):
+        return sys.modules["jax"].numpy.take(x, indices, axis)
+    memory, made = (_plain_memory(y) for y in (x, out)) if _is_torch(x) else (x, out)
+    if memory is None or (made is None and out is not None):
+        torch = sys.modules["torch"]
+        return torch.index_select(x, axis, torch.from_numpy(indices.copy()).to(x.device), out=out)
+    if made is None:
+        made = np.empty((*memory.shape[:axis], len(indices), *memory.shape[axis + 1 :]), memory.dtype)
+    # NumPy goes through a copy of an `out` with the mode "raise", and through one of `x` unless it is contiguous
+    places = [()] if memory.flags.c_contiguous else np.ndindex(memory.shape[:axis])
+    for place in places:
+        np.take(memory[place], indices, axis - len(place), out=made[place], mode="clip")
+    if out is not None:
+        count_writes(out)
+        return out
+    return sys.modules["torch"].from_numpy(made).view(x.dtype) if _is_torch(x) else made
+
+
+def _plain_memory(x: Any) -> np.ndarray | None:
+    """NumPy's view of a tensor's memory, as integers of the size of its elements: from it, NumPy takes several times as fast as torch.
+    None where there is no tensor, and where torch must do it itself, because it follows the tensor or has no memory of its own for it."""
+    torch = sys.modules["torch"]
+    if x is None or torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu":
+        return None
+    followed = (torch.is_grad_enabled() and x.requires_grad) or torch.autograd.forward_ad._current_level >= 0
+    if followed or x.layout != torch.strided or x.is_neg() or x.is_conj() or x.dtype.itemsize > 8:
+        return None
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    try:
+        return x.detach().view(bits).numpy()
+    except RuntimeError:  # a transform of torch.func follows the tensor
+        return None
 
 
 def bias_for_core(attn_mask: Any, alibi_slopes: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Figures: a picture of a block list, and speed-up over sparsity from a benchmark table.
+"""Figures: pictures of block lists, also over the frames of a video, and speed-up over sparsity from a benchmark table.
 
 matplotlib is imported when a figure is drawn, and never through pyplot: no window, no global state, no display needed.
 """
@@ -16,12 +16,13 @@ from ._arrays import integer, number
 from ._sabi.block_list import block_shape_for
 from ._sabi.lists import at_least_one, checked_shape, two_integers
 from ._sentences import number_shown, shown
-from .sabi import to_block_mask
+from ._video.order import TokenOrder
+from .sabi import check, to_block_mask
 
 if TYPE_CHECKING:
     from ._types import ArrayLike
 
-__all__ = ["COLUMNS", "parse_table", "plot_mask", "plot_speedup", "speedups"]
+__all__ = ["COLUMNS", "parse_table", "plot_cubes", "plot_mask", "plot_speedup", "speedups"]
 
 COLUMNS = (
     "block_shape",
@@ -369,4 +370,129 @@ def plot_mask(
         figure.suptitle(title)
     elif title:
         ax.set_title(title)
+    return figure
+
+
+def _shown_frames(frames: int, own: int, most: int) -> range:
+    """At most so many frames at equal distances, with the frame `own` among them."""
+    step = -(-frames // most)
+    return range(own % step, frames, step)
+
+
+def plot_cubes(
+    order: TokenOrder,
+    sabi: ArrayLike,
+    row: int | None = None,
+    *,
+    head: int = 0,
+    block_shape: tuple[int, int] | None = None,
+    max_frames: int = 24,
+    title: str | None = None,
+    dpi: float = 120,
+) -> Any:
+    """Picture of what one block of queries sees of a video, one panel per frame.
+
+    Tokens of the block itself are orange, the keys that it sees blue, and lines show the cubes.
+
+    Parameters
+    ----------
+    order : TokenOrder
+        The order of the tokens, from `blitz_attn.video.cube_order`.
+    sabi : array_like of int
+        Block list of four axes over tokens in this order; the first one or two may be missing.
+    row : int, optional
+        The block of queries. ``order.inverse[token] // block_shape[0]`` is that of a token of the model. Default: the block that holds the
+        token in the middle of the first grid.
+    head : int
+        Which of the list's heads, of its first batch entry; a list with one head has only 0.
+    block_shape : (int, int), optional
+        Number of tokens per block of queries and of keys. Default: that of the list, for plain arrays (128, 128).
+    max_frames : int
+        Largest number of panels for each grid, at least 1. Of more frames, some at equal distances are shown.
+    title : str, optional
+        Title of the figure. Default: how many tokens are seen, and how many of them are plain.
+    dpi : float
+        Resolution.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        A notebook shows it where it is the last value of a cell. Save it with ``savefig``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not a `TokenOrder` of a geometry with a grid, a list that does not fit it, a row or head out of range, or another argument of a
+        wrong kind.
+    ImportError
+        matplotlib is missing.
+
+    Examples
+    --------
+    >>> from blitz_attn import plot, video
+    >>> order = video.cube_order(video.Geometry([(8, 16, 16)]))
+    >>> figure = plot.plot_cubes(order, video.blocks(order, video.SlidingTiles((1, 3, 3))))  # doctest: +SKIP
+    >>> figure.savefig("cubes.png")  # doctest: +SKIP
+    """
+    if not isinstance(order, TokenOrder):
+        raise TypeError(f"order: expected a TokenOrder, got {type(order).__name__}")
+    if not order.geometry.grids:
+        raise ValueError(f"order: expected a geometry with a grid, got spans {shown(order.geometry.spans)}")
+    tokens, shape = order.geometry.num_tokens, checked_shape(block_shape_for(sabi, block_shape, (128, 128)))
+    lists = check(sabi, tokens, tokens, shape)
+    head, most, dpi = integer(head, "head"), at_least_one(max_frames, "max_frames"), _resolution(title, None, dpi)
+    if not 0 <= head < lists.shape[1] or not lists.shape[0]:
+        raise ValueError(f"head: expected a head of the list, from 0 to {lists.shape[1] - 1}, got {head}")
+    starts, first = {}, 0  # the first token of each grid
+    for span in order.geometry.spans:
+        if not isinstance(span, int):
+            starts[first] = span
+        first += span if isinstance(span, int) else math.prod(span)
+    if row is None:
+        start, (t, h, w) = next(iter(starts.items()))
+        row = int(order.inverse[start + (t // 2 * h + h // 2) * w + w // 2]) // shape[0]
+    row = integer(row, "row")
+    if not 0 <= row < lists.shape[2]:
+        raise ValueError(f"row: expected a row of the list, from 0 to {lists.shape[2] - 1}, got {row}")
+    columns = np.asarray(lists[0, head, row])
+    listed = np.zeros(-(-tokens // shape[1]), np.bool_)
+    listed[columns[columns >= 0]] = True
+    seen, own = listed[order.inverse // shape[1]], order.inverse // shape[0] == row
+    return _frames_figure(order, starts, seen, own, most, title, dpi)
+
+
+def _frames_figure(
+    order: TokenOrder, starts: dict[int, Any], seen: np.ndarray, own: np.ndarray, most: int, title: str | None, dpi: float
+) -> Any:  # fmt: skip
+    """The figure of `plot_cubes` from masks over the model's tokens."""
+    from matplotlib.colors import ListedColormap
+
+    panels = []
+    for grid, (start, span) in enumerate(starts.items()):
+        end = start + math.prod(span)
+        kinds = np.where(own[start:end], 2, seen[start:end]).reshape(span)
+        held = np.flatnonzero((kinds == 2).any(axis=(1, 2)))
+        name = f"grid {grid}, " if len(starts) > 1 else ""
+        frames = _shown_frames(span[0], int(held[0]) if held.size else 0, most)
+        panels += [(f"{name}frame {t}", kinds[t], [min(c, n) for c, n in zip(order.cube[1:], span[1:], strict=True)]) for t in frames]
+    across = min(6, len(panels))
+    down = math.ceil(len(panels) / across)
+    height, width = (max(picture.shape[n] for _, picture, _ in panels) for n in (0, 1))
+    colours = ListedColormap(["#F2F2F2", "#6BAED6", _COLOURS[128]])
+    figure = _figure((2.2 * across, (2.2 * min(2.0, max(0.3, height / width)) + 0.35) * down + 0.5), dpi)
+    for n, (name, picture, (tall, wide)) in enumerate(panels):
+        panel = figure.add_subplot(down, across, n + 1)
+        extent = (0.0, float(picture.shape[1]), float(picture.shape[0]), 0.0)
+        panel.imshow(picture, cmap=colours, vmin=0, vmax=2, interpolation="nearest", extent=extent)
+        panel.set_xticks(range(0, picture.shape[1] + 1, wide), [])
+        panel.set_yticks(range(0, picture.shape[0] + 1, tall), [])
+        panel.tick_params(length=0)
+        panel.grid(True, color="white", linewidth=0.6)
+        panel.set_title(name, fontsize=8, pad=3)
+    plain = np.ones(len(seen), np.bool_)
+    for start, span in starts.items():
+        plain[start : start + math.prod(span)] = False
+    text = f"{int(own.sum())} queries (orange) see {int(seen.sum())} of {len(seen)} tokens ({seen.mean():.1%}, blue)"
+    text += f", among them {int((seen & plain).sum())} of {int(plain.sum())} plain ones" if plain.any() else ""
+    figure.suptitle(text if title is None else title, fontsize=10)
     return figure

@@ -17,7 +17,7 @@ import numpy as np  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from results_table import MACHINES, read_results  # noqa: E402
 
-from blitz_attn import plot, sabi  # noqa: E402
+from blitz_attn import plot, sabi, video  # noqa: E402
 
 IMAGES = Path(__file__).resolve().parent / "images"
 TOKENS = 4096
@@ -112,9 +112,19 @@ def rules() -> None:
     save(figure, "rules.png")
 
 
+def cubes() -> None:
+    """What one block of queries sees of a video, by three rules."""
+    order = video.cube_order(video.Geometry([(21, 30, 52)]), (3, 5, 4))
+    rules = {"sliding_tiles": (video.SlidingTiles((3, 3, 3)), 12), "radial": (video.Radial(0.3), 21)}
+    for name, (rule, most) in rules.items():
+        figure = plot.plot_cubes(order, video.blocks(order, rule, (60, 60)), max_frames=most, dpi=70)
+        save(figure, f"cubes_{name}.png")
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     speed()
     lists()
     shapes()
     rules()
+    cubes()

@@ -37,6 +37,7 @@ PUBLIC = [
     "blitz_attn.sabi",
     "blitz_attn.select",
     "blitz_attn.testing",
+    "blitz_attn.video",
 ]
 
 

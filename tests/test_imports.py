@@ -22,8 +22,8 @@ MODULES = {".".join(("blitz_attn", *parts)).removesuffix(".__init__"): path for 
 # frameworks and ranks.
 FLOORS = (
     {"_core", "_arrays", "_float_mode", "_floats", "_formats", "_names", "_operations", "_options", "_sentences", "_types", "_unbuilt"},
-    {"_block_sparse", "_nsa", "_paged", "_reference", "_sabi", "_select", "_testing"},
-    {"", "block_sparse", "config", "merge", "nsa", "paged", "plot", "quest", "reference", "sabi", "select", "testing"},
+    {"_block_sparse", "_nsa", "_paged", "_reference", "_sabi", "_select", "_testing", "_video"},
+    {"", "block_sparse", "config", "merge", "nsa", "paged", "plot", "quest", "reference", "sabi", "select", "testing", "video"},
     {"__main__", "compat", "distributed", "integrations"},
 )
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from blitz_attn import plot, sabi
+from blitz_attn import plot, sabi, video
 
 LIST = sabi.causal(512)
 TABLE = """
@@ -146,3 +146,31 @@ def test_matplotlib_is_imported_on_use_only():
     code = "import sys; from blitz_attn import plot, sabi, testing; print('matplotlib' in sys.modules, 'torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
+
+
+def test_plot_cubes(tmp_path):
+    """Panels show which tokens of each frame the block of a token sees, and which it holds."""
+    pytest.importorskip("matplotlib")
+    spans = [3, (5, 8, 12), 2, (1, 6, 5)]
+    order = video.cube_order(video.Geometry(spans), (2, 4, 4))
+    lists = video.blocks(order, [video.Neighbourhood(), video.SlidingTiles((1, 1, 2))], (24, 16))
+    token = 3 + (2 * 8 + 5) * 12 + 7
+    row = int(order.inverse[token]) // 24
+    figure = plot.plot_cubes(order, lists, row, head=1)
+    seen = sabi.to_token_mask(lists, 515)[0, 1][row * 24][order.inverse]
+    own = order.inverse // 24 == row
+    assert own[token]
+    kinds = np.where(own, 2, seen)
+    frames = [*kinds[3:483].reshape(5, 8, 12), kinds[485:].reshape(6, 5)]
+    assert len(figure.axes) == 6
+    for panel, frame in zip(figure.axes, frames, strict=True):
+        assert (np.asarray(panel.get_images()[0].get_array()) == frame).all()
+    assert [panel.get_title() for panel in figure.axes[::5]] == ["grid 0, frame 0", "grid 1, frame 0"]
+    plain = f"among them {seen[:3].sum() + seen[483:485].sum()} of 5 plain ones"
+    assert figure._suptitle.get_text() == f"24 queries (orange) see {seen.sum()} of 515 tokens ({seen.mean():.1%}, blue), {plain}"
+    assert drawn(figure, tmp_path / "cubes.png")[..., :3].std() > 0.05
+    few = plot.plot_cubes(order, np.asarray(lists), row, block_shape=(24, 16), max_frames=2, title="few")
+    assert [panel.get_title() for panel in few.axes] == ["grid 0, frame 2", "grid 1, frame 0"]
+    assert few._suptitle.get_text() == "few"
+    usual = plot.plot_cubes(order, lists)  # of the block with the token in the middle of the first grid
+    assert np.asarray(usual.axes[2].get_images()[0].get_array())[4, 6] == 2

@@ -19,6 +19,7 @@ RECORD = Path(__file__).parent / "data" / "public_api.txt"
 MODULES = (
     "blitz_attn", "block_sparse", "compat.mslk", "compat.select_attn_ops", "compat.torch_bsa", "config", "distributed", "integrations.jax",
     "integrations.torch", "integrations.transformers", "merge", "nsa", "paged", "plot", "quest", "reference", "sabi", "select", "testing",
+    "video",
 )  # fmt: skip
 NOT_FOR_CALLERS = {"NSAContext": {"call", "branches", "groups", "like"}}  # the docstring of the class says so
 POLICY = "docs/promises.rst asks for a DeprecationWarning in at least one minor version first"

@@ -13,11 +13,11 @@ from .._sentences import shown
 from .block_list import BlockList, BlockShape, listed
 from .convert import from_block_mask
 from .lists import (
-    MOST_BLOCKS,
     MOST_ROWS,
     MOST_SIDE,
     MOST_TOKENS,
     blocks_of,
+    check_entries,
     checked_shape,
     filled,
     grid_of,
@@ -77,10 +77,7 @@ def _list_of_spans(
     of_rows = np.zeros(rows, np.int64)
     np.add.at(of_rows, row, counts)
     fullest = max(1, int(of_rows.max()))
-    if rows * fullest > MOST_BLOCKS:
-        raise ValueError(
-            f"block_shape: expected blocks so large that a list has at most {MOST_BLOCKS} entries, got {rows} rows of up to {fullest}"
-        )
+    check_entries(rows, fullest)
     ends = np.cumsum(counts)
     columns_listed, shifts = np.empty(int(counts.sum()), np.int32), (ends - counts - first).astype(np.int32)
     for some, _ in pieces((len(counts), fullest)):

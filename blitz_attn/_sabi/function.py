@@ -161,7 +161,7 @@ def from_function(
     The function is evaluated on all pairs of tokens, about 128 x 512 at a time: nothing of the size of queries times keys is kept, unless a
     mask is asked for. 16384 x 16384 pairs take about a second for each head.
     Where the keys that a query sees have gaps, another order of the tokens may close them: for a video, an order
-    that goes tile by tile does.
+    that goes cube by cube does (`blitz_attn.video.cube_order`).
 
     Examples
     --------

@@ -113,6 +113,14 @@ def grid_of(s_q: Any, s_kv: Any, block_shape: Any) -> tuple[int, int]:
     return rows, columns
 
 
+def check_entries(rows: int, fullest: int) -> None:
+    """Refuses a list of too many entries: the number of rows times the number of blocks in the fullest row."""
+    if rows * fullest > MOST_BLOCKS:
+        raise ValueError(
+            f"block_shape: expected blocks so large that a list has at most {MOST_BLOCKS} entries, got {rows} rows of up to {fullest}"
+        )
+
+
 def checked_shape(block_shape: Sequence[int]) -> tuple[int, int]:
     """The two block sizes as positive ints."""
     return two_integers(block_shape, "block_shape", "two positive numbers (queries, keys)", least=1)
@@ -136,6 +144,8 @@ def some_integers(given: Any, name: str, what: str, count: int) -> tuple[int, ..
         numbers = integers(given, name)
         len(numbers)
     except TypeError as error:  # not integers, or a single one
+        if isinstance(given, np.ma.MaskedArray):
+            raise
         raise TypeError(f"{name}: expected {what}, got {type(given).__name__}") from error
     if numbers.shape != (count,):
         raise ValueError(f"{name}: expected {what}, got shape {numbers.shape}")

@@ -21,6 +21,7 @@ from .arena import Arena, method
 from .arrays import HAS_TORCH
 from .good_nsa_cache import CACHES
 from .good_plots import PLOTS
+from .good_video import VIDEO
 
 
 class Good(NamedTuple):
@@ -573,6 +574,7 @@ GROUPS: dict[str, dict[str, Good]] = {
         "allocate": Good(select.allocate, _allocation, names=("q", "k", "v", *_CHOICE)),
     },
     "plots": {name: Good(call, make, names=names) for name, (call, make, names) in PLOTS.items()},
+    "video": {name: Good(call, make, writes, names=names) for name, (call, make, writes, names) in VIDEO.items()},
     "merge": {
         "merge_states": Good(blitz_attn.merge_states, _merge, ("out", "lse_out")),
         "merge_states_n": Good(blitz_attn.merge_states_n, _merge_n, ("out", "lse_out")),

@@ -14,7 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from blitz_attn import plot, sabi, select
+import numpy as np
+
+from blitz_attn import plot, sabi, select, video
 
 from .arena import method
 
@@ -64,6 +66,14 @@ def _mask(arena: Any, variety: int) -> dict[str, Any]:
     return call | ({"columns": 4, "block_shape": (16, 16), "max_heads": 2, "title": "mask"} if variety & 1 else {})
 
 
+def _cubes(arena: Any, variety: int) -> dict[str, Any]:
+    order = video.cube_order(video.Geometry([3, (2, 5, 3), (1, 2, 2)]), (1, 2, 2))
+    call: dict[str, Any] = {"order": order, "sabi": video.blocks(order, video.Neighbourhood(), (4, 5))}
+    if variety & 1:
+        call |= {"sabi": arena.put(np.asarray(call["sabi"])), "block_shape": (4, 5), "row": 3, "head": 0, "max_frames": 1, "title": "cubes"}
+    return call
+
+
 def _rows(arena: Any, variety: int) -> dict[str, Any]:
     return {"rows": plot.parse_table(_TABLE)}
 
@@ -76,4 +86,8 @@ PLOTS: dict[str, tuple[Callable[..., Any], Callable[[Any, int], dict[str, Any]],
     "Profile.options": (method(_profile, "options"), lambda arena, variety: {"layer": 0} | _SHAPE, ("profile",)),
 }
 if importlib.util.find_spec("matplotlib") is not None:
-    PLOTS |= {"plot_mask": (_drawn(plot.plot_mask), _mask, ()), "plot_speedup": (_drawn(plot.plot_speedup), _rows, ())}
+    PLOTS |= {
+        "plot_mask": (_drawn(plot.plot_mask), _mask, ()),
+        "plot_cubes": (_drawn(plot.plot_cubes), _cubes, ()),
+        "plot_speedup": (_drawn(plot.plot_speedup), _rows, ()),
+    }

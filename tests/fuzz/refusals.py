@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from blitz_attn import _core
+from blitz_attn import _core, video
 from blitz_attn._operations import OPERATIONS, arguments_of
 from blitz_attn.sabi import BlockList
 from exporters import COMPLEX, CUDA, IS_COPIED, READ_ONLY, Dlpack, NotACapsule, StoppedDlpack, released_view
@@ -1399,6 +1399,88 @@ REFUSALS: dict[str, list[Refusal]] = {
     "sabi.frame_plan": [
         value_error("sparsity: expected a number from 0 to 1, got 1.0000001", sparsity=1.0000001),
     ],
+    "video.Geometry": [
+        type_error("spans: expected a list of spans, each of them a number of tokens or a grid (frames, height, width), got int", spans=5),
+        type_error("spans: expected a number of tokens or a grid (frames, height, width) for each span, got str", spans=["text"]),
+        value_error("spans: expected at least 0 plain tokens, got -1", spans=[-1]),
+        value_error("spans: expected grids of at least one frame, row and column, got (1, 2)", spans=[(1, 2)]),
+        value_error("spans: expected grids of at least one frame, row and column, got (1, 0, 2)", spans=[(1, 0, 2)]),
+        value_error("spans: expected 1 to 16777216 tokens in all, got 0", spans=[0]),
+        value_error("spans: expected 1 to 16777216 tokens in all, got 16777217", spans=[1, (2**8, 2**8, 2**8)]),
+    ],
+    "video.cube_order": [
+        type_error("geometry: expected a Geometry, got tuple", geometry=(1, 2, 3)),
+        value_error("cube: expected three positive numbers of tokens (frames, height, width), got (4, 0, 4)", cube=(4, 0, 4)),
+        value_error("cube: expected three positive numbers of tokens (frames, height, width), got (4, 4)", cube=(4, 4)),
+        type_error("cube: expected three positive numbers of tokens (frames, height, width), got int", cube=4),
+    ],
+    "video.TokenOrder.permute": [
+        value_error("layout: expected one of BNSD, BSND, BSH, TND, got 'bnsd'", layout="bnsd"),
+        value_error("k: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 1, 36, 4)", k=lambda x: x[:, :, :36]),
+        value_error("q: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 2)", q=lambda x: x[:, :, 0]),
+        type_error("q: expected a NumPy array, a torch tensor or a JAX array, got list", q=lambda x: x.tolist()),
+        type_error("q: expected numbers, got <U4", q=lambda x: x.astype("U4")),
+        type_error("q: expected an array without a mask, got MaskedArray", q=np.ma.masked_array),
+        value_error("out: expected 2 arrays, one for each array, got 1", out=lambda x: np.zeros((1, 2, 37))),
+        type_error("out: expected a NumPy array like q, got str", out=("x", None)),
+        type_error("out: expected dtype float32 like q, got float64", out=lambda x: (np.zeros((1, 2, 37)), None)),
+        value_error("out: expected shape (1, 2, 37) like q, got (1, 2, 36)", out=lambda x: (np.zeros((1, 2, 36), np.float32), None)),
+        value_error("out: expected a writable array, got a read-only one", out=lambda x: (np.broadcast_to(np.float32(0), (1, 2, 37)), None)),
+        value_error("out: expected memory of its own, got an array that overlaps q", out=Of(lambda call: (call["q"], None))),
+        value_error("out: expected memory of its own, got an array that overlaps k",
+                    out=Of(lambda call: (None, call["k"]))),
+    ],
+    "video.Neighbourhood": [
+        type_error("radius: expected three distances from 0 on, or None (frames, height, width), got int", radius=1),
+        value_error("radius: expected three distances from 0 on, or None (frames, height, width), got (1, 1)", radius=(1, 1)),
+        value_error("radius: expected three distances from 0 on, or None (frames, height, width), got (1, -1, None)", radius=(1, -1, None)),
+        type_error("radius: expected an integer, got float", radius=(1, 0.5, 1)),
+    ],
+    "video.Neighbourhood.spatial": [
+        value_error("radius: expected three distances from 0 on, or None (frames, height, width), got (-1, None, None)", radius=-1),
+    ],
+    "video.SlidingTiles": [
+        value_error("window: expected three numbers of cubes from 1 on, or None (frames, height, width), got (3, 0, 3)", window=(3, 0, 3)),
+    ],
+    "video.Radial": [
+        value_error("decay_factor: expected a positive number, got 0", decay_factor=0),
+        value_error("decay_factor: expected a positive number, got inf", decay_factor=np.inf),
+        value_error("decay_factor: expected a positive number, got nan", decay_factor=np.nan),
+    ],
+    "video.blocks": [
+        type_error("order: expected a TokenOrder, got tuple", order=(4, 4, 4)),
+        type_error("rule: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got str", rule="radial"),
+        value_error("rule: expected at least one rule, got none", rule=[]),
+        value_error("block_shape: expected two positive numbers (queries, keys), got (4, 0)", block_shape=(4, 0)),
+        value_error("dense_frames: expected a number of frames from 0 on, got -1", dense_frames=-1),
+        type_error("dense_tokens: expected integers, got float64", dense_tokens=[0.5]),
+        value_error("dense_tokens: expected the numbers of tokens, from 0 to 36, got 0..37", dense_tokens=[0, 37]),
+        value_error("dense_tokens: expected the numbers of tokens, from 0 to 36, got -1..2", dense_tokens=[2, -1]),
+        value_error("dense_tokens: expected the numbers of tokens, from 0 to 36, got shape (1, 1)", dense_tokens=[[0]]),
+        type_error("dtype: expected uint16, int16, int32 or int64, got float32", dtype="float32"),
+        value_error("block_shape: expected two positive numbers (queries, keys), got (4,)", block_shape=(4,)),
+    ],
+    "video.density": [
+        type_error("per_head: expected True or False, got str", per_head="yes"),
+    ],
+    "video.choose_rules": [
+        type_error("rules: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got str", rules="radial"),
+        value_error("sampled_rows: expected at least 1, got 0", sampled_rows=0),
+        value_error("seed: expected a number from 0 on, got -1", seed=-1),
+        value_error("q: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 2, 36, 4)", q=lambda x: x[:, :, :36]),
+        value_error("k: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 1, 36, 4)", k=lambda x: x[:, :, :36]),
+    ],
+    "video.Schedule": [
+        value_error("dense_steps: expected a number of steps from 0 on, got -1", dense_steps=-1),
+        value_error("densities: expected numbers above 0 and at most 1, got 0", densities=0),
+        value_error("densities: expected numbers above 0 and at most 1, got 1.0000001", densities=(0.5, 1.0000001)),
+        value_error("densities: expected at least one number, got none", densities=()),
+        value_error("refresh_every: expected at least 1, got 0", refresh_every=0),
+    ],
+    "video.Schedule.density": [
+        value_error("step: expected a number of a step from 0 on, got -1", step=-1),
+        type_error("step: expected an integer, got float", step=0.5),
+    ],
     "torch_bsa.blitz_sparse_attention": [
         type_error("atten_mask: expected a bool array, got Raising", atten_mask=Raising()),
     ],
@@ -1410,6 +1492,15 @@ for _name in (*_FIRST, "compute_gates", *(f"{x}_attention{y}" for x in ("compres
     REFUSALS.setdefault(f"nsa.{_name}", []).append(_row)
 if "plot_mask" in GROUPS["plots"]:  # if matplotlib is installed
     REFUSALS["plots.plot_mask"] = [value_error("dpi: expected a positive number, got -0.123456789", dpi=-0.123456789)]
+    REFUSALS["plots.plot_cubes"] = [
+        type_error("order: expected a TokenOrder, got int", order=4),
+        value_error("order: expected a geometry with a grid, got spans (37,)", order=lambda x: video.cube_order(video.Geometry([37]))),
+        value_error("sabi: expected shape (B or 1, H, Hkv or 1, 10, W), with 10 rows = ceil(37 queries / block_shape[0] = 4), got (1, 1, 9, ...",
+                    sabi=lambda x: x[:, :, 1:]),
+        value_error("row: expected a row of the list, from 0 to 9, got 10", row=10),
+        value_error("head: expected a head of the list, from 0 to 0, got 1", head=1),
+        value_error("max_frames: expected at least 1, got 0", max_frames=0),
+    ]
 
 
 # ---- Rows by role -----------------------------------------------------------------------------------------------------
