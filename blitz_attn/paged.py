@@ -145,12 +145,12 @@ def dequantize_kv(values: Array, scale: ArrayLike) -> ndarray:
     factors = _arrays.float32_numbers(scale, "scale")
     rows = array.shape[:-1]
     if array.ndim < 1 or factors.ndim > len(rows) or any(n not in (1, m) for n, m in zip(factors.shape[::-1], rows[::-1], strict=False)):
-        raise ValueError(f"scale: expected shape {rows}, values' without the last axis, or its last axes, got {factors.shape}")
+        raise ValueError(f"scale: expected shape {rows}, that of values without D, or the last axes of this shape, got {factors.shape}")
     return _products(array, kind, np.broadcast_to(factors, rows)[..., None])
 
 
 def quantize_rows(x: Array, kv_dtype: str, *, dtype: DType | None = None) -> ndarray:
-    """Keys or values as rows of llama.cpp's blocks, which hold their scales themselves: 8.5, 5 or 4.5 bits per number.
+    """Keys or values as rows of llama.cpp's blocks, which hold their scales themselves: 8.5, 4.5 or 5 bits per number.
 
     A block is 32 numbers of a row: a float16 factor d, for q4_1 then a float16 offset m, and 32 integers n.
 
@@ -353,7 +353,7 @@ def append_paged_kv(
     ------
     TypeError, ValueError
         An argument of the wrong kind, shape or range, two tokens for one slot, or a NaN or an infinity for a cache of 8 bits or fewer, or
-        a number that is too large for it. Nothing has been written then.
+        a number that is too large for a scale that is written or for a block of llama.cpp. Nothing has been written then.
 
     Notes
     -----

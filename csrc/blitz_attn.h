@@ -77,7 +77,8 @@ typedef struct ba_block_sparse_args {
     int64_t num_heads, num_kv_heads; /* BA_BSH only: heads in q, and in k and v (0: as many as in q) */
     ba_tensor blocks;             /* not given: every block is attended. Else the lists, (B or 1, heads, ceil(Sq / block_q), W), where `heads` is H,
                                    * H_kv or 1; the first axis, or the first two, may be missing and are 1 then. One row per block of queries: the
-                                   * columns of its key blocks in any order, no column twice. A row ends at its first pad */
+                                   * columns of its key blocks in any order, no column twice. A row ends at its first pad: 65535 in uint16, any
+                                   * negative number in the signed types */
     const int64_t *cu_rows;       /* BA_TND only: NULL, or batch + 1 cumulative numbers of block rows. `blocks` is then (heads, rows, W) and
                                    * holds the rows of the sequences one after the other */
     int64_t block_q, block_kv;    /* tokens per block of queries, and per block of keys */
@@ -93,8 +94,9 @@ typedef struct ba_block_sparse_args {
     int64_t window[2];            /* tokens that a query sees before and after the diagonal; -1: no bound */
     const int64_t *q_begin;       /* NULL: the queries are the last tokens of their sequences. Else the token number of each sequence's query 0,
                                    * which may be negative: the queries are then a slice of a longer sequence */
-    const int64_t *q_total;       /* NULL, or how many valid queries each sequence has in the call that this one takes a slice of, at least as many as
-                                   * here: kernels are chosen as for that call, so that a slice of whole block rows has the bits that it has there */
+    const int64_t *q_total;       /* NULL, or where this call has a slice of the queries of a whole call: how many valid queries each sequence has in
+                                   * the whole call, at least as many as here. Kernels are chosen as for the whole call, so that a slice of whole block
+                                   * rows has the bits that it has there */
     int64_t key_stride, key_last; /* 0, 0: a key is a token. Else key j summarises tokens from j * key_stride on, and with `causal` a query sees
                                    * it from token j * key_stride + key_last on. q_begin must then be given, and no window */
     ba_tensor kv_ranges; /* not given, or int32 or int64, (B or 1, Sq, 2) or (Sq, 2), for BA_TND (T, 2): the first key that each query may see, and
@@ -166,8 +168,9 @@ typedef enum ba_kv_layout {
  * (right-aligned causal), so that query i of q_len sees token j when j <= i + seq_len - q_len. */
 typedef struct ba_paged_args {
     ba_tensor q;                /* (B, H, D), one query per request; with cu_q (T, H, D). float32, float16, bfloat16 or float64 */
-    ba_tensor k_cache, v_cache; /* both of one dtype: float64 with float64 q, else any of float32, float16, bfloat16, int8, float8_e4m3; or each of
-                                 * q8_0, q4_0 or q4_1, whose last axis counts bytes (BA_Q8_0) */
+    ba_tensor k_cache, v_cache; /* of one dtype: float64 with float64 q, else float32, float16, bfloat16, int8 or float8_e4m3. Or, with q of another
+                                 * dtype than float64, K of q8_0, q4_0 or q4_1, and V of the same or another of these; their last axis counts bytes
+                                 * (BA_Q8_0) */
     ba_tensor k_scale, v_scale; /* float32, the factors of K and of V: one per token and head, in the cache's axes without the last; one per head
                                  * (H_kv,); or one (). Required with int8 and float8_e4m3, else not given */
     ba_kv_layout kv_layout;
@@ -176,7 +179,7 @@ typedef struct ba_paged_args {
     const int64_t *seq_lens;   /* [batch]: tokens of each request in the cache, those of its queries included */
     const int64_t *cu_q;       /* NULL: one query per request. Else batch + 1 cumulative numbers of queries */
     const int64_t *q_begin;    /* NULL, or the token number of each request's query 0, which may be negative, where the cache holds a stretch of
-                                * a longer request: query i then sees token j when j <= i + q_begin, and may outnumber the tokens */
+                                * a longer request: query i then sees token j when j <= i + q_begin. There may be more queries than tokens */
     ba_tensor kv_ranges;       /* not given, or int32 or int64, the shape of q without its last two axes and with 2: query i then sees the tokens
                                 * kv_ranges[i][0] <= j < kv_ranges[i][1] of its request instead of those up to itself. Any number is valid, as in
                                 * ba_block_sparse_args */
@@ -186,10 +189,11 @@ typedef struct ba_paged_args {
     int64_t batch;             /* number of requests */
     int64_t kv_split;          /* 0: requests are cut as suits the machine. Else each is attended in KV splits of so many tokens, a multiple of the
                                 * page size, whose states are merged by a fixed tree: the bits are the same whoever attends which KV split */
-    ba_tensor selected;        /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the logical pages to attend */
+    ba_tensor selected;        /* not given: all pages are attended. Else (B, H_kv or H, K) int16, int32 or int64: the pages to attend, counted from 0
+                                * within the request (not as in block_tables) */
     const int64_t *selected_counts; /* NULL: a row of `selected` ends at its first -1. Else [B][H_kv or H]: how many entries of each row are in use */
-    int64_t selected_size;          /* 0: as above. Else `selected` is (B, ...), with cu_q (T, H_kv or H or 1, K): one row per query, each of whose
-                                     * entries names so many tokens of the request that follow one another, and without selected_counts */
+    int64_t selected_size;          /* 0: as above. Else tokens per block: `selected` is (B, H_kv or H or 1, K), with cu_q (T, H_kv or H or 1, K).
+                                     * Each query has rows of its own, which name such blocks of its request's tokens. selected_counts is then NULL */
     double scale;                   /* as in ba_block_sparse_args */
     int64_t window;                 /* tokens that a query sees before itself; -1: no bound */
     double softcap;                 /* 0: none. Else scores become softcap * tanh(score / softcap) */
@@ -271,7 +275,7 @@ typedef struct ba_select_args {
     int per_query_head;    /* 0: one row per KV head, for which the mean of its group's queries is scored. 1: one row per query head */
     int64_t sink;          /* how many of the first pages (sinks) are always selected */
     const int64_t *recent; /* NULL: none. Else [batch]: how many of each request's newest pages are always selected (with cu_q, too, a number per
-                            * request). Where K is too small for both, they go before the sinks */
+                            * request). Where K is too small for both, sinks are given up, and not these */
     const int64_t *budget; /* NULL: K. Else [batch]: how many pages are selected at most */
     int ascending;         /* 1: a row rises. 0: sinks first, then pages by falling score, then the newest pages, of which the newest is last */
     ba_tensor selected;    /* written: (B, H_kv or H, K) int32; -1 in unused places */
@@ -366,9 +370,9 @@ typedef struct ba_select_tokens_args {
                                       * is NULL */
     const int64_t *cu_q, *cu_kv;     /* NULL, or with packed arrays batch + 1 cumulative numbers of the sequences' queries and keys */
     int64_t batch;                   /* number of sequences, with cu_q */
-    const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. NULL with packed arrays,
-                                      * except that kv_lens says how many tokens each sequence has where keys are pools or lie in pages. kv_lens NULL:
-                                      * all, in complete pools */
+    const int64_t *q_lens, *kv_lens; /* NULL, or valid queries and tokens of each batch entry. Other queries get no key. With packed arrays q_lens is
+                                      * NULL, and kv_lens, too, unless keys are pools or lie in pages: then it counts each sequence's tokens. kv_lens
+                                      * NULL: all keys are valid, and all pools complete */
     const int64_t *q_begin;          /* NULL, or the token number of each sequence's query 0. NULL: the last query stands at the last key */
     double scale;                    /* NAN: 1 / sqrt(D) */
     int causal;                      /* 1: a query sees the keys up to its own token */

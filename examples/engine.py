@@ -9,7 +9,7 @@ Requests come and go while others run. In each step, every running request compu
 share one call of the model and one paged attention call per layer. Full pages are shared among requests that begin alike. Where pages run
 out, the newest request gives up its own and computes them again later. Tokens are chosen greedily.
 
-`--check` then runs each request by itself: it must get the same tokens (the exit code is 1 if one does not).
+`--check` then runs each request by itself: with a float32 cache it must get the same tokens (the exit code is 1 if one does not).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Engine:
         self.pages.release(request.pages)
 
     def preempt(self, request: Request) -> None:
-        """Take a request's pages away. It waits, and computes what it finds no longer in the cache again."""
+        """Take a request's pages away. It waits, and later computes again whatever is no longer in the cache."""
         self.pages.release(request.pages)
         request.pages, request.cached = [], 0
         self.preemptions += 1
@@ -285,7 +285,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the load took. Returns 1 if a request has other tokens than by itself."""
+    """Print what the load took. Returns 1 if a request has other tokens than by itself, and the cache is float32."""
     model, tokenizer = (random_llama(), None) if args.model == "random" else smollm2()
     sizes = args.pages, args.page_size, args.budget, args.kv_dtype
     engine = Engine(model, *sizes, stop=-1 if tokenizer is None else tokenizer.token_to_id("<|im_end|>"))

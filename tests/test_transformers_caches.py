@@ -154,7 +154,7 @@ def test_values_may_be_longer_than_an_early_initialization_says():
 
 
 def test_a_prefix_that_sees_itself_is_the_first_step_alone():
-    """If its cache were not initialized after the first step, the model would count new tokens of the same kind as part of the prefix."""
+    """If the cache were not initialized after the first step, the model would take later tokens of the prefix's kind for a part of it."""
     config_class = getattr(transformers, "HrmTextConfig", None)
     if config_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no HrmText")
@@ -358,7 +358,7 @@ def bytes_held(layer):
 
 @pytest.mark.parametrize("prompt", [1024, 1025, 1087, 1090, 4000, 8100])
 def test_pages_and_summaries_take_little_more_memory_than_a_dynamic_cache(prompt):
-    """At most a tenth, in each step, for pages of 64 tokens."""
+    """At most a tenth more, in each step, for pages of 64 tokens."""
     layer, other = PagedLayer(64), cache_utils.DynamicLayer()
     new = [tensors(1, 1, prompt, 2, seed=n) for n in range(2)]
     other.update(*new)
@@ -374,4 +374,4 @@ def test_pages_and_summaries_take_little_more_memory_than_a_dynamic_cache(prompt
             assert held <= 1.1 * each_token * layer.length
             rooms.add(layer._pages.keys.shape[1])
             new = [x[:, :, :1] for x in new]
-    assert len(rooms) <= 5  # layers are not copied at every step
+    assert len(rooms) <= 5  # the room for pages has grown a few times: pages are not copied at every step

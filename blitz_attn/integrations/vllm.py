@@ -1,6 +1,6 @@
 """The CPU engine of vLLM, with attention computed here.
 
-    pip install "blitz_attn[vllm]"
+    pip install '.[vllm]'  # in a checkout
     BLITZ_ATTN_VLLM=1 vllm serve ...
 
 vLLM finds `register` as one of its general plug-ins, and calls it in each of its processes. The environment variable turns it on, and may
@@ -37,15 +37,15 @@ def register() -> None:
     Notes
     -----
     Without a budget (`density`, `top_p`, `threshold`, `top_k` or `profile`), prompts attend to all keys. With one, layers outside
-    `dense_layers` leave blocks out of prompts, and of chunks of prompts, that have at least `min_tokens` tokens so far. With
-    `decode_budget`, new tokens of requests that are longer attend to as many tokens; Quest chooses among the engine's own blocks
+    `dense_layers` leave blocks out of prompts, and of chunks of prompts, that have at least `min_tokens` tokens so far. In
+    requests with more tokens than `decode_budget`, each new token attends to that many; Quest chooses among the engine's own blocks
     (``--block-size``), whose summaries are kept in the blocks. Layers with a sliding window keep everything.
 
     Caches may be ``auto``, ``fp8``, ``fp8_per_token_head`` and ``int8_per_token_head`` (``--kv-cache-dtype``). With ``auto``, the option
     `kv_dtype` keeps keys and values in rows of 8.5, 4.5 or 5 bits per number: ``"q8_0"``, ``"q4_0"``, ``"q4_1"``, or a pair for keys and
-    values; see `blitz_attn.quantize_rows`. The head dim must be a multiple of 32. What a layer needs and the
-    operations lack, such as attention from a decoder to an encoder, is computed by vLLM's own backend, and the reason is logged once. So is
-    everything where vLLM's interface is another one than that of the release this was written for (0.32).
+    values; see `blitz_attn.quantize_rows`. The head dim must be a multiple of 32. What a layer needs and the operations lack, such as
+    attention from a decoder to an encoder, is computed by vLLM's own backend, and the reason is logged once. With a release of vLLM whose
+    interface is not that of 0.32, for which this is written, vLLM's own backend computes all layers.
 
     Attention's bits do not depend on the other requests of a step, but on how vLLM cuts a prompt into chunks.
 

@@ -32,8 +32,8 @@
  *     lane         one query's column of a panel. Lanes of a vector register are called vector lanes where both occur
  *     query tile   at most tile_queries queries that walk the same list and keep their states in cache. It consists of panels. csrc/ops, which knows
  *                  no tile registers, says tile (ba_tile)
- *     few          of queries: so few of a KV head, as in decode, that few kernels attend them (ba_plan_few_queries). These take up to BA_FEW_QUERIES
- *                  at a time, have dims as vector lanes, and read K and V in place
+ *     few          of queries: so few of a KV head, as in decode, that the kernels for few queries attend them (ba_plan_few_queries). These "few
+ *                  kernels" take up to BA_FEW_QUERIES queries at a time, have dims as vector lanes, and read K and V in place
  *     set          the queries that a few or a routed kernel computes together: as many as the registers hold sums for
  *     state        m, l and o of a query: the reference, the sum of weights, and the sum of weighted values
  *     reference    m: what is subtracted from a query's scores, so that its weights neither overflow nor all vanish
@@ -62,7 +62,7 @@
  *     plan         of a call: its items, and how they are cut and sorted (ba_plan)
  *     item         what one thread takes from the plan at a time: some query tiles, or a part
  *     opened       of a call or of page tables: checked, with copies of what must not change (ops/open/open.h, ops/kv_cache/page_tables.h)
- *     pass         of a prefetcher: once over the rows to come. A few kernel moves each of its passes on a little at every step
+ *     pass         of a prefetcher: once over the rows to come. At every step, a few kernel prefetches a little in each of its passes
  *
  * In csrc/kernels/tiles/ alone:
  *     tile         one tile register: 16 rows of 64 bytes
@@ -91,8 +91,8 @@ enum {
     BA_PAGE = 4096,           /* bytes: addresses that lie a multiple of this apart compete for the same lines of the first-level cache */
     BA_FLOAT_DTYPES = 4,      /* BA_FLOAT32 .. BA_FLOAT64 */
     BA_CELL_DIMS = 32,
-    BA_CELL_DTYPES = BA_DTYPE_COUNT - BA_Q8_0, /* BA_Q8_0 .. BA_Q4_1 */
-    BA_Q8_0_BYTES = 34,                        /* of a cell */
+    BA_CELL_DTYPES = BA_Q4_1 + 1 - BA_Q8_0, /* BA_Q8_0 .. BA_Q4_1 */
+    BA_Q8_0_BYTES = 34,                     /* of a cell */
     BA_Q4_0_BYTES = 18,
     BA_Q4_1_BYTES = 20,
 };
@@ -109,7 +109,7 @@ static inline int64_t ba_cell_bytes(ba_dtype dtype) {
 typedef struct ba_panel {
     void *q;           /* packed by pack_queries; its format is the family's own */
     void *o;           /* real [round_up(v_dim, dim_pad)][lanes], initially 0; see ba_o_place for the order */
-    int64_t lanes;     /* how many of its first lanes hold queries: kernels may leave the others out. 0: all may */
+    int64_t lanes;     /* how many of its first lanes hold queries: kernels may leave the others out. 0: any lane may hold one */
     bool fresh;        /* o is undefined instead of 0, since the panel has attended nothing: see takes_fresh. The caller clears this after the call */
     void *m;           /* real [lanes], in log2 units: the reference of the weights; initially minus the largest finite number */
     void *l;           /* real [lanes], initially 0 */
@@ -118,7 +118,7 @@ typedef struct ba_panel {
 } ba_panel;
 
 /* Rows to prefetch: `bytes` bytes of each, from `offset` on. A few kernel prefetches them while it works, a little at every step, in up to
- * BA_PREFETCH_PASSES passes over them: pass i begins at row skip[i], which rises from 0; -1 means that there is no such pass. */
+ * BA_PREFETCH_PASSES passes over them: pass i begins at row skip[i]. skip[0] is 0, and later passes begin farther on; -1: there is no such pass. */
 enum { BA_PREFETCH_PASSES = 3 };
 typedef struct ba_prefetch_rows {
     const void *const *rows;
@@ -131,8 +131,8 @@ typedef struct ba_bias {
     bool hides;          /* some number is -inf: the lane does not see the key */
 } ba_bias;
 
-/* One chunk of keys. Fields marked "few" are read by few kernels only, and fields marked "panel" by panel kernels only; scales
- * are read by the panel kernels of families with takes_scales, too. */
+/* One chunk of keys. Only few kernels read the fields marked "few", and only panel kernels those marked "panel"; the panel kernels of families with
+ * takes_scales read scales, too. */
 typedef struct ba_chunk {
     int64_t keys;              /* 1 .. BA_MAX_CHUNK */
     int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM; pack_queries and scores of families whose rows are reals take any head_dim */
@@ -145,9 +145,9 @@ typedef struct ba_chunk {
     const void *const *k_next; /* panel: [next_rows] rows in place that will be used next, which the kernel may prefetch. NULL: none */
     const void *const *v_next;
     int64_t next_rows, k_next_bytes, v_next_bytes; /* panel: the number of these rows, and the bytes of each */
-    bool fetch_values;        /* panel: v_rows are read in place, by this panel first: a narrow panel may prefetch them instead of v_next */
+    bool fetch_values;        /* panel: v_rows are read in place, and no panel has read them yet: a narrow one may prefetch them, not v_next */
     int next_level;           /* panel: where they are prefetched to: see ba_prefetch_level */
-    int64_t place;            /* panel: of its first key in the chunk that this one was cut from */
+    int64_t place;            /* panel: how many keys come before this chunk's first key in the chunk that it was cut from */
     const int32_t *key_index; /* [keys], rising; read only where the panel has lo and hi */
     const float *k_scale;     /* few: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
     const float *v_scale;     /* the same for V */
@@ -284,7 +284,7 @@ typedef struct ba_panel_kernels {
  * [query][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [BA_FEW_QUERIES]; K and V are read in place, in their own dtype. Each head's scratch has
  * BA_FEW_SCRATCH reals. The chunks differ only in offsets, scales, scratch and the numbers of their bias. All panels have the same lo and hi.
  * The first chunk says what to prefetch. Offsets, scratch, q and o are evenly spaced, so that the address of a row follows from the head's number: a
- * load of the address would wait behind the loads of rows from memory, and the row with it. A head's bits do not depend on the heads beside it.
+ * load of it would wait behind loads of rows from memory, and delay the row. A head's bits do not depend on the heads beside it.
  *
  * A kernel may use a head's scratch as it likes: those on vectors keep scores behind each other and then sums of V, those on tiles keep scores of
  * whole groups of 32 keys, for which the room is just enough. */
@@ -405,7 +405,7 @@ typedef struct ba_tile_panel {
     ba_gradient_panel panel;        /* q and dout as pack_queries leaves them */
     const void *q_rows, *dout_rows; /* add_tile only: the rows of its lanes, by pack_tile */
     int64_t width, lanes;           /* of the panel, and in use */
-    int64_t begin, end; /* all keys of the chunk that some lane sees lie in between. Where begin == end, at any key, add_tile reads no weight */
+    int64_t begin, end; /* no lane sees a key of the chunk outside [begin, end). Where begin == end, whatever both are, add_tile reads no weight */
 } ba_tile_panel;
 
 enum { BA_MOST_TILE_PANELS = 32 };
@@ -517,7 +517,7 @@ typedef BA_MAGNITUDE((*ba_magnitude_fn));
 
 /* Quantises a row of finite numbers. Without cells: to[d] = the number of the dtype nearest to row[d] / scale, ties to even. Where that is beyond the
  * dtype's largest number, 127 or 448, or beyond its negative, it is that number. scale is a positive float. With cells: as ggml's reference does,
- * from numbers rounded to float, and scale is not read. No number may be larger than what d or m hold in float16. */
+ * from numbers rounded to float, and scale is not read. No number may be so large that d or m overflows float16. */
 #define BA_QUANTISE(name) void name(void *to, double scale, const double *row, int64_t dim)
 typedef BA_QUANTISE((*ba_quantise_fn));
 
@@ -526,10 +526,10 @@ typedef BA_QUANTISE((*ba_quantise_fn));
  * calls use `few`, unless the family of the queries' dtype has a kernel of its own for this dtype. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
-    int prefetch_level;        /* BA_PREFETCH_LEVEL of traits.h */
-    ba_pack_rows_fn pack;      /* NULL: K and V are read in place */
-    ba_pack_rows_fn widen;     /* makes rows of bfloat16, BA_PACK_PAD dims padded, without scales and without rounding. NULL: float dtypes, and levels
-                                  without families that take scales */
+    int prefetch_level;    /* BA_PREFETCH_LEVEL of traits.h */
+    ba_pack_rows_fn pack;  /* NULL: K and V are read in place */
+    ba_pack_rows_fn widen; /* makes rows of bfloat16, padded to a multiple of BA_PACK_PAD dims, without scales and without rounding. NULL: for float
+                              dtypes and those with cells, and at levels whose vectors do not have 16 lanes */
     ba_magnitude_fn magnitude; /* NULL, like quantise, in float dtypes */
     ba_quantise_fn quantise;
     ba_attend_few_fn few;
@@ -605,11 +605,12 @@ typedef struct ba_tuning {
     double inline_flops;          /* calls of less work run in the caller's thread */
     int64_t shared_bytes;         /* the most bytes of K and V that are packed once for all items; 0: each item packs its own */
     int64_t few_least_heads[BA_DTYPE_COUNT]; /* by dtype of K and V: the level's own few.attend and few.pack_queries run calls of at least so many
-                                                query heads per KV head; the vector family's run all others, and their packed queries fit the room.
-                                                0: the vector family's run all calls */
+                                                query heads per KV head. The kernels of the cache run all others, with queries that the vector
+                                                family packs, which fit panel->q, too. 0: the kernels of the cache run all calls */
     int64_t few_queries;     /* the most queries of a KV head, tokens times heads, of a batch entry that few kernels attend. More than BA_FEW_QUERIES
                                 take turns at each chunk */
-    int64_t own_few_queries; /* the same where panels of the level's own family take over, which are faster than others: see choose_tuning */
+    int64_t own_few_queries; /* the same where larger numbers of queries go to panels of the level's own family, which are faster than others
+                                (choose_tuning in ops/attend/attend_setup.c) */
     int64_t page_offset;     /* packed queries begin where a page begins; o and packed K and V begin so many bytes behind such a place. 0: anywhere */
     int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries of fewer
                                              use the vector family. 0: it always pays */

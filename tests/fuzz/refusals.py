@@ -763,7 +763,7 @@ REFUSALS: dict[str, list[Refusal]] = {
     ],
     "paged.dequantize_kv": [
         type_error("values: expected int8, float8_e4m3 or uint8 bits of it, got float32", values=cast("float32")),
-        value_error("scale: expected shape (3, 2), values' without the last axis, or its last axes, got (2, 2)", scale=lambda x: x[:2]),
+        value_error("scale: expected shape (3, 2), that of values without D, or the last axes of this shape, got (2, 2)", scale=lambda x: x[:2]),
     ],
     "paged.PagedPlan": [
         *PAGED_RULES,

@@ -37,7 +37,7 @@ _ENCODERS = (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
 
 
 def _own() -> Options:
-    """The options; vLLM's processes have the backend only where there are some."""
+    """The options. They are never None here: without options, the plug-in does not give this backend to vLLM."""
     own = options()
     if own is None:
         raise RuntimeError(f"{VARIABLE}: expected options in each process of vLLM, got none")
@@ -87,7 +87,7 @@ class Backend(cpu_attn.CPUAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """True where prompts are attended to whole. Bits depend on how a prompt is cut into chunks, and chunks depend on the batch."""
+        """True where each prompt is attended in one piece. Bits depend on how it is cut into chunks, and chunks depend on the batch."""
         found = get_current_vllm_config()
         return not (found.scheduler_config.enable_chunked_prefill or found.cache_config.enable_prefix_caching)
 
@@ -121,7 +121,10 @@ class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
             name, reason = next(iter(reasons.items()))
             is_encoder = isinstance(kv_cache_spec, cpu_attn.EncoderOnlyAttentionSpec)
             if not is_encoder and Backend.customize_spec(kv_cache_spec) != replace(kv_cache_spec, state_content_bytes=None):
-                raise ValueError(f"{VARIABLE}: expected layers that all run here with this cache, got {name} with {reason}")
+                raise ValueError(
+                    f"{VARIABLE}: expected layers that blitz_attn can all compute, since it lays out the cache that they share, "
+                    f"got {name} with {reason}"
+                )
             _LOG.warning_once(
                 "blitz_attn: vLLM's own attention runs %d of %d layers of a group, because of %s", len(reasons), len(layers), reason
             )
@@ -169,7 +172,7 @@ def _expect_model(vllm_config: Any, spec: Any) -> None:
 
 
 def _prefilling(common: Any) -> np.ndarray:
-    """Which requests compute tokens of their prompt. Where vLLM does not say so, those with several new tokens do."""
+    """Which requests compute tokens of their prompt. Where vLLM does not say so, those with more than MOST_NEW_TOKENS new tokens do."""
     if common.is_prefilling is not None:
         found: np.ndarray = common.is_prefilling[: common.num_reqs].numpy().copy()
         return found

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..._paged.plan import PagedPlan
 
-MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may have; more are computed again, after a request was preempted
+# The most queries of a request that decodes: its new token and drafts. A request with more computes tokens again after it was preempted.
+MOST_NEW_TOKENS = 32
 
 
 class Run(NamedTuple):
@@ -83,7 +84,7 @@ class Step:
 
     def ranges(self, window: int | None) -> np.ndarray | None:
         """The tokens that each query sees, where some request is not causal: (queries, 2). `window`: tokens before a query that it sees,
-        and, if it is not causal, behind it, too. None if all requests are causal."""
+        and, if it is not causal, behind it, too. None if one flag says that all requests are causal."""
         if self.causal is True:
             return None
         found: np.ndarray = self._once(("ranges", window), lambda: self._ranges(window))
@@ -98,7 +99,8 @@ class Step:
         return np.stack([first, np.where(np.repeat(causal, self.q_lens), at + 1, end)], axis=1)
 
     def touched(self) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks that hold the step's new tokens, as tables of requests that have no other blocks, and the tokens of these."""
+        """The blocks that hold the step's new tokens, as tables of requests that have no other blocks, and how many tokens each of these
+        requests then has."""
         found: tuple[np.ndarray, np.ndarray] = self._once("touched", self._touched)
         return found
 

@@ -33,8 +33,8 @@ typedef struct ba_sharing {
 /* Whether packed keys can be shared: the family packs whole groups of keys, the keys are not paged, and blocks consist of whole groups. */
 bool ba_may_share(const ba_problem *problem, const ba_attend_family *family);
 
-/* Hands out `memory`, which the caller owns and which begins a page where page_offset is set, to the arrays of `s`, and returns its size in bytes.
- * With memory NULL, only the size counts. */
+/* Hands out `memory` to the arrays of `s`, and returns its size in bytes. The caller owns it; where page_offset is set, it starts at the beginning of
+ * a page. With memory NULL, only the size counts. */
 int64_t ba_sharing_lay_out(ba_sharing *s, char *memory);
 
 /* Packs K and V on up to `threads` threads, if that is less work than to pack the chunks of each item, as it is where many queries attend each key.

@@ -1,4 +1,5 @@
-/* Pools queries and keys: turns one or a few of them into one vector of reals. The product of a pooled query and a pooled key is the score.
+/* Pools queries and keys: turns one or a few of them into one vector of reals or, for families that multiply pairs, of bfloat16. The product of a
+ * pooled query and a pooled key is the score.
  *
  * For a mean query q, and the largest and the smallest element of each channel of some keys, the bound is
  *
@@ -14,7 +15,7 @@
 #include "ops/scratch.h"
 #include "ops/select/select_prefill_call.h"
 
-/* Reals of one of the three rows that keys are pooled to: their mean, largest and smallest elements, each with room for packing. */
+/* Keys are pooled to three rows: their mean, largest and smallest elements. This is how many reals a row takes, room for packing included. */
 static int64_t pooled_step(const ba_prefill *c) { return ba_round_up(c->p.head_dim, BA_PACK_PAD); }
 
 static bool is_bfloat16(const ba_prefill *c) { return c->p.dtype == BA_BFLOAT16; }
