@@ -61,7 +61,9 @@ def run_cell(source: str, number: int, names: dict[str, Any]) -> list[dict[str, 
         outputs.append({"name": "stdout", "output_type": "stream", "text": lines(printed.getvalue())})
     outputs += figures()
     if value is not None:
-        data = {"text/plain": lines(repr(value))}
+        data: dict[str, Any] = {"text/plain": lines(repr(value))}
+        if hasattr(value, "_repr_png_"):  # a figure of blitz_attn.plot
+            data = {"image/png": base64.b64encode(value._repr_png_()).decode("ascii") + "\n"} | data
         outputs.append({"data": data, "execution_count": number, "metadata": {}, "output_type": "execute_result"})
     return outputs
 
