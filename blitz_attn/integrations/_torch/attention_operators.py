@@ -28,10 +28,10 @@ _LEARNED = [name for name, x in _GIVEN.items() if x.differentiable]  # the gradi
 
 
 def _read(told: dict[str, Any]) -> None:
-    """Replaces the mask of a call by cheaper rules that do the same, if there are any. The call is in layout BNSD, and its other rules are
-    a list, lengths and the diagonal. This is done here because a graph holds no elements."""
-    q, mask = told["q"], told.pop("attn_mask")
-    told |= read_mask(mask, q.shape[2], told["k"].shape[2], q.dtype, lists=told.get("sabi") is None)
+    """Replaces the mask of a call by cheaper rules that do the same, if there are any. The call is in layout BNSD or BSND, and its other
+    rules are a list, lengths and the diagonal. This is done here because a graph holds no elements."""
+    q, mask, axis = told["q"], told.pop("attn_mask"), 1 if told.get("layout") == "BSND" else 2
+    told |= read_mask(mask, q.shape[axis], told["k"].shape[axis], q.dtype, lists=told.get("sabi") is None)
 
 
 def _attend(told: dict[str, Any], return_lse: bool) -> Any:

@@ -1,4 +1,5 @@
-"""Warnings that torch computes attention instead of this library: each reason once, on the logger of the integration."""
+"""Warnings that torch computes attention instead of this library: each reason once, on the logger of the integration, which is that of
+transformers or of diffusers."""
 
 from __future__ import annotations
 
@@ -8,13 +9,12 @@ import torch
 
 __all__ = ["TOLD", "tell"]
 
-_LOG = logging.getLogger("blitz_attn.integrations.transformers")
 TOLD: set[str] = set()  # reasons that were logged
 
 
 @torch.compiler.assume_constant_result
-def tell(text: str) -> None:
+def tell(text: str, integration: str = "transformers") -> None:
     """Log a warning, once. torch.compile does so while it traces."""
     if text not in TOLD:
         TOLD.add(text)
-        _LOG.warning(text)
+        logging.getLogger(f"blitz_attn.integrations.{integration}").warning(text)
