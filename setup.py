@@ -349,6 +349,7 @@ setup(
     install_requires=["numpy>=1.24"],
     extras_require={
         "bfloat16": ["ml_dtypes>=0.3"],
+        "diffusers": [*TORCH, "diffusers>=0.42"],  # what is tested: 0.42.1
         "jax": ["jax>=0.6.1"],  # the first with callbacks that share memory; what is tested: 0.6.1 and 0.10
         "mpi": ["mpi4py>=4.1"],
         "notebooks": ["jupyterlab>=4", *PLOT],

@@ -297,6 +297,8 @@ NEED_NO_CASE = {
     "distributed/attention.py _Call": OF_ONE_CALL,
     "distributed/decode.py DecodePlan": "changes while it is made",
     "distributed/decode.py Shards": "changes while it is made",
+    "integrations/_diffusers/sparse.py Handle": "changes by one assignment; an undo that was stopped can be called again",
+    "integrations/_diffusers/steps.py Job": "changes by one assignment",
     "integrations/_transformers/dsa.py _Selection": OF_ONE_CALL,
     "integrations/_vllm/backend.py Layer": "remembers what it has computed, each by one assignment",
     "integrations/_vllm/step.py Step": "remembers what it has computed, each by one assignment",

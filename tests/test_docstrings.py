@@ -14,7 +14,7 @@ import pytest
 
 import blitz_attn
 
-NEED_FRAMEWORKS = re.compile(r"blitz_attn\.integrations\.(_transformers\.(?!config$)|_vllm\.(backend|pages)$)")
+NEED_FRAMEWORKS = re.compile(r"blitz_attn\.integrations\.(_transformers\.(?!config$)|_diffusers\.(?!config$)|_vllm\.(backend|pages)$)")
 MODULES = sorted(
     info.name
     for info in pkgutil.walk_packages(blitz_attn.__path__, "blitz_attn.")
@@ -27,6 +27,7 @@ PUBLIC = [
     "blitz_attn.compat.select_attn_ops",
     "blitz_attn.compat.torch_bsa",
     "blitz_attn.distributed",
+    "blitz_attn.integrations.diffusers",
     "blitz_attn.integrations.jax",
     "blitz_attn.integrations.torch",
     "blitz_attn.integrations.transformers",

@@ -17,8 +17,8 @@ from test_docstrings import documented_names, sections
 
 RECORD = Path(__file__).parent / "data" / "public_api.txt"
 MODULES = (
-    "blitz_attn", "block_sparse", "compat.mslk", "compat.select_attn_ops", "compat.torch_bsa", "config", "distributed", "integrations.jax",
-    "integrations.torch", "integrations.transformers", "merge", "nsa", "paged", "plot", "quest", "reference", "sabi", "select", "testing",
+    "blitz_attn", "block_sparse", "compat.mslk", "compat.select_attn_ops", "compat.torch_bsa", "config", "distributed", "integrations.diffusers",
+    "integrations.jax", "integrations.torch", "integrations.transformers", "merge", "nsa", "paged", "plot", "quest", "reference", "sabi", "select", "testing",
     "video",
 )  # fmt: skip
 NOT_FOR_CALLERS = {"NSAContext": {"call", "branches", "groups", "like"}}  # the docstring of the class says so

@@ -1,0 +1,1 @@
+"""What `blitz_attn.integrations.diffusers` is made of."""

@@ -1,0 +1,60 @@
+"""Attention of diffusers' calls by this library: tensors (B, S, H, D), and masks as torch reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._torch import attention, operators  # noqa: F401 - the first one defines operators
+from .._torch.arguments import read
+
+__all__ = ["computed", "why_not"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST_HEAD_DIM = 576
+
+
+def why_not(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> str | None:
+    """Why a call is not computed by this library; None where it is."""
+    tensors = (query, key, value)
+    if any(x.device.type != "cpu" for x in tensors):
+        return f"tensors on {query.device}"
+    if query.dtype not in _DTYPES or any(x.dtype != query.dtype for x in tensors):
+        return f"tensors of {', '.join(str(x.dtype) for x in tensors)}"
+    if any(x.dim() != 4 for x in tensors):
+        return f"tensors of {query.dim()}, {key.dim()} and {value.dim()} axes"
+    if max(query.shape[3], value.shape[3]) > _MOST_HEAD_DIM:
+        return f"a head dim above {_MOST_HEAD_DIM}"
+    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
+        return "queries, keys and values of different batches"
+    if value.shape[2] != key.shape[2] or (key.shape[2] != query.shape[2] and not enable_gqa):
+        return "different heads of queries, keys and values without enable_gqa"
+    if dropout_p:
+        return "dropout of attention weights"
+    if is_causal and (attn_mask is not None or query.shape[1] != key.shape[1]):
+        return "a causal rule beside a mask, or for different numbers of queries and keys"
+    if attn_mask is not None:
+        shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        mask = _of_pairs(attn_mask, query, key)
+        if mask.device.type != "cpu" or mask.dtype not in (torch.bool, *_DTYPES):
+            return f"a mask of {mask.dtype} on {mask.device}"
+        if mask.dim() > 4 or any(n not in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1], strict=False)):
+            return f"a mask of shape {tuple(mask.shape)} where attention has {shape}"
+    return None
+
+
+def _of_pairs(mask: Any, query: Any, key: Any) -> Any:
+    """A mask of diffusers: (B, Skv), which hides keys of a batch entry, or what torch expands to (B, H, Sq, Skv)."""
+    return mask[:, None, None] if mask.dim() == 2 and mask.shape == (query.shape[0], key.shape[1]) else mask
+
+
+def computed(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: bool = False, scale: float | None = None, **rules: Any
+) -> Any:
+    """Attention by this library, in the layout of diffusers. `rules`: further options of `block_sparse_attention`."""
+    told = read("block_sparse_attention", {"layout": "BSND", "causal": is_causal, "scale": scale} | rules)
+    mask = None if attn_mask is None else _of_pairs(attn_mask, query, key)
+    return operators.call(
+        "block_sparse_attention", query, key, value, **told, attn_mask=mask, reads_mask=mask is not None, return_lse=False
+    )

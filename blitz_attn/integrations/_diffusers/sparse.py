@@ -1,0 +1,354 @@
+"""Video models whose self-attention is sparse: what is put around their forward calls, and what is computed there.
+
+While `sparse_video` holds, the forward method of the model finds out which tokens and which step a call has. That of each layer of
+self-attention then takes over the one call of attention inside it, however the layer makes it: through diffusers' dispatch with the backend
+``"blitz_attn"``, or as torch's own `scaled_dot_product_attention`, to which other backends for CPUs come down. Queries, keys and values are
+put into the order of cubes there, and the output back into the model's. Putting the hidden states of all layers into that order once would
+save at most a fiftieth of a layer's time, and would have to know where each model uses the places of its tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from ... import video
+from ..._sabi.combine import union
+from ..._select.prefill import select_blocks_prefill
+from .._transformers.fallbacks import tell
+from . import dense
+from .config import SparseVideo
+from .geometries import UnknownError, finder_of, names_known
+from .steps import Call, Job, Place
+
+__all__ = ["Handle", "make_sparse"]
+
+_LISTS_OF_BLOCKS = ("blocks", "transformer_blocks", "single_transformer_blocks")  # names that models of diffusers have for their layers
+_MARK = "_blitz_attn_video"
+
+
+@dataclass(frozen=True)
+class _Now:
+    """The forward call that a thread is in."""
+
+    handle: Handle
+    job: Job
+    call: Call
+    order: video.TokenOrder | None  # None: attention is left as it is, and the reason was logged
+
+
+class _Here(threading.local):
+    """What a thread is computing."""
+
+    now: _Now | None = None
+    layer: int | None = None  # of self-attention
+    reached: bool = False  # whether this layer has come to its attention
+
+
+_here = _Here()
+
+
+# ---- Around the forward methods ----------------------------------------------------------------------------------------
+
+
+class _OwnAttention(TorchFunctionMode):
+    """Takes over torch's own attention."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = _attend_sdpa(*args, **kwargs) if func is scaled_dot_product_attention else None
+        return func(*args, **kwargs) if out is None else out
+
+
+def _attend_sdpa(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = attend_here(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return None if out is None else out.transpose(1, 2)
+
+
+def _put(module: Any, around: Callable[..., Any], before: dict[Any, Any]) -> None:
+    """Set a module's forward method to `around`, which is called with the method that it replaces and the module. In a copy of the module,
+    these are the copy's."""
+    own = vars(module).get("forward")
+
+    @functools.wraps(type(module).forward)
+    def forward(this: Any, *arguments: Any, **options: Any) -> Any:
+        return around(functools.partial(type(this).forward, this) if own is None else own, this, *arguments, **options)
+
+    before[module] = (own, MethodType(forward, module))  # first, so that a module that is changed is always known
+    vars(module)["forward"] = before[module][1]
+
+
+class Handle:
+    """A model whose self-attention is sparse until `undo`, or until a ``with`` statement over it ends.
+
+    Each thread that calls the model counts its own steps, and keeps its own lists.
+    """
+
+    def __init__(self, model: Any, config: SparseVideo, layers: Sequence[Any]) -> None:
+        self._config, self._kind, self._local = config, type(model).__name__, threading.local()
+        self._find, self._signature = finder_of(model), inspect.signature(type(model).forward)
+        self._order = functools.lru_cache(maxsize=4)(functools.partial(video.cube_order, cube=config.cube))
+        self._lists_of_rules = functools.lru_cache(maxsize=4)(self._make_lists_of_rules)
+        self._before: dict[Any, Any] = {}
+        self._holds = True
+        try:
+            _put(model, self._around_model, self._before)
+            for number, layer in enumerate(layers):
+                _put(layer, functools.partial(self._around_layer, number), self._before)
+                vars(layer)[_MARK] = self
+        except BaseException:
+            self.undo()
+            raise
+
+    @property
+    def step(self) -> int | None:
+        """The number of the step that this thread has begun last, from 0; None before the first one."""
+        call = self._job().call
+        return None if call is None else call.step
+
+    def reset(self) -> None:
+        """Let the next forward call of this thread begin a new video. A timestep larger than the last one does so by itself."""
+        self._local.job = Job()
+
+    def undo(self) -> None:
+        """Give the model its own attention back. Calling this again changes nothing."""
+        self._holds = False  # for methods that something else has wrapped in the meantime, which stay there
+        for module, (own, put) in self._before.items():
+            vars(module).pop(_MARK, None)
+            if vars(module).get("forward") is not put:
+                continue
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = own
+        self._before = {}
+
+    def __deepcopy__(self, copied: dict[int, Any]) -> Handle:
+        """A copy of the model is sparse as long as the model is."""
+        return self
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.undo()
+
+    def _job(self) -> Job:
+        if not hasattr(self._local, "job"):
+            self._local.job = Job()
+        job: Job = self._local.job
+        return job
+
+    def _around_model(self, own: Callable[..., Any], model: Any, *arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            tell(f"{self._kind}: attention left as it is, because of torch.compile", "diffusers")
+            return own(*arguments, **options)
+        if not self._holds:
+            return own(*arguments, **options)
+        try:
+            given = self._signature.bind(model, *arguments, **options).arguments
+        except TypeError:  # which the method itself will raise
+            return own(*arguments, **options)
+        before = _here.now, _here.layer
+        job = self._job()
+        _here.now, _here.layer = _Now(self, job, job.begin(_timestep_of(given)), self._order_of(model, given)), None
+        try:
+            return own(*arguments, **options)
+        finally:
+            _here.now, _here.layer = before
+
+    def _around_layer(self, number: int, own: Callable[..., Any], layer: Any, *arguments: Any, **options: Any) -> Any:
+        now = None if torch.compiler.is_compiling() else _here.now
+        if now is None or now.handle is not self or now.order is None or not self._holds:
+            return own(*arguments, **options)
+        _here.layer, _here.reached = number, False
+        try:
+            with _OwnAttention():
+                out = own(*arguments, **options)
+        finally:
+            _here.layer = None
+        if not _here.reached:
+            self._leave("another backend than torch's own attention and blitz_attn")
+        return out
+
+    def _leave(self, reason: str) -> None:
+        """Say that attention is not sparse."""
+        tell(f"{self._kind}: attention not sparse, because of {reason}", "diffusers")
+
+    # ---- What a forward call has -----------------------------------------------------------------------------------------
+
+    def _order_of(self, model: Any, given: dict[str, Any]) -> video.TokenOrder | None:
+        """The order of the tokens of a forward call; None where its attention is left as it is."""
+        if torch.is_grad_enabled() and getattr(model, "gradient_checkpointing", False):
+            self._leave("gradient checkpointing, which computes layers again after the forward call")
+            return None
+        if self._config.geometry is not None:
+            return self._order(self._config.geometry)
+        assert self._find is not None  # else a geometry is given
+        try:
+            return self._order(self._find(given))
+        except UnknownError as error:
+            self._leave(str(error))
+            return None
+
+    def _attend(self, now: _Now, layer: int, query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Any:
+        """The attention of a layer whose tokens are those of the geometry, in the model's order: (B, S, H, D)."""
+        config, order = self._config, now.order
+        rules: dict[str, Any] = {"scale": scale, "num_threads": config.num_threads}
+        assert order is not None
+        tokens, density = order.geometry.num_tokens, config._density(now.call.step)
+        if tokens < config.min_tokens:
+            self._leave(f"{tokens} tokens, which are fewer than min_tokens = {config.min_tokens}")
+        if tokens < config.min_tokens or layer in config.dense_layers or density == 1:
+            return dense.computed(query, key, value, mask, **rules)
+        q, k, v = order.permute(query, key, value, layout="BSND")
+        seen = _keys_seen(mask, q.shape[0], order)
+        place, of_choice = Place(layer, now.call.number), {"scale": scale, "kv_lens": seen.get("kv_lens")}
+        lists = self._lists(now, place, q.detach(), k.detach(), density, of_choice)
+        out = dense.computed(q, k, v, **seen, **rules, sabi=lists, block_shape=config.block_shape)
+        return order.restore(out, layout="BSND")
+
+    # ---- Lists -------------------------------------------------------------------------------------------------------------
+
+    def _make_lists_of_rules(self, order: video.TokenOrder) -> tuple[np.ndarray, Any]:
+        """The lists of all rules, or that of a cube alone where there is none, (1, rules, R, W), and the same as a tensor."""
+        rules = self._config.choose_from or self._config.rule or video.Neighbourhood((0, 0, 0))
+        lists = np.asarray(video.blocks(order, rules, self._config.block_shape, dense_frames=self._config.dense_frames))
+        return lists, torch.from_numpy(lists)
+
+    def _lists(self, now: _Now, place: Place, q: Any, k: Any, density: float | None, rules: dict[str, Any]) -> Any:
+        """The lists of a layer as a tensor. Queries and keys are in the order of cubes."""
+        config, order = self._config, now.order
+        assert order is not None
+        if density is None and not config.choose_from:
+            return self._lists_of_rules(order)[1]
+        kept, what = now.job.lists.get(place), (order, q.shape[0])
+        if kept is not None and kept[0] == what and not config.schedule.refreshes(now.call.step):
+            return kept[1]
+        lists = self._lists_of_rules(order)[0]
+        if config.choose_from:
+            lists = lists[:, self._best_rules(q, k, order, rules["scale"])]
+        if density is not None:
+            chosen = select_blocks_prefill(q, k, layout="BSND", num_threads=config.num_threads, **config._options(density), **rules)
+            lists = np.asarray(union(lists, chosen, dtype="int32"))
+        made = torch.from_numpy(lists)
+        if config.schedule.refresh_every > 1:
+            now.job.keep(place, (what, made))
+        return made
+
+    def _best_rules(self, q: Any, k: Any, order: video.TokenOrder, scale: float | None) -> list[int]:
+        """Which rule each head gets."""
+        config = self._config
+        options: dict[str, Any] = {"dense_frames": config.dense_frames, "scale": scale, "layout": "BSND", "num_threads": config.num_threads}
+        return video.choose_rules(q, k, order, config.choose_from, config.block_shape, **options)
+
+
+def _timestep_of(given: dict[str, Any]) -> float | None:
+    """The timestep of a forward call. Where tokens have their own, those of given frames are smaller."""
+    timestep = given.get("timestep")
+    return None if timestep is None else float(torch.as_tensor(timestep).detach().max())
+
+
+# ---- Inside a layer --------------------------------------------------------------------------------------------------------
+
+
+def attend_here(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Any:
+    """Attention (B, S, H, D) of the layer that this thread is in; None where there is none, or where this call is left as it is."""
+    now, layer = _here.now, _here.layer
+    if now is None or layer is None or now.order is None:
+        return None
+    _here.reached = True
+    tokens = now.order.geometry.num_tokens
+    reason = dense.why_not(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if reason is None and is_causal:
+        reason = "a causal rule"
+    if reason is None and attn_mask is not None and _as_keys(attn_mask, query.shape[0], tokens) is None:
+        reason = "a mask that is not the same for all queries and heads"
+    if (query.shape[1], key.shape[1]) != (tokens, tokens):
+        reason = f"{query.shape[1]} queries and {key.shape[1]} keys where the geometry has {tokens} tokens"
+    if reason is not None:
+        now.handle._leave(reason)
+        return None
+    return now.handle._attend(now, layer, query, key, value, attn_mask, scale)
+
+
+def _as_keys(mask: Any, batch: int, tokens: int) -> Any:
+    """A mask that hides keys, whatever the query, as a tensor of bool, (B or 1, S); None for other masks."""
+    if mask.dtype != torch.bool:
+        return None
+    if mask.dim() == 2 and mask.shape == (batch, tokens) and batch != tokens:
+        return mask
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    return mask.reshape(shape[0], tokens) if shape[1:] == (1, 1, tokens) else None
+
+
+def _keys_seen(mask: Any, batch: int, order: video.TokenOrder) -> dict[str, Any]:
+    """The arguments of attention that hide the keys that a mask of the model's order hides: lengths where these say all."""
+    if mask is None:
+        return {}
+    keys = order.permute(_as_keys(mask, batch, order.geometry.num_tokens), layout="BSH")
+    lengths = keys.sum(1)
+    if (keys != (torch.arange(keys.shape[1]) < lengths[:, None])).any():
+        return {"attn_mask": keys[:, None, None]}
+    return {"kv_lens": lengths.expand(batch).tolist()}
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------------
+
+
+def make_sparse(model: Any, config: SparseVideo) -> Handle:
+    """The handle of a model, after all checks."""
+    kind = type(model).__name__
+    if any(getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod") for module in model.modules()):
+        raise ValueError(f"model: expected one that is not compiled, got {kind}: graphs of torch.compile would leave it dense")
+    if config.geometry is None and finder_of(model) is None:
+        raise ValueError(f"geometry: expected one for {kind}, because it is known only for {names_known()}, got None")
+    layers = [layer for name in _LISTS_OF_BLOCKS for block in getattr(model, name, ()) if (layer := _self_attention(block)) is not None]
+    if not layers:
+        raise ValueError(f"model: expected a transformer whose blocks have attn1 or attn, got {kind}")
+    if any(getattr(vars(layer).get(_MARK), "_holds", False) for layer in layers):
+        raise ValueError(f"model: expected one that is not in a sparse_video yet, got {kind}")
+    heads = {layer.heads for layer in layers}
+    rules = config.rule if isinstance(config.rule, tuple) else ()
+    if len(rules) > 1 and heads != {len(rules)}:
+        raise ValueError(f"rule: expected one rule or one for each of {max(heads)} heads, got {len(rules)}")
+    wrong = [n for n in config.dense_layers if not 0 <= n < len(layers)]
+    if wrong:
+        raise ValueError(f"dense_layers: expected layers from 0 to {len(layers) - 1}, got {wrong[0]}")
+    handle = Handle(model, config, layers)
+    what = [str(x) for x in (config.rule, config.choose_from or None) if x is not None]
+    if config.density is not None or config.schedule.densities is not None:
+        what.append("chosen blocks")
+    count = len(layers) - len(set(config.dense_layers))
+    text = f"{' and '.join(what)}, cubes of {config.cube}, blocks of {config.block_shape}"
+    tell(f"{kind}: self-attention of {count} of {len(layers)} layers is sparse: {text}", "diffusers")
+    return handle
+
+
+def _self_attention(block: Any) -> Any:
+    """The attention of a block to its own tokens."""
+    return getattr(block, "attn1", None) or getattr(block, "attn", None)

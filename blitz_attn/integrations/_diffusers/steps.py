@@ -1,0 +1,60 @@
+"""Which denoising step a forward call belongs to, and the lists that are kept from one step to the next."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["Call", "Job", "Place"]
+
+_MOST_CALLS = 8  # of a step that keep their lists; guidance has two or three
+
+
+class Place(NamedTuple):
+    """What a list was made for."""
+
+    layer: int
+    number: int  # of the call within its step: guidance calls the model with several prompts, whose lists differ
+
+
+class Call(NamedTuple):
+    """A forward call of a model."""
+
+    step: int
+    number: int
+
+
+class Job:
+    """The steps of a video, as one thread computes them.
+
+    A smaller timestep than the last one is the next step. The same one belongs to the same step. A larger one begins a new video.
+    """
+
+    def __init__(self) -> None:
+        self._state: tuple[float | None, Call | None, dict[Place, Any]] = (None, None, {})
+
+    @property
+    def call(self) -> Call | None:
+        """The forward call that has begun last; None before the first one."""
+        return self._state[1]
+
+    @property
+    def lists(self) -> dict[Place, Any]:
+        """The lists that are kept."""
+        return self._state[2]
+
+    def begin(self, timestep: float | None) -> Call:
+        """The forward call that begins now. Where a model has no timestep, each call is a step."""
+        before, last, lists = self._state
+        if last is None or (before is not None and timestep is not None and timestep > before):
+            call, lists = Call(0, 0), {}
+        elif timestep is not None and timestep == before:
+            call = Call(last.step, last.number + 1)
+        else:
+            call = Call(last.step + 1, 0)
+        self._state = (timestep, call, lists)
+        return call
+
+    def keep(self, place: Place, lists: Any) -> None:
+        """Keep a list for the next steps."""
+        if place.number < _MOST_CALLS:
+            self.lists[place] = lists

@@ -1,0 +1,141 @@
+"""Models of diffusers whose attention runs here: dense by the backend's name, and video models over lists of blocks.
+
+>>> from blitz_attn.integrations.diffusers import SparseVideo, register, sparse_video
+>>> register()  # "blitz_attn" is now a name that model.set_attention_backend() takes
+
+torch and diffusers are imported by `register` and `sparse_video`, not with this module.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._sentences import shown
+from ._diffusers.config import SparseVideo
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+
+    from ._diffusers.sparse import Handle
+
+__all__ = ["SparseVideo", "register", "sparse_video"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def register() -> None:
+    """Make ``"blitz_attn"`` a name of an attention backend in diffusers: dense attention on CPUs.
+
+    The name then works wherever diffusers takes one: in ``model.set_attention_backend("blitz_attn")``, in
+    ``with attention_backend("blitz_attn")``, and in the environment variable ``DIFFUSERS_ATTN_BACKEND``, if this is called before diffusers
+    imports its first model. Calling it again changes nothing.
+
+    Raises
+    ------
+    ImportError
+        torch or diffusers is not installed, or the release of diffusers has no registry of attention backends with the interface of 0.42.
+
+    Notes
+    -----
+    Tensors are read in diffusers' layout (B, S, H, D), without copies: float32, float16, bfloat16 or float64. Masks of bool and of numbers
+    are read as torch reads them, and a mask that only hides keys costs no more than lengths do. Gradients are computed here, too, and
+    `torch.compile` takes the attention of a layer into its graph as one operator.
+
+    What attention here lacks is computed by diffusers' backend ``"native"``, and the reason is logged once, on the logger
+    ``blitz_attn.integrations.diffusers``: dropout of weights, other devices, context parallelism. Models whose attention does not go
+    through diffusers' dispatch, such as CogVideoX, take no backend: `set_attention_backend` changes nothing there, whatever the name.
+    `sparse_video` works for them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+    >>> from blitz_attn.integrations.diffusers import register
+    >>> register()
+    >>> q, k, v = (torch.randn(1, 300, 4, 64) for _ in range(3))
+    >>> with attention_backend("blitz_attn"):
+    ...     out = dispatch_attention_fn(q, k, v)
+    >>> torch.allclose(out, dispatch_attention_fn(q, k, v), atol=1e-5)
+    True
+    """
+    from ._diffusers.backend import put_in_registry
+
+    put_in_registry()
+
+
+def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
+    """Let the self-attention of a video model of diffusers be sparse, on CPUs, in this model alone.
+
+    Each forward call says which grid of frames, height and width its tokens are, and which denoising step it belongs to. Layers then attend
+    over a list of blocks in the order of cubes (`blitz_attn.video`). Attention to a text in a call of its own stays as it is. Where text
+    and video are one sequence, the text sees everything and is seen by everything, and padding is left out exactly.
+
+    Parameters
+    ----------
+    model : diffusers.ModelMixin
+        A WanTransformer3DModel, HunyuanVideoTransformer3DModel, CogVideoXTransformer3DModel, LTXVideoTransformer3DModel or
+        FluxTransformer2DModel. With a geometry in `config`, any transformer of diffusers whose blocks call their self-attention ``attn1``
+        or ``attn``. Weights, processors and the backend of the model stay as they are.
+    config : SparseVideo
+        Which blocks are attended, in which steps and layers.
+
+    Returns
+    -------
+    Handle
+        ``undo()`` gives the model its own attention back, and so does the end of a ``with`` statement. ``step`` is the number of the step
+        that the calling thread has begun last, and ``reset()`` lets its next call begin a new video.
+
+    Raises
+    ------
+    TypeError
+        `model` is no module of torch, or `config` is no SparseVideo.
+    ValueError
+        The model is compiled, is in a `sparse_video` already, has no such blocks, or none of these classes where `config` has no geometry;
+        `config` has rules for another number of heads, or layers that the model lacks.
+    ImportError
+        torch or diffusers is not installed.
+
+    See Also
+    --------
+    register : dense attention by the name of a backend. What is not sparse runs by the backend that the model has.
+
+    Notes
+    -----
+    A step is counted when the timestep becomes smaller; calls with the same timestep, as guidance makes them, belong to the same step, and
+    each of these calls has lists of its own. A larger timestep begins a new video, and ``reset()`` does so where a video may begin with the
+    timestep that the one before ended with. Each thread, and each model of a pipeline with several, counts for itself. Schedulers of second
+    order call a model with two timesteps per step, which count as two.
+
+    What runs is logged once, on the logger ``blitz_attn.integrations.diffusers``, and so is each reason why attention is dense: sequences
+    shorter than `min_tokens`, masks that are not the same for all queries, dropout, other devices, arguments that do not say the geometry,
+    gradient checkpointing, `torch.compile`. Results of dense steps and dense layers are those of `blitz_attn.block_sparse_attention` over
+    all blocks. Gradients flow through lists, which are chosen without them.
+
+    Queries, keys and values are copied into the order of cubes in each layer, and outputs back.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from diffusers import WanTransformer3DModel
+    >>> from blitz_attn.integrations.diffusers import SparseVideo, sparse_video
+    >>> from blitz_attn.video import Neighbourhood, Schedule
+    >>> model = WanTransformer3DModel(
+    ...     num_attention_heads=2, attention_head_dim=24, in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=2
+    ... )
+    >>> latents, text = torch.randn(1, 4, 8, 32, 32), torch.randn(1, 7, 16)  # 8 x 16 x 16 tokens
+    >>> config = SparseVideo(Neighbourhood((1, 1, 1)), schedule=Schedule(dense_steps=1))
+    >>> with torch.no_grad(), sparse_video(model, config) as handle:
+    ...     for timestep in (900, 800, 700):
+    ...         latents -= 0.1 * model(latents, torch.tensor([timestep]), text).sample
+    >>> handle.step
+    2
+    """
+    if not isinstance(config, SparseVideo):
+        raise TypeError(f"config: expected a SparseVideo, got {shown(config)}")
+    if not hasattr(model, "modules"):
+        raise TypeError(f"model: expected a transformer of diffusers, got {shown(model)}")
+    from ._diffusers.sparse import make_sparse
+
+    return make_sparse(model, config)

@@ -1,0 +1,625 @@
+"""`sparse_video`: steps are counted as schedulers make them, a model gets its own attention back, and what is not sparse is said once."""
+
+import copy
+import inspect
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers", minversion="0.42")
+
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend  # noqa: E402
+
+from blitz_attn import video  # noqa: E402
+from blitz_attn.integrations._diffusers import backend, sparse  # noqa: E402
+from blitz_attn.integrations._diffusers.steps import Call, Job, Place  # noqa: E402
+from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
+from blitz_attn.integrations.diffusers import SparseVideo, register, sparse_video  # noqa: E402
+from blitz_attn.video import Geometry, Schedule  # noqa: E402
+from cases_diffusers import (  # noqa: E402
+    MODELS,
+    _defaults,  # noqa: F401
+    _one_thread,  # noqa: F401
+    close,
+    forward,
+    geometry_of,
+    inputs,
+    small_model,
+)
+from test_diffusers_video import FULL, LOCAL, SMALL, computed, masks_of, reasons, run, under_masks  # noqa: E402, F401
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+CHOSEN = SparseVideo(density=0.3, **SMALL)
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """The densities that choosers are called with."""
+    found, own = [], sparse.select_blocks_prefill
+
+    def choose(q, k, **options):
+        found.append(options["density"])
+        return own(q, k, **options)
+
+    monkeypatch.setattr(sparse, "select_blocks_prefill", choose)
+    return found
+
+
+# ---- Steps -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", [1, 2], ids=["alone", "guided"])
+@pytest.mark.parametrize("kind", ["FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler", "DDIMScheduler", "CogVideoXDPMScheduler"])
+def test_steps_are_those_of_a_scheduler(kind, calls, choices, computed):  # noqa: F811
+    """Two videos one after the other. Guidance calls the model twice with a timestep, and each of both calls has lists of its own."""
+    scheduler = getattr(diffusers, kind)()
+    scheduler.set_timesteps(9)
+    schedule = Schedule(dense_steps=2, densities=(0.5, 0.4, 0.3), refresh_every=3)
+    model, given = small_model("wan"), inputs("wan")
+    with sparse_video(model, SparseVideo(schedule=schedule, **SMALL)) as handle:
+        assert handle.step is None
+        for _ in range(2):
+            for step, timestep in enumerate(scheduler.timesteps):
+                before, used = len(choices), len(computed)
+                for _ in range(calls):
+                    forward(model, given | {"timestep": timestep.expand(1)})
+                    assert handle.step == step
+                lists = computed[used:]
+                assert [x is None for x in lists] == [step < 2] * 2 * calls
+                fresh = step >= 2 and (step - 2) % 3 == 0
+                assert choices[before:] == [schedule.density(step)] * (2 * calls if fresh else 0)
+                if fresh:
+                    kept = lists
+                assert step < 2 or all(x is y for x, y in zip(lists, kept, strict=True))
+        assert len({id(x) for x in kept}) == 2 * calls
+
+
+def test_a_handle_can_be_told_that_a_video_begins():
+    """Of models that make a video in one step, every one has the same timestep."""
+    model, given = small_model("wan"), inputs("wan")
+    with sparse_video(model, SparseVideo(density=0.3, schedule=Schedule(refresh_every=4), **SMALL)) as handle:
+        for timestep, step in ((9, 0), (9, 0), (8, 1), (8, 1), (7.5, 2)):
+            forward(model, given | {"timestep": torch.tensor([float(timestep)])})
+            assert handle.step == step
+        handle.reset()
+        assert handle.step is None
+        forward(model, given | {"timestep": torch.tensor([7.5])})
+        assert handle.step == 0
+
+
+def test_the_largest_timestep_of_all_tokens_counts():
+    """A first frame that is given has the timestep 0 (Wan 2.2)."""
+    model, given = small_model("wan"), inputs("wan")
+    with sparse_video(model, SparseVideo(LOCAL, **SMALL)) as handle:
+        for timestep, step in ((900, 0), (900, 0), (700, 1), (950, 0)):
+            each = torch.full((1, 105), float(timestep))
+            each[:, :35] = 0
+            forward(model, given | {"timestep": each})
+            assert handle.step == step
+    assert not reasons()
+
+
+def test_lists_are_chosen_anew_for_another_grid_or_batch(choices):
+    model = small_model("wan")
+    with sparse_video(model, SparseVideo(density=0.3, schedule=Schedule(refresh_every=9), **SMALL)):
+        for timestep, grid, batch, count in ((9, (3, 5, 7), 1, 2), (8, (3, 5, 7), 1, 2), (7, (3, 5, 7), 2, 4), (6, (3, 7, 5), 2, 6), (5, (3, 7, 5), 2, 6)):
+            forward(model, inputs("wan", grid, batch, timestep=timestep))
+            assert len(choices) == count
+
+
+def test_a_job_keeps_the_lists_of_few_calls():
+    job = Job()
+    for _ in range(100):
+        call = job.begin(5.0)
+        job.keep(Place(0, call.number), object())
+    assert job.call == Call(0, 99)
+    assert len(job.lists) == 8
+    job.begin(6.0)
+    assert not job.lists
+
+
+def test_without_a_timestep_each_call_is_a_step():
+    job = Job()
+    assert [job.begin(None).step for _ in range(3)] == [0, 1, 2]
+
+
+def test_rules_are_made_into_lists_once(monkeypatch):
+    made, own = [], video.blocks
+    monkeypatch.setattr(sparse.video, "blocks", lambda *given, **options: made.append(given) or own(*given, **options))
+    with sparse_video(small_model("wan"), SparseVideo(LOCAL, **SMALL)):
+        for timestep in (3, 2, 1):
+            forward(small_model("wan"), inputs("wan", timestep=timestep))
+    assert len(made) == 1
+
+
+# ---- A model gets its own attention back -------------------------------------------------------------------------------------
+
+
+def state(model):
+    """What a model is: its attributes and those of all its modules, by identity."""
+    return {
+        name: {key: (id(x) if not isinstance(x, dict) else {k: id(y) for k, y in x.items()}) for key, x in vars(module).items()}
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_model_is_as_it_was(name):
+    model, given = small_model(name), inputs(name)
+    before, tensors, expected = state(model), {key: x.clone() for key, x in model.state_dict().items()}, forward(model, given)
+    with sparse_video(model, SparseVideo(LOCAL, **SMALL)) as handle:
+        assert not torch.equal(forward(model, given), expected)
+        assert model.state_dict().keys() == tensors.keys()
+        assert inspect.signature(model.forward) == inspect.signature(type(model).forward.__get__(model))
+    handle.undo()
+    assert state(model) == before
+    assert all(torch.equal(x, tensors[key]) for key, x in model.state_dict().items())
+    assert torch.equal(forward(model, given), expected)
+
+
+def test_errors_leave_nothing_behind(monkeypatch):
+    model, given = small_model("wan"), inputs("wan")
+    before, expected = state(model), forward(model, given)
+
+    def stop():
+        with sparse_video(model, SparseVideo(LOCAL, **SMALL)):
+            forward(model, given)
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        stop()
+    assert state(model) == before
+    with sparse_video(model, SparseVideo(LOCAL, **SMALL)):
+        found = forward(model, given)
+        with pytest.raises(TypeError, match="missing"):
+            model(given["hidden_states"])
+
+        def fail(*given, **options):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(sparse.dense.operators, "call", fail)
+            with pytest.raises(KeyboardInterrupt):
+                forward(model, given)
+        assert sparse._here.now is None
+        assert sparse._here.layer is None
+        assert not torch.overrides._get_current_function_mode_stack()
+        assert torch.equal(forward(model, given), found)
+    assert torch.equal(forward(model, given), expected)
+
+
+def test_a_failure_while_a_model_is_prepared_leaves_it_as_it_was(monkeypatch):
+    model = small_model("wan")
+    before, own, count = state(model), sparse._put, []
+
+    def put(*arguments):
+        count.append(arguments)
+        if len(count) == 3:
+            raise MemoryError
+        own(*arguments)
+
+    monkeypatch.setattr(sparse, "_put", put)
+    with pytest.raises(MemoryError):
+        sparse_video(model, SparseVideo(LOCAL, **SMALL))
+    assert state(model) == before
+
+
+def test_a_model_is_in_one_statement_at_a_time():
+    model = small_model("wan")
+    with sparse_video(model, CHOSEN):
+        before = state(model)
+        with pytest.raises(ValueError, match=r"^model: expected one that is not in a sparse_video yet, got WanTransformer3DModel$"):
+            sparse_video(model, CHOSEN)
+        assert state(model) == before
+    with sparse_video(model, CHOSEN):
+        pass
+
+
+def test_methods_that_others_wrap_in_the_meantime_stay():
+    model, given = copy.deepcopy(small_model("wan")), inputs("wan")
+    expected, handle = forward(model, given), sparse_video(model, SparseVideo(LOCAL, **SMALL))
+    inner, calls = model.forward, []
+    model.forward = lambda *arguments, **options: calls.append(1) or inner(*arguments, **options)
+    found = forward(model, given)
+    handle.undo()
+    assert not torch.equal(found, expected)
+    assert torch.equal(forward(model, given), expected)
+    assert len(calls) == 2
+
+
+def test_methods_that_others_have_wrapped_before_are_called(computed):  # noqa: F811
+    model, given = copy.deepcopy(small_model("wan")), inputs("wan")
+    own, calls = model.blocks[0].attn1.forward, []
+    wrapped = model.blocks[0].attn1.forward = lambda *arguments, **options: calls.append(1) or own(*arguments, **options)
+    with sparse_video(model, SparseVideo(LOCAL, **SMALL)):
+        forward(model, given)
+    assert len(calls) == 1
+    assert len(computed) == 2
+    assert model.blocks[0].attn1.forward is wrapped
+
+
+def test_copies_are_sparse_as_long_as_the_model_is(computed):  # noqa: F811
+    given = inputs("wan")
+    expected = forward(small_model("wan"), given)
+    with sparse_video(small_model("wan"), SparseVideo(LOCAL, **SMALL)):
+        twin = copy.deepcopy(small_model("wan"))
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        forward(twin, given)
+        assert len(computed) == 2
+    assert not forward(twin, given).any()
+    assert torch.equal(forward(small_model("wan"), given), expected)
+    with sparse_video(twin, SparseVideo(LOCAL, **SMALL)):
+        forward(twin, given)
+    assert len(computed) == 4
+
+
+# ---- Several at once -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_do_not_disturb_each_other():
+    first, second, other = small_model("wan"), small_model("cog"), small_model("ltx")
+    given = {name: inputs(name) for name in ("wan", "cog", "ltx")}
+    alone = [run("wan", SparseVideo(LOCAL, **SMALL), given["wan"]), run("cog", CHOSEN, given["cog"]), forward(other, given["ltx"])]
+    with sparse_video(first, SparseVideo(LOCAL, **SMALL)) as handle, sparse_video(second, CHOSEN) as more:
+        found = [forward(first, given["wan"]), forward(second, given["cog"]), forward(other, given["ltx"])]
+        forward(first, given["wan"] | {"timestep": torch.tensor([3.0])})
+        assert (handle.step, more.step) == (1, 0)
+    assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
+
+
+def test_a_model_that_calls_another_one_goes_on_with_its_own():
+    """As a control network would be called."""
+    outer, given = copy.deepcopy(small_model("wan")), inputs("wan")
+    expected = run("wan", SparseVideo(LOCAL, **SMALL), given)
+    own = outer.blocks[1].forward
+    outer.blocks[1].forward = lambda *arguments: forward(small_model("cog"), inputs("cog")) is not None and own(*arguments)
+    with sparse_video(outer, SparseVideo(LOCAL, **SMALL)), sparse_video(small_model("cog"), CHOSEN):
+        assert torch.equal(forward(outer, given), expected)
+
+
+def test_threads_count_their_own_steps():
+    """Two threads make two videos with one model at once, each with as many steps as the other has not."""
+    model, schedule = small_model("wan"), Schedule(dense_steps=1, refresh_every=2)
+    config = SparseVideo(LOCAL, density=0.2, schedule=schedule, **SMALL)
+    works = [[inputs("wan", (3, 5, 7), seed=n, timestep=t) for t in range(9, 9 - 3 - n, -1)] for n in range(2)]
+
+    def video_of(work):
+        return [forward(model, given) for given in work]
+
+    expected = []
+    for work in works:
+        with sparse_video(model, config):
+            expected.append(video_of(work))
+    found, steps, together = [None, None], [None, None], threading.Barrier(2)
+
+    def run_thread(n, handle):
+        together.wait()
+        found[n], steps[n] = video_of(works[n]), handle.step
+
+    with sparse_video(model, config) as handle:
+        threads = [threading.Thread(target=run_thread, args=(n, handle)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert handle.step is None  # of this thread
+    assert steps == [2, 3]
+    assert all(torch.equal(x, y) for n in range(2) for x, y in zip(found[n], expected[n], strict=True))
+
+
+# ---- Beside other things ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_backend_of_a_model_computes_what_is_not_sparse(name, computed, monkeypatch):  # noqa: F811
+    register()
+    model, given = small_model(name), inputs(name, batch=2, lengths=[6, 3])
+    config = SparseVideo(LOCAL, **SMALL)
+    expected = under_masks(monkeypatch, model, given, geometry_of(name, (3, 5, 7), 6).num_tokens, masks_of(name, config, (3, 5, 7)))
+    dense, own = [], backend.computed
+    monkeypatch.setattr(backend, "computed", lambda *arguments, **options: dense.append(arguments) or own(*arguments, **options))
+    with sparse_video(model, config):
+        model.set_attention_backend("blitz_attn")
+        assert close(forward(model, given), expected)
+        assert len(computed) == 2
+        assert len(dense) == {"wan": 2, "ltx": 2}.get(name, 0)
+        with attention_backend("_native_math"):
+            model.reset_attention_backend()
+            assert close(forward(model, given), expected)
+    assert not reasons()
+
+
+def test_gradients_are_those_under_the_mask(monkeypatch):
+    model, given, config = copy.deepcopy(small_model("wan")), inputs("wan"), SparseVideo(LOCAL, **SMALL)
+
+    def gradients(call):
+        model.zero_grad()
+        call().square().mean().backward()
+        return [x.grad.clone() for x in model.parameters() if x.grad is not None]
+
+    own = torch.nn.functional.scaled_dot_product_attention
+    mask = masks_of("wan", config, (3, 5, 7))[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            torch.nn.functional, "scaled_dot_product_attention",
+            lambda query, key, value, attn_mask=None, **options: own(query, key, value, attn_mask=mask if query.shape == key.shape else attn_mask, **options),
+        )  # fmt: skip
+        expected = gradients(lambda: model(**given).sample)
+    with sparse_video(model, config):
+        found = gradients(lambda: model(**given).sample)
+    assert len(found) == len(expected) > 20
+    assert all(close(x, y) for x, y in zip(found, expected, strict=True))
+    assert not reasons()
+
+
+def test_autocast_and_bfloat16(computed):  # noqa: F811
+    given = inputs("wan")
+    expected = forward(small_model("wan"), given)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run("wan", SparseVideo(FULL, **SMALL), given)
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    model = copy.deepcopy(small_model("wan")).to(torch.bfloat16)
+    lowered = {key: x.to(torch.bfloat16) for key, x in given.items()}
+    native = forward(model, lowered)
+    with sparse_video(model, SparseVideo(FULL, **SMALL)):
+        assert (forward(model, lowered) - native).abs().max() < 0.05 * expected.abs().max()
+    assert len(computed) == 4
+    assert not reasons()
+
+
+def test_inference_mode():
+    given = inputs("wan")
+    expected = run("wan", CHOSEN, given)
+    with torch.inference_mode(), sparse_video(small_model("wan"), CHOSEN):
+        assert torch.equal(small_model("wan")(**given).sample, expected)
+
+
+def test_a_given_geometry_replaces_what_the_model_says(computed, monkeypatch):  # noqa: F811
+    """Here, half of the frames are another clip. A model of no known class needs one."""
+    geometry, config = Geometry([(2, 5, 7), (1, 5, 7)]), SparseVideo(LOCAL, geometry=Geometry([(2, 5, 7), (1, 5, 7)]), **SMALL)
+    order = video.cube_order(geometry, config.cube)
+    monkeypatch.setattr(sys.modules["test_diffusers_video"], "geometry_of", lambda *arguments: geometry)
+    expected = under_masks(monkeypatch, small_model("wan"), inputs("wan"), order.geometry.num_tokens, masks_of("wan", config, (3, 5, 7)))
+    assert close(run("wan", config, inputs("wan")), expected)
+    monkeypatch.setattr(sparse, "finder_of", lambda model: None)
+    assert close(run("wan", config, inputs("wan")), expected)
+
+
+def test_patches_of_several_frames(monkeypatch):
+    """CogVideoX 1.5."""
+    shape = MODELS["cog"][1] | {"patch_size_t": 2}
+    torch.manual_seed(0)
+    model, given = diffusers.CogVideoXTransformer3DModel(**shape).eval(), inputs("cog", (2, 5, 7))
+    given["hidden_states"] = torch.randn(1, 4, 4, 10, 14)
+    config = SparseVideo(LOCAL, **SMALL)
+    expected = under_masks(monkeypatch, model, given, 76, masks_of("cog", config, (2, 5, 7)))
+    with sparse_video(model, config):
+        assert close(forward(model, given), expected)
+    assert not reasons()
+
+
+def test_images_of_flux_are_grids(computed, monkeypatch):  # noqa: F811
+    """A reference image stands behind the image, with another first number."""
+    rows = torch.arange(24)
+    first, second = (torch.stack([torch.full((24,), n), rows // w, rows % w], 1).float() for n, w in ((0, 6), (1, 4)))
+    given = inputs("flux", (1, 6, 8)) | {"img_ids": torch.cat([first, second])}
+    geometry = Geometry([6, (1, 4, 6), (1, 6, 4)])
+    monkeypatch.setattr(sys.modules["test_diffusers_video"], "geometry_of", lambda *arguments: geometry)
+    config = SparseVideo(LOCAL, **SMALL)
+    expected = under_masks(monkeypatch, small_model("flux"), given, 54, masks_of("flux", config, None))
+    assert close(run("flux", config, given), expected)
+    assert not reasons()
+
+
+# ---- What is left dense, and said --------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_is_said_once(caplog):
+    for _ in range(2):
+        run("cog", SparseVideo(LOCAL, density=0.5, dense_layers=(0,), **SMALL), inputs("cog"))
+    assert [(record.name, record.levelno, record.getMessage()) for record in caplog.records if record.name.startswith("blitz")] == [(
+        "blitz_attn.integrations.diffusers", logging.WARNING,
+        "CogVideoXTransformer3DModel: self-attention of 1 of 2 layers is sparse: Neighbourhood(radius=(1, 0, 1)) and chosen blocks, cubes of (2, 2, 3), "
+        "blocks of (12, 8)",
+    )]  # fmt: skip
+
+
+def left(name, given, reason, config=None):
+    """Runs a model whose attention is left dense for one reason."""
+    expected = forward(small_model(name), given)
+    for _ in range(2):
+        assert close(run(name, config or SparseVideo(LOCAL, **SMALL), given), expected)
+    assert reasons() == {f"{MODELS[name][0]}: attention not sparse, because of {reason}"}
+
+
+def test_short_sequences():
+    left("wan", inputs("wan"), "105 tokens, which are fewer than min_tokens = 106", SparseVideo(LOCAL, **SMALL | {"min_tokens": 106}))
+
+
+def test_sizes_that_are_not_given():
+    given = inputs("ltx")
+    coordinates = torch.rand(1, 3, 105)
+    given = given | {"num_frames": None, "height": None, "width": None, "video_coords": coordinates}
+    left("ltx", given, "num_frames, height and width of (None, None, None) for 105 tokens: give a geometry")
+
+
+def test_places_that_are_no_image():
+    given = inputs("flux")
+    given["img_ids"][5] += 1
+    left("flux", given, "img_ids that are no rows of an image: give a geometry")
+
+
+def test_a_geometry_of_other_tokens():
+    config = SparseVideo(LOCAL, geometry=Geometry([(3, 5, 8)]), **SMALL)
+    left("wan", inputs("wan"), "105 queries and 105 keys where the geometry has 120 tokens", config)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"attn_mask": torch.zeros(105, 105)}, "a mask that is not the same for all queries and heads"),
+        ({"attn_mask": torch.zeros(1, 1, 1, 105)}, "a mask that is not the same for all queries and heads"),
+        ({"is_causal": True}, "a causal rule"),
+        ({"dropout_p": 1e-9}, "dropout of attention weights"),
+    ],
+)
+def test_what_other_processors_ask_for(change, reason, monkeypatch):
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query, key, value, **options):
+        return own(query, key, value, **options | (change if query.shape == key.shape else {}))
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    left("wan", inputs("wan"), reason)
+
+
+def test_another_backend(monkeypatch):
+    """One that calls no attention of torch."""
+
+    def attend(query, key, value, attn_mask=None):
+        weights = torch.einsum("bqhd,bkhd->bhqk", query, key / query.shape[-1] ** 0.5).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, value)
+
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName.FLEX, attend)
+    monkeypatch.setitem(_AttentionBackendRegistry._supported_arg_names, AttentionBackendName.FLEX, {"query", "key", "value", "attn_mask"})
+    with attention_backend("flex"):
+        left("wan", inputs("wan"), "another backend than torch's own attention and blitz_attn")
+
+
+def test_gradient_checkpointing():
+    model, given = copy.deepcopy(small_model("wan")), inputs("wan")
+
+    def gradient():
+        model.zero_grad()
+        model(**given).sample.square().mean().backward()
+        return model.blocks[0].attn1.to_q.weight.grad.clone()
+
+    expected = gradient()
+    model.enable_gradient_checkpointing()
+    with sparse_video(model, SparseVideo(LOCAL, **SMALL)):
+        assert close(gradient(), expected)
+        assert reasons() == {
+            "WanTransformer3DModel: attention not sparse, because of gradient checkpointing, which computes layers again after the forward call"
+        }
+        assert not close(forward(model, given), forward(small_model("wan"), given))  # without gradients, nothing is computed again
+
+
+def test_graphs_are_dense():
+    torch._dynamo.reset()
+    model, given = copy.deepcopy(small_model("wan")), inputs("wan")
+    expected = forward(model, given)
+    with sparse_video(model, SparseVideo(LOCAL, **SMALL)):
+        assert close(forward(torch.compile(model, backend="eager"), given), expected)
+    assert reasons() == {"WanTransformer3DModel: attention left as it is, because of torch.compile"}
+    torch._dynamo.reset()
+
+
+# ---- Refusals --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({}, ValueError, "rule: expected a rule, rules to choose_from or a density, got none of them"),
+        ({"rule": 3}, TypeError, "rule: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got int"),
+        ({"rule": LOCAL, "choose_from": [LOCAL]}, ValueError, "choose_from: expected no rules to choose from beside a rule, got both"),
+        ({"choose_from": LOCAL}, TypeError, "choose_from: expected a tuple of rules, got Neighbourhood"),
+        ({"density": 0}, ValueError, "density: expected a number above 0 and at most 1, got 0"),
+        ({"choose_from": [3]}, TypeError, "choose_from: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got int"),
+        ({"density": "half"}, TypeError, "density: expected a number, got str"),
+        ({"density": [0.1, 0.2]}, TypeError, "density: expected a number, got list"),
+        (
+            {"density": 0.5, "schedule": Schedule(densities=0.2)}, ValueError,
+            "density: expected None beside a schedule that has densities, got 0.5",
+        ),
+        ({"rule": LOCAL, "schedule": 3}, TypeError, "schedule: expected a blitz_attn.video.Schedule, got 3"),
+        ({"rule": LOCAL, "geometry": (3, 5, 7)}, TypeError, "geometry: expected a blitz_attn.video.Geometry or None, got (3, 5, 7)"),
+        ({"rule": LOCAL, "cube": (4, 4)}, ValueError, "cube: expected three positive numbers of tokens (frames, height, width), got (4, 4)"),
+        ({"rule": LOCAL, "cube": (4, 4, 0)}, ValueError, "cube: expected three positive numbers of tokens (frames, height, width), got (4, 4, 0)"),
+        ({"rule": LOCAL, "block_shape": (0, 64)}, ValueError, "block_shape: expected two positive numbers (queries, keys), got (0, 64)"),
+        ({"rule": LOCAL, "dense_frames": -1}, ValueError, "dense_frames: expected at least 0, got -1"),
+        ({"rule": LOCAL, "min_tokens": -1}, ValueError, "min_tokens: expected at least 0, got -1"),
+        ({"rule": LOCAL, "min_tokens": 2.5}, TypeError, "min_tokens: expected an integer, got float"),
+        ({"rule": LOCAL, "dense_layers": 3}, TypeError, "dense_layers: expected a tuple of layer numbers, got int"),
+        ({"rule": LOCAL, "dense_layers": ("1",)}, TypeError, "dense_layers: expected an integer, got str"),
+        ({"rule": LOCAL, "num_threads": 0}, ValueError, "num_threads: expected at least 1, got 0"),
+        ({"rule": LOCAL, "chooser": "none"}, ValueError, None),
+    ],
+)
+def test_bad_configurations(options, kind, sentence):
+    with pytest.raises(kind) as error:
+        SparseVideo(**options)
+    assert str(error.value) == sentence or (sentence is None and str(error.value).startswith("chooser: expected "))
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "kind", "sentence"),
+    [
+        ("wan", {"rule": LOCAL}, TypeError, "config: expected a SparseVideo, got {'rule': Neighbourhood(radius=(1, 0, 1))}"),
+        (None, CHOSEN, TypeError, "model: expected a transformer of diffusers, got None"),
+        ("wan", SparseVideo([LOCAL] * 3), ValueError, "rule: expected one rule or one for each of 2 heads, got 3"),
+        ("wan", SparseVideo(LOCAL, dense_layers=(0, 2)), ValueError, "dense_layers: expected layers from 0 to 1, got 2"),
+        (
+            torch.nn.Linear(1, 1), CHOSEN, ValueError,
+            "geometry: expected one for Linear, because it is known only for WanTransformer3DModel, HunyuanVideoTransformer3DModel, "
+            "CogVideoXTransformer3DModel, LTXVideoTransformer3DModel or FluxTransformer2DModel, got None",
+        ),
+        (
+            torch.nn.Linear(1, 1), SparseVideo(LOCAL, geometry=Geometry([8])), ValueError,
+            "model: expected a transformer whose blocks have attn1 or attn, got Linear",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_calls(model, config, kind, sentence):
+    model = small_model(model) if isinstance(model, str) else model
+    before = None if model is None else state(model)
+    with pytest.raises(kind) as error:
+        sparse_video(model, config)
+    assert str(error.value) == sentence
+    assert before is None or state(model) == before
+    assert not TOLD
+
+
+@pytest.mark.parametrize("part", ["model", "wrapper", "blocks"])
+def test_compiled_models_are_refused(part):
+    model = copy.deepcopy(small_model("wan"))
+    if part == "wrapper":
+        model = torch.compile(model)
+    elif part == "model":
+        model.compile()
+    else:
+        model.compile_repeated_blocks()
+    with pytest.raises(ValueError, match="^model: expected one that is not compiled, got (WanTransformer3DModel|OptimizedModule): graphs of"):
+        sparse_video(model, CHOSEN)
+
+
+# ---- Memory ------------------------------------------------------------------------------------------------------------------------
+
+PEAK = """
+import torch
+from peaks import MIB, peak
+from cases_diffusers import forward, inputs, small_model
+from blitz_attn.integrations.diffusers import SparseVideo, sparse_video
+from blitz_attn.video import Neighbourhood, Schedule
+torch.set_num_threads(1)
+model, given = small_model("wan"), inputs("wan", (8, 64, 32))
+config = SparseVideo(choose_from=(Neighbourhood.spatial(), Neighbourhood.temporal()), density=0.05, schedule=Schedule(refresh_every=2))
+with torch.no_grad():
+    dense = peak(lambda: model(**given, return_dict=False)[0].numpy())
+    with sparse_video(model, config):
+        sparse = peak(lambda: model(**given, return_dict=False)[0].numpy())
+print(dense // MIB, sparse // MIB)
+"""
+
+
+def test_nothing_has_an_element_for_each_pair_of_tokens():
+    """16384 tokens: a mask of bool would take 256 MiB."""
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", PEAK], capture_output=True, text=True, check=True)
+    dense, sparse_too = map(int, found.stdout.split())
+    assert sparse_too < dense + 100, (dense, sparse_too)
