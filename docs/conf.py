@@ -44,6 +44,7 @@ doctest_test_doctest_blocks = ""  # the test suite runs docstrings; pages mark t
 doctest_global_setup = "import numpy as np\nimport blitz_attn\nfrom blitz_attn import sabi\nrng = np.random.default_rng(0)"
 doctest_global_setup += "\nfrom importlib.util import find_spec"
 doctest_global_setup += "\nno_jax = find_spec('jax') is None"
+doctest_global_setup += "\nno_diffusers = find_spec('torch') is None or find_spec('diffusers') is None"
 doctest_global_setup += "\nno_transformers = find_spec('torch') is None or find_spec('transformers') is None"
 
 html_theme = "furo"
