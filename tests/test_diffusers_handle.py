@@ -391,6 +391,19 @@ def test_a_given_geometry_replaces_what_the_model_says(computed, monkeypatch):  
     assert close(run("wan", config, inputs("wan")), expected)
 
 
+def test_patches_of_several_frames(monkeypatch):
+    """CogVideoX 1.5."""
+    shape = MODELS["cog"][1] | {"patch_size_t": 2}
+    torch.manual_seed(0)
+    model, given = diffusers.CogVideoXTransformer3DModel(**shape).eval(), inputs("cog", (2, 5, 7))
+    given["hidden_states"] = torch.randn(1, 4, 4, 10, 14)
+    config = SparseVideo(LOCAL, **SMALL)
+    expected = under_masks(monkeypatch, model, given, 76, masks_of("cog", config, (2, 5, 7)))
+    with sparse_video(model, config):
+        assert close(forward(model, given), expected)
+    assert not reasons()
+
+
 def test_images_of_flux_are_grids(computed, monkeypatch):  # noqa: F811
     """A reference image stands behind the image, with another first number."""
     rows = torch.arange(24)

@@ -32,7 +32,8 @@ class SparseVideo:
         A `blitz_attn.video.Neighbourhood`, ``SlidingTiles`` or ``Radial``, or one for each head.
     choose_from : sequence of rule
         Rules of which each head gets the one that keeps the largest softmax mass of sampled queries, as in Sparse VideoGen: for example
-        ``(Neighbourhood.spatial(), Neighbourhood.temporal())``. In place of `rule`.
+        ``(Neighbourhood.spatial(), Neighbourhood.temporal())``. In place of `rule`. The entries of a batch share the choice, in which
+        padding counts: see `blitz_attn.video.choose_rules`.
     density : float, optional
         Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1.
     schedule : blitz_attn.video.Schedule
