@@ -51,8 +51,9 @@ def at_once(model, prompts, wanted, **limits):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """What was read in the calls of layers: True for pages in place."""
+    """What was read in the calls of layers: True for pages in place. No reason has been logged before."""
     read = []
+    TOLD.clear()
     attend, update = batching.Batch.attend, FullAttentionCacheAllocator.update
 
     def attend_and_count(self, layer):
