@@ -83,9 +83,12 @@ class Geometry:
 
     Notes
     -----
-    The spans of known models: ``[226, (13, 30, 45)]`` for CogVideoX, which has the text first; ``[(33, 30, 52), 256]`` for HunyuanVideo,
-    which has it last; ``[(21, 30, 52)]`` for Wan, whose text is in a call of its own; ``[512, (1, 64, 64)]`` for images of Flux. The sizes
-    of a grid are those of the latents divided by the patch size.
+    The spans of known models: ``[226, (13, 30, 45)]`` for 49 frames of 480 x 720 by CogVideoX, which has the text first;
+    ``[(33, 30, 52), 256]`` for 129 frames of 480 x 832 by HunyuanVideo, which has it last, and ``[(33, 45, 80), 256]`` for those of
+    720 x 1280; ``[(21, 30, 52)]`` for 81 frames of 480 x 832 by Wan, whose text is in a call of its own; ``[512, (1, 64, 64)]`` for images
+    of 1024 x 1024 by Flux. The sizes of a grid are those of the latents divided by the patch size.
+
+    Mind the brackets: ``Geometry((9, 10, 16))`` is three spans of plain tokens, which see everything. Lists need a grid.
 
     Examples
     --------

@@ -40,10 +40,11 @@ class SparseVideo:
         A `blitz_attn.video.Neighbourhood`, ``SlidingTiles`` or ``Radial``, or one for each head.
     choose_from : sequence of rule
         Rules of which each head gets the one that keeps the largest softmax mass of sampled queries, as in Sparse VideoGen: for example
-        ``(Neighbourhood.spatial(), Neighbourhood.temporal())``. In place of `rule`. The entries of a batch share the choice, in which
-        padding counts: see `blitz_attn.video.choose_rules`.
+        ``(Neighbourhood.spatial(), Neighbourhood.temporal())``. In place of `rule`. The choice is made in each layer and forward call, or
+        at each step in which the `schedule` refreshes. The entries of a batch share it, and padding counts: see
+        `blitz_attn.video.choose_rules`.
     density : float, optional
-        Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1.
+        Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1, as often as rules are chosen.
     schedule : blitz_attn.video.Schedule
         Dense first steps, densities by step, and how many steps use lists that were chosen once. Its densities stand in place of `density`.
     geometry : blitz_attn.video.Geometry, optional
