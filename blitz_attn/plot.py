@@ -16,7 +16,7 @@ from ._arrays import integer, number
 from ._sabi.block_list import block_shape_for
 from ._sabi.lists import at_least_one, checked_shape, two_integers
 from ._sentences import number_shown, shown
-from ._video.order import TokenOrder
+from ._video.order import TokenOrder, order_of_grids
 from .sabi import check, to_block_mask
 
 if TYPE_CHECKING:
@@ -410,7 +410,7 @@ def plot_cubes(
     max_frames : int
         Largest number of panels for each grid, at least 1. Of more frames, some at equal distances are shown.
     title : str, optional
-        Title of the figure. Default: how many tokens are seen, and how many of them are plain.
+        Title of the figure. Default: how many tokens are seen, of all frames, and how many of them are plain.
     dpi : float
         Resolution.
 
@@ -434,10 +434,7 @@ def plot_cubes(
     >>> figure = plot.plot_cubes(order, video.blocks(order, video.SlidingTiles((1, 3, 3))))  # doctest: +SKIP
     >>> figure.savefig("cubes.png")  # doctest: +SKIP
     """
-    if not isinstance(order, TokenOrder):
-        raise TypeError(f"order: expected a TokenOrder, got {type(order).__name__}")
-    if not order.geometry.grids:
-        raise ValueError(f"order: expected a geometry with a grid, got spans {shown(order.geometry.spans)}")
+    order = order_of_grids(order)
     tokens, shape = order.geometry.num_tokens, checked_shape(block_shape_for(sabi, block_shape, (128, 128)))
     lists = check(sabi, tokens, tokens, shape)
     head, most, dpi = integer(head, "head"), at_least_one(max_frames, "max_frames"), _resolution(title, None, dpi)
@@ -492,7 +489,8 @@ def _frames_figure(
     plain = np.ones(len(seen), np.bool_)
     for start, span in starts.items():
         plain[start : start + math.prod(span)] = False
-    text = f"{int(own.sum())} queries (orange) see {int(seen.sum())} of {len(seen)} tokens ({seen.mean():.1%}, blue)"
-    text += f", among them {int((seen & plain).sum())} of {int(plain.sum())} plain ones" if plain.any() else ""
+    colour = "blue and orange" if seen[own].all() else "blue and some of the orange" if seen[own].any() else "blue"
+    text = f"{int(own.sum())} queries (orange) see {int(seen.sum())} of {len(seen)} tokens ({seen.mean():.1%}: {colour}"
+    text += f", and {int((seen & plain).sum())} of {int(plain.sum())} plain tokens, which are not drawn)" if plain.any() else ")"
     figure.suptitle(text if title is None else title, fontsize=10)
     return figure

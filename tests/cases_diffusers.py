@@ -1,6 +1,7 @@
 """What the tests of `integrations.diffusers` share: small random models of five classes, their inputs, and attention under a token mask."""
 
 import functools
+import logging
 import math
 
 import pytest
@@ -12,6 +13,9 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from blitz_attn import sabi, video  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
+
+logged: list[str] = []  # what the integration has logged during a test
+logging.getLogger("blitz_attn.integrations.diffusers").addFilter(lambda record: logged.append(record.getMessage()) or True)
 
 MODELS = {
     "wan": ("WanTransformer3DModel", {
@@ -145,6 +149,7 @@ def _defaults():
 
     def reset():
         TOLD.clear()
+        logged.clear()
         _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
         for name in MODELS:
             if small_model.cache_info().currsize:

@@ -3,9 +3,11 @@
 import copy
 import inspect
 import logging
+import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,9 +19,8 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from blitz_attn import video  # noqa: E402
 from blitz_attn.integrations._diffusers import backend, sparse  # noqa: E402
 from blitz_attn.integrations._diffusers.steps import Call, Job, Place  # noqa: E402
-from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.diffusers import SparseVideo, register, sparse_video  # noqa: E402
-from blitz_attn.video import Geometry, Schedule  # noqa: E402
+from blitz_attn.video import Geometry, Schedule, SlidingTiles  # noqa: E402
 from cases_diffusers import (  # noqa: E402
     MODELS,
     _defaults,  # noqa: F401
@@ -28,6 +29,7 @@ from cases_diffusers import (  # noqa: E402
     forward,
     geometry_of,
     inputs,
+    logged,
     small_model,
 )
 from test_diffusers_video import FULL, LOCAL, SMALL, computed, masks_of, reasons, run, under_masks  # noqa: E402, F401
@@ -420,22 +422,81 @@ def test_images_of_flux_are_grids(computed, monkeypatch):  # noqa: F811
 # ---- What is left dense, and said --------------------------------------------------------------------------------------------------
 
 
-def test_what_runs_is_said_once(caplog):
+def share_of(lists, tokens, config):
+    """The mean share of the blocks in lists, from the entries that are no padding."""
+    counts = [(x.numpy() >= 0).sum(-1).mean() / -(-tokens // config.block_shape[1]) for x in lists]
+    return sum(counts) / len(counts)
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "steps"),
+    [
+        ({"rule": LOCAL}, "2 of 2 layers are sparse: Neighbourhood(radius=(1, 0, 1))", ""),
+        ({"rule": [LOCAL, FULL], "dense_layers": (0,)}, "1 of 2 layers is sparse: a rule for each of 2 heads", ""),
+        ({"rule": LOCAL, "density": 0.5, "schedule": Schedule(1)}, "2 of 2 layers are sparse: Neighbourhood(radius=(1, 0, 1)) and chosen blocks",
+         "the first step is dense, "),
+        ({"schedule": Schedule(2, (0.5, 0.25), 2)}, "2 of 2 layers are sparse: chosen blocks", "the first 2 steps are dense, "),
+        ({"choose_from": (SlidingTiles((1, 2, 2)), LOCAL), "schedule": Schedule(0, None, 9)},
+         "2 of 2 layers are sparse: for each head the best of (SlidingTiles(window=(1, 2, 2)), Neighbourhood(radius=(1, 0, 1)))", ""),
+    ],
+)  # fmt: skip
+def test_what_runs_is_said_once_for_each_statement(options, what, steps, computed, caplog):  # noqa: F811
+    """After the first forward call that is sparse, with the share of the blocks that this call attended to."""
+    config, model = SparseVideo(**options, **SMALL), small_model("cog")
+    step = config.schedule.dense_steps
     for _ in range(2):
-        run("cog", SparseVideo(LOCAL, density=0.5, dense_layers=(0,), **SMALL), inputs("cog"))
-    assert [(record.name, record.levelno, record.getMessage()) for record in caplog.records if record.name.startswith("blitz")] == [(
-        "blitz_attn.integrations.diffusers", logging.WARNING,
-        "CogVideoXTransformer3DModel: self-attention of 1 of 2 layers is sparse: Neighbourhood(radius=(1, 0, 1)) and chosen blocks, cubes of (2, 2, 3), "
-        "blocks of (12, 8)",
-    )]  # fmt: skip
+        caplog.clear()
+        first = None
+        with sparse_video(model, config) as handle:
+            assert repr(handle) == "Handle(CogVideoXTransformer3DModel, step=None, density=None)"
+            for timestep in (9, 9, 8, 8, 7, 7, 8, 7):
+                forward(model, inputs("cog", timestep=timestep))
+                lists = [x for x in computed[-2:] if x is not None]
+                share = share_of(lists, 111, config) if lists else 1.0
+                assert repr(handle) == f"Handle(CogVideoXTransformer3DModel, step={handle.step}, density={round(share, 4)})"
+                first = share if first is None and lists else first
+                assert len(caplog.records) == (first is not None)
+            handle.reset()
+            assert repr(handle) == "Handle(CogVideoXTransformer3DModel, step=None, density=None)"
+        assert 0 < first < 1
+        assert [(record.name, record.levelno, record.getMessage()) for record in caplog.records] == [(
+            "blitz_attn.integrations.diffusers", logging.WARNING,
+            f"CogVideoXTransformer3DModel: {what}, cubes of (2, 2, 3), blocks of (12, 8); {steps}step {step} attends to {first:.1%} of the blocks of 111 tokens",
+        )]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"schedule": Schedule(dense_steps=9)}, {"dense_layers": (0, 1)}, {"density": 1.0}], ids=str)
+def test_where_nothing_is_sparse_nothing_runs(options):
+    with sparse_video(small_model("wan"), SparseVideo(LOCAL, **options, **SMALL)) as handle:
+        for timestep in (3, 2, 1):
+            forward(small_model("wan"), inputs("wan", timestep=timestep))
+        assert repr(handle) == "Handle(WanTransformer3DModel, step=2, density=1.0)"
+    assert not logged
 
 
 def left(name, given, reason, config=None):
     """Runs a model whose attention is left dense for one reason."""
     expected = forward(small_model(name), given)
-    for _ in range(2):
+    for count in (1, 2):
         assert close(run(name, config or SparseVideo(LOCAL, **SMALL), given), expected)
-    assert reasons() == {f"{MODELS[name][0]}: attention not sparse, because of {reason}"}
+        assert logged == [f"{MODELS[name][0]}: attention not sparse, because of {reason}"] * count
+
+
+def test_loops_whose_timesteps_rise_are_said_to_stay_dense():
+    """As for inversion. A second video, and one after a single call, are none."""
+    model = small_model("wan")
+    for schedule, timesteps, count in (
+        (Schedule(dense_steps=1), (1, 1, 2, 2), 0),
+        (Schedule(dense_steps=1), (2, 3, 2, 3, 2, 1, 3, 2), 0),
+        (Schedule(), (1, 2, 3, 4), 0),
+        (Schedule(dense_steps=1), (1, 1, 2, 2, 3, 3, 4, 5, 6), 1),
+    ):
+        with sparse_video(model, SparseVideo(LOCAL, schedule=schedule, **SMALL)) as handle:
+            for timestep in timesteps:
+                forward(model, inputs("wan", timestep=timestep))
+            assert count == 0 or handle.step == 0
+        text = "timesteps rise, and each larger one begins a new video: these calls are all of step 0, which is dense"
+        assert sorted(reasons()) == [f"WanTransformer3DModel: {text}"] * count
 
 
 def test_short_sequences():
@@ -455,9 +516,37 @@ def test_places_that_are_no_image():
     left("flux", given, "img_ids that are no rows of an image: give a geometry")
 
 
-def test_a_geometry_of_other_tokens():
-    config = SparseVideo(LOCAL, geometry=Geometry([(3, 5, 8)]), **SMALL)
-    left("wan", inputs("wan"), "105 queries and 105 keys where the geometry has 120 tokens", config)
+@pytest.mark.parametrize("options", [{}, {"dense_layers": (0, 1)}, {"min_tokens": 999}, {"schedule": Schedule(dense_steps=9)}], ids=str)
+@pytest.mark.parametrize(("name", "tokens"), [("wan", 105), ("cog", 111)])
+def test_a_geometry_of_other_tokens_is_refused(name, tokens, options):
+    model, given = small_model(name), inputs(name)
+    before = state(model)
+    with sparse_video(model, SparseVideo(LOCAL, geometry=Geometry([(3, 5, 8), 7]), **SMALL | options)):
+        what = f"the {tokens} tokens that self-attention of {MODELS[name][0]} has"
+        with pytest.raises(ValueError, match=f"^geometry: expected {what}, got 127 in spans {re.escape('((3, 5, 8), 7)')}$"):
+            forward(model, given)
+        assert sparse._here.now is None
+    assert state(model) == before
+    config = SparseVideo(LOCAL, geometry=geometry_of(name, (3, 5, 7), 6), **SMALL)
+    assert torch.equal(run(name, config, given), run(name, SparseVideo(LOCAL, **SMALL), given))
+
+
+def test_further_attention_in_a_layer_is_left_as_it_is(monkeypatch):
+    """Such as that of an adapter to an image, after attention of the geometry's tokens."""
+    model, given, seen = copy.deepcopy(small_model("wan")), inputs("wan"), []
+    own = model.blocks[0].attn1.forward
+
+    def forward_twice(*arguments, **options):
+        out = own(*arguments, **options)
+        q, k, v = torch.randn(1, 2, 105, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+        seen.append(torch.nn.functional.scaled_dot_product_attention(q, k, v))
+        return out
+
+    model.blocks[0].attn1.forward = forward_twice
+    with sparse_video(model, SparseVideo(LOCAL, geometry=Geometry([(3, 5, 7)]), **SMALL)):
+        forward(model, given)
+    assert seen[0].shape == (1, 2, 105, 8)
+    assert reasons() == {"WanTransformer3DModel: attention not sparse, because of 105 queries and 9 keys where the geometry has 105 tokens"}
 
 
 @pytest.mark.parametrize(
@@ -520,18 +609,30 @@ def test_graphs_are_dense():
     torch._dynamo.reset()
 
 
-# ---- Refusals --------------------------------------------------------------------------------------------------------------------
+# ---- Configurations ----------------------------------------------------------------------------------------------------------------
+
+RULE = "expected a Neighbourhood, a Radial or a SlidingTiles such as SlidingTiles((3, 3, 3)), or a list of them"
+
+
+@pytest.mark.parametrize(
+    ("cube", "size"),
+    [((4, 4, 4), 64), ((3, 5, 4), 60), ((1, 4, 8), 32), ((4, 8, 8), 256), ((1, 1, 31), 64), ((1, 1, 257), 64), ((1, 1, 1), 64), ([5, 4, 3], 60)],
+)
+def test_blocks_are_cubes_where_nothing_else_is_said(cube, size):
+    assert SparseVideo(LOCAL, cube=cube).block_shape == (size, size)
+    assert SparseVideo(LOCAL, cube=cube, block_shape=(9, 8)).block_shape == (9, 8)
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "sentence"),
     [
         ({}, ValueError, "rule: expected a rule, rules to choose_from or a density, got none of them"),
-        ({"rule": 3}, TypeError, "rule: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got int"),
+        ({"rule": 3}, TypeError, f"rule: {RULE}, got int"),
+        ({"rule": (3, 3, 3)}, TypeError, f"rule: {RULE}, got int in a tuple"),
         ({"rule": LOCAL, "choose_from": [LOCAL]}, ValueError, "choose_from: expected no rules to choose from beside a rule, got both"),
         ({"choose_from": LOCAL}, TypeError, "choose_from: expected a tuple of rules, got Neighbourhood"),
         ({"density": 0}, ValueError, "density: expected a number above 0 and at most 1, got 0"),
-        ({"choose_from": [3]}, TypeError, "choose_from: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got int"),
+        ({"choose_from": [LOCAL, 3]}, TypeError, f"choose_from: {RULE}, got int in a list"),
         ({"density": "half"}, TypeError, "density: expected a number, got str"),
         ({"density": [0.1, 0.2]}, TypeError, "density: expected a number, got list"),
         (
@@ -540,6 +641,10 @@ def test_graphs_are_dense():
         ),
         ({"rule": LOCAL, "schedule": 3}, TypeError, "schedule: expected a blitz_attn.video.Schedule, got 3"),
         ({"rule": LOCAL, "geometry": (3, 5, 7)}, TypeError, "geometry: expected a blitz_attn.video.Geometry or None, got (3, 5, 7)"),
+        (
+            {"rule": LOCAL, "geometry": Geometry((9, 10, 16))}, ValueError,
+            "geometry: expected a geometry with a grid, such as Geometry([(9, 10, 16)]), got spans (9, 10, 16)",
+        ),
         ({"rule": LOCAL, "cube": (4, 4)}, ValueError, "cube: expected three positive numbers of tokens (frames, height, width), got (4, 4)"),
         ({"rule": LOCAL, "cube": (4, 4, 0)}, ValueError, "cube: expected three positive numbers of tokens (frames, height, width), got (4, 4, 0)"),
         ({"rule": LOCAL, "block_shape": (0, 64)}, ValueError, "block_shape: expected two positive numbers (queries, keys), got (0, 64)"),
@@ -561,8 +666,10 @@ def test_bad_configurations(options, kind, sentence):
 @pytest.mark.parametrize(
     ("model", "config", "kind", "sentence"),
     [
-        ("wan", {"rule": LOCAL}, TypeError, "config: expected a SparseVideo, got {'rule': Neighbourhood(radius=(1, 0, 1))}"),
-        (None, CHOSEN, TypeError, "model: expected a transformer of diffusers, got None"),
+        ("wan", {"rule": LOCAL}, TypeError, "config: expected a SparseVideo, got dict"),
+        ("wan", torch.nn.Linear(1, 1), TypeError, "config: expected a SparseVideo, got Linear"),
+        (None, CHOSEN, TypeError, "model: expected a transformer of diffusers, got NoneType"),
+        (SimpleNamespace(transformer=3), CHOSEN, TypeError, "model: expected a transformer of diffusers, got SimpleNamespace: give pipeline.transformer"),
         ("wan", SparseVideo([LOCAL] * 3), ValueError, "rule: expected one rule or one for each of 2 heads, got 3"),
         ("wan", SparseVideo(LOCAL, dense_layers=(0, 2)), ValueError, "dense_layers: expected layers from 0 to 1, got 2"),
         (
@@ -571,19 +678,19 @@ def test_bad_configurations(options, kind, sentence):
             "CogVideoXTransformer3DModel, LTXVideoTransformer3DModel or FluxTransformer2DModel, got None",
         ),
         (
-            torch.nn.Linear(1, 1), SparseVideo(LOCAL, geometry=Geometry([8])), ValueError,
+            torch.nn.Linear(1, 1), SparseVideo(LOCAL, geometry=Geometry([(2, 2, 2)])), ValueError,
             "model: expected a transformer whose blocks have attn1 or attn, got Linear",
         ),
     ],
 )  # fmt: skip
 def test_bad_calls(model, config, kind, sentence):
     model = small_model(model) if isinstance(model, str) else model
-    before = None if model is None else state(model)
+    before = state(model) if hasattr(model, "modules") else None
     with pytest.raises(kind) as error:
         sparse_video(model, config)
     assert str(error.value) == sentence
     assert before is None or state(model) == before
-    assert not TOLD
+    assert not logged
 
 
 @pytest.mark.parametrize("part", ["model", "wrapper", "blocks"])

@@ -166,11 +166,17 @@ def test_plot_cubes(tmp_path):
     for panel, frame in zip(figure.axes, frames, strict=True):
         assert (np.asarray(panel.get_images()[0].get_array()) == frame).all()
     assert [panel.get_title() for panel in figure.axes[::5]] == ["grid 0, frame 0", "grid 1, frame 0"]
-    plain = f"among them {seen[:3].sum() + seen[483:485].sum()} of 5 plain ones"
-    assert figure._suptitle.get_text() == f"24 queries (orange) see {seen.sum()} of 515 tokens ({seen.mean():.1%}, blue), {plain}"
+    plain = "and 5 of 5 plain tokens, which are not drawn"
+    assert seen[:3].all()
+    assert seen[483:485].all()
+    assert figure._suptitle.get_text() == f"24 queries (orange) see {seen.sum()} of 515 tokens ({seen.mean():.1%}: blue and orange, {plain})"
     assert drawn(figure, tmp_path / "cubes.png")[..., :3].std() > 0.05
     few = plot.plot_cubes(order, np.asarray(lists), row, block_shape=(24, 16), max_frames=2, title="few")
     assert [panel.get_title() for panel in few.axes] == ["grid 0, frame 2", "grid 1, frame 0"]
     assert few._suptitle.get_text() == "few"
+    frames = video.cube_order(video.Geometry([(2, 4, 4)]), (1, 4, 4))
+    for columns, told in (([0], "25.0%: blue and some of the orange"), ([2], "25.0%: blue"), ([0, 1, 2], "75.0%: blue and orange")):
+        title = plot.plot_cubes(frames, np.array([[columns, columns]]), 0, block_shape=(16, 8))._suptitle.get_text()
+        assert title == f"16 queries (orange) see {8 * len(columns)} of 32 tokens ({told})"
     usual = plot.plot_cubes(order, lists)  # of the block with the token in the middle of the first grid
     assert np.asarray(usual.axes[2].get_images()[0].get_array())[4, 6] == 2

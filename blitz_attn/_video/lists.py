@@ -10,7 +10,7 @@ import numpy as np
 from .. import _arrays
 from .._sabi.block_list import BlockList, listed
 from .._sabi.lists import check_entries, checked_shape, filled, padded, result_dtype, sides_of
-from .order import TokenOrder
+from .order import TokenOrder, order_of_grids
 from .rules import Rule, rules_of
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ class BlockGrid:
     """
 
     def __init__(self, order: Any, block_shape: Any, dense_frames: Any, dense_tokens: Any) -> None:
-        if not isinstance(order, TokenOrder):
-            raise TypeError(f"order: expected a TokenOrder, got {type(order).__name__}")
+        order = order_of_grids(order)
         self.shape = checked_shape(block_shape)
         tokens = order.geometry.num_tokens
         self.rows, self.columns = sides_of(tokens, tokens, self.shape)
@@ -37,9 +36,8 @@ class BlockGrid:
         self.first_cube, self.last_cube = self._cubes_in(self.shape[0], self.rows)
         own, last = self._cubes_in(self.shape[1], self.columns)
         self.column_cubes = own, last + 1
-        if len(self.cubes.grid):
-            changes = np.append(0, np.cumsum(self.cubes.grid[1:] != self.cubes.grid[:-1]))
-            self.dense_rows |= changes[self.first_cube] < changes[self.last_cube]
+        changes = np.append(0, np.cumsum(self.cubes.grid[1:] != self.cubes.grid[:-1]))
+        self.dense_rows |= changes[self.first_cube] < changes[self.last_cube]
         # the number of each cube among those of its grid, in raster order; and for each grid where its cubes are in the sequence
         self.raster = [np.ravel_multi_index(tuple(self.cubes.place[self.cubes.grid == g].T), n) for g, n in enumerate(self.cubes.counts)]
         self.own = [np.flatnonzero(self.cubes.grid == g) for g in range(len(self.cubes.counts))]
@@ -48,7 +46,7 @@ class BlockGrid:
         """The first and the last cube of each block. Plain tokens count as the last cube; their blocks are dense."""
         first = np.arange(count) * size
         last = np.minimum(first + size, self.tokens) - 1
-        most = max(0, len(self.cubes.grid) - 1)
+        most = len(self.cubes.grid) - 1
         one, other = (np.minimum(np.searchsorted(self.cubes.start, at, side="right") - 1, most) for at in (first, last))
         return one, other
 
@@ -151,7 +149,8 @@ def blocks(
     Raises
     ------
     TypeError, ValueError
-        An argument of a wrong kind, sizes or tokens out of range, a dtype that is too narrow, or a list of more than 2**28 entries.
+        An argument of a wrong kind, a geometry without a grid, sizes or tokens out of range, a dtype that is too narrow, or a list of more
+        than 2**28 entries.
 
     See Also
     --------

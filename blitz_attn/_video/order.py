@@ -36,8 +36,17 @@ def checked_arrays(arrays: Mapping[str, Any], layout: Any, tokens: int) -> int:
     for name, x in arrays.items():
         shape = _arrays.shape_to_take(x, name)
         if len(shape) <= axis or shape[axis] != tokens:
-            raise ValueError(f"{name}: expected {tokens} tokens on axis {axis} (layout {layout}), got shape {shown(shape)}")
+            fit = _layouts_that_fit(arrays, tokens)
+            hint = f' (layout="{fit[0]}" fits)' if fit else ""
+            raise ValueError(f"{name}: expected {tokens} tokens on axis {axis} (layout {layout}), got shape {shown(shape)}{hint}")
     return axis
+
+
+def _layouts_that_fit(arrays: Mapping[str, Any], tokens: int) -> list[Layout]:
+    """The layouts in which all arrays have so many tokens. Of arrays (B, S, n), the layout is BSH and not BSND."""
+    shapes = [_arrays.shape_of(x) for x in arrays.values()]
+    fit = [name for name, axis in _TOKEN_AXES.items() if all(len(shape) > axis and shape[axis] == tokens for shape in shapes)]
+    return [name for name in fit if name != "BSND" or all(len(shape) > 3 for shape in shapes)]
 
 
 def _checked_span(span: Any) -> int | Triple:
@@ -74,9 +83,12 @@ class Geometry:
 
     Notes
     -----
-    The spans of known models: ``[226, (13, 30, 45)]`` for CogVideoX, which has the text first; ``[(33, 30, 52), 256]`` for HunyuanVideo,
-    which has it last; ``[(21, 30, 52)]`` for Wan, whose text is in a call of its own; ``[512, (1, 64, 64)]`` for images of Flux. The sizes
-    of a grid are those of the latents divided by the patch size.
+    The spans of known models: ``[226, (13, 30, 45)]`` for 49 frames of 480 x 720 by CogVideoX, which has the text first;
+    ``[(33, 30, 52), 256]`` for 129 frames of 480 x 832 by HunyuanVideo, which has it last, and ``[(33, 45, 80), 256]`` for those of
+    720 x 1280; ``[(21, 30, 52)]`` for 81 frames of 480 x 832 by Wan, whose text is in a call of its own; ``[512, (1, 64, 64)]`` for images
+    of 1024 x 1024 by Flux. The sizes of a grid are those of the latents divided by the patch size.
+
+    Mind the brackets: ``Geometry((9, 10, 16))`` is three spans of plain tokens, which see everything. Lists need a grid.
 
     Examples
     --------
@@ -280,6 +292,20 @@ class TokenOrder:
                 refuse_overlaps({"out": given}, **others)
         made = [_arrays.take(x, indices, axis, given) for x, given in zip(arrays, outs, strict=True)]
         return made[0] if len(made) == 1 else tuple(made)
+
+
+def refuse_plain(geometry: Geometry, name: str) -> None:
+    """Refuses a geometry without a grid, where all tokens would see each other: `Geometry((9, 10, 16))` is three spans of plain tokens."""
+    if not geometry.grids:
+        raise ValueError(f"{name}: expected a geometry with a grid, such as Geometry([(9, 10, 16)]), got spans {shown(geometry.spans)}")
+
+
+def order_of_grids(order: Any) -> TokenOrder:
+    """`order`, after a check that it is one whose geometry has a grid."""
+    if not isinstance(order, TokenOrder):
+        raise TypeError(f"order: expected a TokenOrder, from cube_order(geometry), got {type(order).__name__}")
+    refuse_plain(order.geometry, "order")
+    return order
 
 
 Geometry.__module__ = TokenOrder.__module__ = "blitz_attn.video"  # where users and pickles find them

@@ -293,7 +293,9 @@ def rules_of(rule: Any, name: str = "rule") -> list[Rule]:
     given = list(rule) if isinstance(rule, (tuple, list)) else [rule]
     for one in given:
         if not isinstance(one, (Neighbourhood, SlidingTiles, Radial)):
-            raise TypeError(f"{name}: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got {type(one).__name__}")
+            what = "a Neighbourhood, a Radial or a SlidingTiles such as SlidingTiles((3, 3, 3)), or a list of them"
+            within = "" if one is rule else f" in a {type(rule).__name__}"
+            raise TypeError(f"{name}: expected {what}, got {type(one).__name__}{within}")
     if not given:
         raise ValueError(f"{name}: expected at least one rule, got none")
     return given

@@ -93,7 +93,8 @@ class Schedule:
         Returns
         -------
         float or None
-            1.0 in dense steps. None where no chooser chooses: the rule alone says what is attended.
+            1.0 in dense steps. None where no chooser chooses: the rule alone says what is attended. A density counts where the chooser
+            chooses: a step that does not refresh uses the lists of the last choice, which have the density of that step.
 
         Raises
         ------

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._sentences import shown
 from ._diffusers.config import SparseVideo
 
 if TYPE_CHECKING:
@@ -85,7 +84,8 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
     -------
     Handle
         ``undo()`` gives the model its own attention back, and so does the end of a ``with`` statement. ``step`` is the number of the step
-        that the calling thread has begun last, and ``reset()`` lets its next call begin a new video.
+        that the calling thread has begun last, and ``reset()`` lets its next call begin a new video. Its ``repr`` has the step, and the
+        share of the blocks that the sparse layers of the last call attended to.
 
     Raises
     ------
@@ -93,7 +93,8 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
         `model` is no module of torch, or `config` is no SparseVideo.
     ValueError
         The model is compiled, is in a `sparse_video` already, has no such blocks, or none of these classes where `config` has no geometry;
-        `config` has rules for another number of heads, or layers that the model lacks.
+        `config` has rules for another number of heads, or layers that the model lacks. In a forward call: the geometry of `config` has
+        another number of tokens than self-attention.
     ImportError
         torch or diffusers is not installed.
 
@@ -105,13 +106,15 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
     -----
     A step is counted when the timestep becomes smaller; calls with the same timestep, as guidance makes them, belong to the same step, and
     each of these calls has lists of its own. A larger timestep begins a new video, and ``reset()`` does so where a video may begin with the
-    timestep that the one before ended with. Each thread, and each model of a pipeline with several, counts for itself. Schedulers of second
-    order call a model with two timesteps per step, which count as two.
+    timestep that the one before ended with. A loop whose timesteps rise, as for inversion, therefore stays at step 0: give it a schedule
+    without dense steps. Each thread, and each model of a pipeline with several, counts for itself. Schedulers of second order call a model
+    with two timesteps per step, which count as two.
 
-    What runs is logged once, on the logger ``blitz_attn.integrations.diffusers``, and so is each reason why attention is dense: sequences
-    shorter than `min_tokens`, masks that are not the same for all queries, dropout, other devices, arguments that do not say the geometry,
-    gradient checkpointing, `torch.compile`. Results of dense steps and dense layers are those of `blitz_attn.block_sparse_attention` over
-    all blocks. Gradients flow through lists, which are chosen without them.
+    What runs is logged once for each call of `sparse_video`, on the logger ``blitz_attn.integrations.diffusers``, after the first forward
+    call that is sparse: which layers, by which rules, and what share of the blocks these layers attended to. Each reason why attention is
+    dense is logged there once, too: sequences shorter than `min_tokens`, masks that are not the same for all queries, dropout, other
+    devices, arguments that do not say the geometry, gradient checkpointing, `torch.compile`. Results of dense steps and dense layers are
+    those of `blitz_attn.block_sparse_attention` over all blocks. Gradients flow through lists, which are chosen without them.
 
     Queries, keys and values are copied into the order of cubes in each layer, and outputs back.
 
@@ -133,9 +136,10 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
     2
     """
     if not isinstance(config, SparseVideo):
-        raise TypeError(f"config: expected a SparseVideo, got {shown(config)}")
+        raise TypeError(f"config: expected a SparseVideo, got {type(config).__name__}")
     if not hasattr(model, "modules"):
-        raise TypeError(f"model: expected a transformer of diffusers, got {shown(model)}")
+        hint = ": give pipeline.transformer" if hasattr(model, "transformer") else ""
+        raise TypeError(f"model: expected a transformer of diffusers, got {type(model).__name__}{hint}")
     from ._diffusers.sparse import make_sparse
 
     return make_sparse(model, config)

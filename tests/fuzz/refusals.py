@@ -316,6 +316,7 @@ SUMMARIES = [  # for all functions that keep summaries up to date
                 1, maxblocks=Of(lambda a: a["k_cache"]), metadata_block_tables=np.array([[3], [2]]), minblocks=None, meanblocks=None),
 ]  # fmt: skip
 
+_RULE = "expected a Neighbourhood, a Radial or a SlidingTiles such as SlidingTiles((3, 3, 3)), or a list of them"
 REFUSALS: dict[str, list[Refusal]] = {
     "block_sparse.block_sparse_attention": [
         # shape
@@ -1418,6 +1419,14 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("layout: expected one of BNSD, BSND, BSH, TND, got 'bnsd'", layout="bnsd"),
         value_error("k: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 1, 36, 4)", k=lambda x: x[:, :, :36]),
         value_error("q: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 2)", q=lambda x: x[:, :, 0]),
+        value_error('q: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 37, 2, 4) (layout="BSND" fits)',
+                    q=np.zeros((1, 37, 2, 4)), k=np.zeros((2, 37, 1, 4))),
+        value_error('q: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 37, 8) (layout="BSH" fits)',
+                    q=np.zeros((1, 37, 8)), k=np.zeros((1, 37, 4))),
+        value_error('q: expected 37 tokens on axis 2 (layout BNSD), got shape (37, 2, 4) (layout="TND" fits)',
+                    q=np.zeros((37, 2, 4)), k=np.zeros((37, 1, 4))),
+        value_error('q: expected 37 tokens on axis 1 (layout BSND), got shape (1, 2, 37) (layout="BNSD" fits)', layout="BSND",
+                    q=np.zeros((1, 2, 37)), k=np.zeros((1, 1, 37))),
         type_error("q: expected a NumPy array, a torch tensor or a JAX array, got list", q=lambda x: x.tolist()),
         type_error("q: expected numbers, got <U4", q=lambda x: x.astype("U4")),
         type_error("q: expected an array without a mask, got MaskedArray", q=np.ma.masked_array),
@@ -1448,8 +1457,11 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("decay_factor: expected a positive number, got nan", decay_factor=np.nan),
     ],
     "video.blocks": [
-        type_error("order: expected a TokenOrder, got tuple", order=(4, 4, 4)),
-        type_error("rule: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got str", rule="radial"),
+        type_error("order: expected a TokenOrder, from cube_order(geometry), got Geometry", order=video.Geometry([(4, 4, 4)])),
+        value_error("order: expected a geometry with a grid, such as Geometry([(9, 10, 16)]), got spans (3, 4, 5)",
+                    order=video.cube_order(video.Geometry((3, 4, 5)))),
+        type_error(f"rule: {_RULE}, got str", rule="radial"),
+        type_error(f"rule: {_RULE}, got int in a tuple", rule=(3, 3, 3)),
         value_error("rule: expected at least one rule, got none", rule=[]),
         value_error("block_shape: expected two positive numbers (queries, keys), got (4, 0)", block_shape=(4, 0)),
         value_error("dense_frames: expected a number of frames from 0 on, got -1", dense_frames=-1),
@@ -1464,7 +1476,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("per_head: expected True or False, got str", per_head="yes"),
     ],
     "video.choose_rules": [
-        type_error("rules: expected a Neighbourhood, SlidingTiles or Radial, or a list of them, got str", rules="radial"),
+        type_error(f"rules: {_RULE}, got str", rules="radial"),
         value_error("sampled_rows: expected at least 1, got 0", sampled_rows=0),
         value_error("seed: expected a number from 0 on, got -1", seed=-1),
         value_error("q: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 2, 36, 4)", q=lambda x: x[:, :, :36]),
@@ -1493,8 +1505,9 @@ for _name in (*_FIRST, "compute_gates", *(f"{x}_attention{y}" for x in ("compres
 if "plot_mask" in GROUPS["plots"]:  # if matplotlib is installed
     REFUSALS["plots.plot_mask"] = [value_error("dpi: expected a positive number, got -0.123456789", dpi=-0.123456789)]
     REFUSALS["plots.plot_cubes"] = [
-        type_error("order: expected a TokenOrder, got int", order=4),
-        value_error("order: expected a geometry with a grid, got spans (37,)", order=lambda x: video.cube_order(video.Geometry([37]))),
+        type_error("order: expected a TokenOrder, from cube_order(geometry), got int", order=4),
+        value_error("order: expected a geometry with a grid, such as Geometry([(9, 10, 16)]), got spans (37,)",
+                    order=lambda x: video.cube_order(video.Geometry([37]))),
         value_error("sabi: expected shape (B or 1, H, Hkv or 1, 10, W), with 10 rows = ceil(37 queries / block_shape[0] = 4), got (1, 1, 9, ...",
                     sabi=lambda x: x[:, :, 1:]),
         value_error("row: expected a row of the list, from 0 to 9, got 10", row=10),

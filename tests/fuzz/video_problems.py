@@ -58,6 +58,8 @@ def blocks(draw: Draw) -> None:
     tokens = order.geometry.num_tokens
     same("indices", order.indices, np.array(video_oracle.order_of(spans, cube)))
     same("inverse", order.inverse, np.argsort(order.indices, kind="stable"))
+    if not order.geometry.grids:  # such an order is refused, since all its tokens see each other
+        return
     options: dict[str, Any] = {"dense_frames": draw.integer("dense_frames", 0, 3, likely=(0,))}
     if draw.flag("dense_tokens", 0.3):
         options["dense_tokens"] = draw.rng("dense_tokens").integers(0, tokens, draw.integer("dense_tokens.count", 0, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,17 @@ from ... import _arrays
 from ..._sabi.lists import checked_shape
 from ..._select.prefill import select_blocks_prefill
 from ..._sentences import shown
+from ..._video.order import refuse_plain
 from ..._video.rules import Rule, rules_of
 from ...video import Geometry, Schedule, cube_order
 
 __all__ = ["SparseVideo"]
+
+
+def _blocks_of(cube: tuple[int, int, int]) -> tuple[int, int]:
+    """The usual block shape for a cube."""
+    tokens = math.prod(cube)
+    return (tokens, tokens) if 32 <= tokens <= 256 else (64, 64)
 
 
 @dataclass(frozen=True)
@@ -32,19 +40,21 @@ class SparseVideo:
         A `blitz_attn.video.Neighbourhood`, ``SlidingTiles`` or ``Radial``, or one for each head.
     choose_from : sequence of rule
         Rules of which each head gets the one that keeps the largest softmax mass of sampled queries, as in Sparse VideoGen: for example
-        ``(Neighbourhood.spatial(), Neighbourhood.temporal())``. In place of `rule`. The entries of a batch share the choice, in which
-        padding counts: see `blitz_attn.video.choose_rules`.
+        ``(Neighbourhood.spatial(), Neighbourhood.temporal())``. In place of `rule`. The choice is made in each layer and forward call, or
+        at each step in which the `schedule` refreshes. The entries of a batch share it, and padding counts: see
+        `blitz_attn.video.choose_rules`.
     density : float, optional
-        Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1.
+        Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1, as often as rules are chosen.
     schedule : blitz_attn.video.Schedule
         Dense first steps, densities by step, and how many steps use lists that were chosen once. Its densities stand in place of `density`.
     geometry : blitz_attn.video.Geometry, optional
-        What the tokens of self-attention are. Default: what the arguments of each forward call say, for the classes that `sparse_video`
-        names.
+        What the tokens of self-attention are. A forward call whose self-attention has another number of tokens is refused. Default: what
+        the arguments of each forward call say, for the classes that `sparse_video` names.
     cube : (int, int, int)
         Tokens of a cube along frames, height and width.
     block_shape : (int, int)
-        Tokens in a block of queries and in a block of keys.
+        Tokens in a block of queries and in a block of keys. Default: as many as a full cube has, for both, if these are 32 to 256; else 64
+        and 64, since smaller blocks are slow and larger ones coarse.
     dense_frames : int
         The first frames that all tokens see, and that see all tokens.
     dense_layers : tuple of int
@@ -60,7 +70,7 @@ class SparseVideo:
     ------
     TypeError, ValueError
         A field of the wrong kind or out of range; no rule and no density; both `rule` and `choose_from`; a `density` beside a schedule that
-        has densities.
+        has densities; a `geometry` without a grid.
 
     References
     ----------
@@ -71,8 +81,8 @@ class SparseVideo:
     --------
     >>> from blitz_attn.integrations.diffusers import SparseVideo
     >>> from blitz_attn.video import Neighbourhood, Schedule, SlidingTiles
-    >>> SparseVideo(SlidingTiles((3, 3, 3))).cube
-    (4, 4, 4)
+    >>> SparseVideo(SlidingTiles((3, 3, 3)), cube=(3, 5, 4)).block_shape
+    (60, 60)
     >>> local = SparseVideo(Neighbourhood((1, 1, 1)), density=0.1, schedule=Schedule(dense_steps=10, refresh_every=5))
     >>> SparseVideo()
     Traceback (most recent call last):
@@ -85,7 +95,7 @@ class SparseVideo:
     schedule: Schedule = field(default_factory=Schedule)
     geometry: Geometry | None = None
     cube: tuple[int, int, int] = (4, 4, 4)
-    block_shape: tuple[int, int] = (64, 64)
+    block_shape: tuple[int, int] = None  # type: ignore[assignment]  # in a record that is made, always two sizes
     dense_frames: int = 0
     dense_layers: tuple[int, ...] = ()
     min_tokens: int = 1024
@@ -97,6 +107,8 @@ class SparseVideo:
             raise TypeError(f"schedule: expected a blitz_attn.video.Schedule, got {shown(self.schedule)}")
         if self.geometry is not None and not isinstance(self.geometry, Geometry):
             raise TypeError(f"geometry: expected a blitz_attn.video.Geometry or None, got {shown(self.geometry)}")
+        if self.geometry is not None:
+            refuse_plain(self.geometry, "geometry")
         given = self.rule is not None
         rules = tuple(rules_of(self.rule)) if given else ()
         if not isinstance(self.choose_from, (tuple, list)):
@@ -109,12 +121,13 @@ class SparseVideo:
         if not given and not candidates and self.density is None and self.schedule.densities is None:
             raise ValueError("rule: expected a rule, rules to choose_from or a density, got none of them")
         density = None if self.density is None else _arrays.number(self.density, "density")
+        cube = cube_order(self.geometry or Geometry([1]), self.cube).cube
         own: dict[str, Any] = {
             "density": density,
             "rule": rules if isinstance(self.rule, (tuple, list)) else self.rule,
             "choose_from": candidates,
-            "cube": cube_order(self.geometry or Geometry([1]), self.cube).cube,
-            "block_shape": checked_shape(self.block_shape),
+            "cube": cube,
+            "block_shape": _blocks_of(cube) if self.block_shape is None else checked_shape(self.block_shape),
             "dense_frames": _arrays.integer(self.dense_frames, "dense_frames"),
             "min_tokens": _arrays.integer(self.min_tokens, "min_tokens"),
         }

@@ -13,9 +13,9 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from ... import video
 from ..._sabi.combine import union
+from ..._sabi.measure import density as sabi_density
 from ..._select.prefill import select_blocks_prefill
+from ..._sentences import shown
 from .._transformers.fallbacks import tell
 from . import dense
 from .config import SparseVideo
@@ -37,7 +39,7 @@ _LISTS_OF_BLOCKS = ("blocks", "transformer_blocks", "single_transformer_blocks")
 _MARK = "_blitz_attn_video"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Now:
     """The forward call that a thread is in."""
 
@@ -45,6 +47,16 @@ class _Now:
     job: Job
     call: Call
     order: video.TokenOrder | None  # None: attention is left as it is, and the reason was logged
+    fits: bool = False  # whether a call of self-attention had the tokens of the order
+    other: int | None = None  # queries of a call that had other tokens
+    shares: dict[int, float] = field(default_factory=dict)  # of the blocks, that each sparse layer has attended to
+
+
+class _Lists(NamedTuple):
+    """The lists of blocks of a layer."""
+
+    lists: Any  # a tensor (B or 1, H or 1, R, W)
+    share: float  # of the blocks, that they have
 
 
 class _Here(threading.local):
@@ -108,6 +120,7 @@ class Handle:
 
     def __init__(self, model: Any, config: SparseVideo, layers: Sequence[Any]) -> None:
         self._config, self._kind, self._local = config, type(model).__name__, threading.local()
+        self._layers, self._told, self._said = len(layers), set[str](), False
         self._find, self._signature = finder_of(model), inspect.signature(type(model).forward)
         self._order = functools.lru_cache(maxsize=4)(functools.partial(video.cube_order, cube=config.cube))
         self._lists_of_rules = functools.lru_cache(maxsize=4)(self._make_lists_of_rules)
@@ -128,9 +141,13 @@ class Handle:
         call = self._job().call
         return None if call is None else call.step
 
+    def __repr__(self) -> str:
+        share = getattr(self._local, "share", None)
+        return f"Handle({self._kind}, step={self.step}, density={None if share is None else round(share, 4)})"
+
     def reset(self) -> None:
         """Let the next forward call of this thread begin a new video. A timestep larger than the last one does so by itself."""
-        self._local.job = Job()
+        self._local.job, self._local.share = Job(), None
 
     def undo(self) -> None:
         """Give the model its own attention back. Calling this again changes nothing."""
@@ -163,7 +180,7 @@ class Handle:
 
     def _around_model(self, own: Callable[..., Any], model: Any, *arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            tell(f"{self._kind}: attention left as it is, because of torch.compile", "diffusers")
+            tell(f"{self._kind}: attention left as it is, because of torch.compile", "diffusers", self._told)
             return own(*arguments, **options)
         if not self._holds:
             return own(*arguments, **options)
@@ -173,11 +190,16 @@ class Handle:
             return own(*arguments, **options)
         before = _here.now, _here.layer
         job = self._job()
-        _here.now, _here.layer = _Now(self, job, job.begin(_timestep_of(given)), self._order_of(model, given)), None
+        now = _Now(self, job, job.begin(_timestep_of(given)), self._order_of(model, given))
+        if job.rises == 2 and self._config.schedule.dense_steps:
+            self._tell("timesteps rise, and each larger one begins a new video: these calls are all of step 0, which is dense")
+        _here.now, _here.layer = now, None
         try:
-            return own(*arguments, **options)
+            out = own(*arguments, **options)
         finally:
             _here.now, _here.layer = before
+        self._end(now)
+        return out
 
     def _around_layer(self, number: int, own: Callable[..., Any], layer: Any, *arguments: Any, **options: Any) -> Any:
         now = None if torch.compiler.is_compiling() else _here.now
@@ -191,11 +213,33 @@ class Handle:
             _here.layer = None
         if not _here.reached:
             self._leave("another backend than torch's own attention and blitz_attn")
+        if now.other is not None and not now.fits and self._config.geometry is not None:
+            geometry, what = now.order.geometry, f"the {now.other} tokens that self-attention of {self._kind} has"
+            raise ValueError(f"geometry: expected {what}, got {geometry.num_tokens} in spans {shown(geometry.spans)}")
         return out
+
+    def _end(self, now: _Now) -> None:
+        """A forward call has ended: keep what it attended to, and say so after the first sparse one."""
+        shares, config = list(now.shares.values()), self._config
+        self._local.share = sum(shares) / len(shares) if shares else 1.0 if now.fits else None
+        if not shares or self._said or now.order is None:
+            return
+        self._said = True
+        dense = config.schedule.dense_steps
+        steps = "" if not dense else "the first step is dense, " if dense == 1 else f"the first {dense} steps are dense, "
+        self._tell(
+            f"{len(shares)} of {self._layers} layers {'is' if len(shares) == 1 else 'are'} sparse: {_shown_rules(config)}, "
+            f"cubes of {config.cube}, blocks of {config.block_shape}; {steps}step {now.call.step} attends to {self._local.share:.1%} "
+            f"of the blocks of {now.order.geometry.num_tokens} tokens"
+        )
 
     def _leave(self, reason: str) -> None:
         """Say that attention is not sparse."""
-        tell(f"{self._kind}: attention not sparse, because of {reason}", "diffusers")
+        self._tell(f"attention not sparse, because of {reason}")
+
+    def _tell(self, text: str) -> None:
+        """Say something about the model, once."""
+        tell(f"{self._kind}: {text}", "diffusers", self._told)
 
     # ---- What a forward call has -----------------------------------------------------------------------------------------
 
@@ -226,34 +270,40 @@ class Handle:
         q, k, v = order.permute(query, key, value, layout="BSND")
         seen = _keys_seen(mask, q.shape[0], order)
         place, of_choice = Place(layer, now.call.number), {"scale": scale, "kv_lens": seen.get("kv_lens")}
-        lists = self._lists(now, place, q.detach(), k.detach(), density, of_choice)
+        lists, share = self._lists(now, place, q.detach(), k.detach(), density, of_choice)
         out = dense.computed(q, k, v, **seen, **rules, sabi=lists, block_shape=config.block_shape)
+        now.shares[layer] = share
         return order.restore(out, layout="BSND")
 
     # ---- Lists -------------------------------------------------------------------------------------------------------------
 
-    def _make_lists_of_rules(self, order: video.TokenOrder) -> tuple[np.ndarray, Any]:
+    def _make_lists_of_rules(self, order: video.TokenOrder) -> tuple[np.ndarray, _Lists]:
         """The lists of all rules, or that of a cube alone where there is none, (1, rules, R, W), and the same as a tensor."""
         rules = self._config.choose_from or self._config.rule or video.Neighbourhood((0, 0, 0))
         lists = np.asarray(video.blocks(order, rules, self._config.block_shape, dense_frames=self._config.dense_frames))
-        return lists, torch.from_numpy(lists)
+        return lists, self._listed(lists, order)
 
-    def _lists(self, now: _Now, place: Place, q: Any, k: Any, density: float | None, rules: dict[str, Any]) -> Any:
-        """The lists of a layer as a tensor. Queries and keys are in the order of cubes."""
+    def _listed(self, lists: np.ndarray, order: video.TokenOrder) -> _Lists:
+        columns = -(-order.geometry.num_tokens // self._config.block_shape[1])
+        return _Lists(torch.from_numpy(lists), sabi_density(lists, columns))
+
+    def _lists(self, now: _Now, place: Place, q: Any, k: Any, density: float | None, rules: dict[str, Any]) -> _Lists:
+        """The lists of a layer. Queries and keys are in the order of cubes."""
         config, order = self._config, now.order
         assert order is not None
         if density is None and not config.choose_from:
             return self._lists_of_rules(order)[1]
         kept, what = now.job.lists.get(place), (order, q.shape[0])
         if kept is not None and kept[0] == what and not config.schedule.refreshes(now.call.step):
-            return kept[1]
+            found: _Lists = kept[1]
+            return found
         lists = self._lists_of_rules(order)[0]
         if config.choose_from:
             lists = lists[:, self._best_rules(q, k, order, rules["scale"])]
         if density is not None:
             chosen = select_blocks_prefill(q, k, layout="BSND", num_threads=config.num_threads, **config._options(density), **rules)
             lists = np.asarray(union(lists, chosen, dtype="int32"))
-        made = torch.from_numpy(lists)
+        made = self._listed(lists, order)
         if config.schedule.refresh_every > 1:
             now.job.keep(place, (what, made))
         return made
@@ -288,7 +338,10 @@ def attend_here(
         reason = "a causal rule"
     if reason is None and attn_mask is not None and _as_keys(attn_mask, query.shape[0], tokens) is None:
         reason = "a mask that is not the same for all queries and heads"
-    if (query.shape[1], key.shape[1]) != (tokens, tokens):
+    if (query.shape[1], key.shape[1]) == (tokens, tokens):
+        now.fits = True
+    else:
+        now.other = query.shape[1]
         reason = f"{query.shape[1]} queries and {key.shape[1]} keys where the geometry has {tokens} tokens"
     if reason is not None:
         now.handle._leave(reason)
@@ -339,14 +392,17 @@ def make_sparse(model: Any, config: SparseVideo) -> Handle:
     wrong = [n for n in config.dense_layers if not 0 <= n < len(layers)]
     if wrong:
         raise ValueError(f"dense_layers: expected layers from 0 to {len(layers) - 1}, got {wrong[0]}")
-    handle = Handle(model, config, layers)
-    what = [str(x) for x in (config.rule, config.choose_from or None) if x is not None]
+    return Handle(model, config, layers)
+
+
+def _shown_rules(config: SparseVideo) -> str:
+    """What is attended, for a sentence."""
+    what = [f"a rule for each of {len(config.rule)} heads" if isinstance(config.rule, tuple) else str(config.rule)] if config.rule else []
+    if config.choose_from:
+        what.append(f"for each head the best of {shown(config.choose_from)}")
     if config.density is not None or config.schedule.densities is not None:
         what.append("chosen blocks")
-    count = len(layers) - len(set(config.dense_layers))
-    text = f"{' and '.join(what)}, cubes of {config.cube}, blocks of {config.block_shape}"
-    tell(f"{kind}: self-attention of {count} of {len(layers)} layers is sparse: {text}", "diffusers")
-    return handle
+    return " and ".join(what)
 
 
 def _self_attention(block: Any) -> Any:

@@ -30,7 +30,7 @@ class Job:
     """
 
     def __init__(self) -> None:
-        self._state: tuple[float | None, Call | None, dict[Place, Any]] = (None, None, {})
+        self._state: tuple[float | None, Call | None, dict[Place, Any], int] = (None, None, {}, 0)
 
     @property
     def call(self) -> Call | None:
@@ -42,16 +42,21 @@ class Job:
         """The lists that are kept."""
         return self._state[2]
 
+    @property
+    def rises(self) -> int:
+        """How many times in a row the timestep has become larger: more than once in a loop whose timesteps rise, as for inversion."""
+        return self._state[3]
+
     def begin(self, timestep: float | None) -> Call:
         """The forward call that begins now. Where a model has no timestep, each call is a step."""
-        before, last, lists = self._state
+        before, last, lists, rises = self._state
         if last is None or (before is not None and timestep is not None and timestep > before):
-            call, lists = Call(0, 0), {}
+            call, lists, rises = Call(0, 0), {}, 0 if last is None else rises + 1
         elif timestep is not None and timestep == before:
             call = Call(last.step, last.number + 1)
         else:
-            call = Call(last.step + 1, 0)
-        self._state = (timestep, call, lists)
+            call, rises = Call(last.step + 1, 0), 0
+        self._state = (timestep, call, lists, rises)
         return call
 
     def keep(self, place: Place, lists: Any) -> None:

@@ -1,5 +1,5 @@
 """Warnings that torch computes attention instead of this library: each reason once, on the logger of the integration, which is that of
-transformers or of diffusers."""
+transformers or of diffusers. What is said for one `sparse_video` statement is said once for each of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TOLD: set[str] = set()  # reasons that were logged
 
 
 @torch.compiler.assume_constant_result
-def tell(text: str, integration: str = "transformers") -> None:
-    """Log a warning, once. torch.compile does so while it traces."""
-    if text not in TOLD:
-        TOLD.add(text)
+def tell(text: str, integration: str = "transformers", told: set[str] = TOLD) -> None:
+    """Log a warning, unless it is among those that were `told`. torch.compile does so while it traces."""
+    if text not in told:
+        told.add(text)
         logging.getLogger(f"blitz_attn.integrations.{integration}").warning(text)
