@@ -355,8 +355,9 @@ class Contender:
     work: float = 1.0  # relative to the other contenders, for the progress line
     before_last: Callable[[], Any] | None = None  # runs before the last sample, untimed
     settle: float = 0.0  # seconds of untimed calls before each sample, if a call takes less than SETTLE_UP_TO
+    limit: Callable[[], float] | None = None  # measures a limit of the machine, right before and right after each sample
     samples: list[float] = field(default_factory=list)  # seconds per call
-    values: list[float] = field(default_factory=list)  # what the calls returned, if that is a float: a measured limit of the machine
+    values: list[float] = field(default_factory=list)  # limits by sample: means of `limit`, or what calls returned, if floats
     calls: int = 1  # per sample
 
     @property
@@ -375,13 +376,16 @@ class Contender:
             while time.perf_counter() - start < self.settle:
                 self.call()
         result = None
+        around = [self.limit()] if self.limit and timed else []
         start = time.perf_counter()
         for _ in range(self.calls):
             result = self.call()
         taken = (time.perf_counter() - start) / self.calls
         if timed:
             self.samples.append(taken)
-            if isinstance(result, float):
+            if self.limit:
+                self.values.append(statistics.mean([*around, self.limit()]))
+            elif isinstance(result, float):
                 self.values.append(result)
         elif not isinstance(result, float):  # a call that measures a limit runs once per sample
             self.calls = max(1, math.ceil(SHORTEST_SAMPLE / max(taken, 1e-7)))

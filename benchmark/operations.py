@@ -420,6 +420,7 @@ LARGE_BYTES = 64 << 20  # K and V of a decode step: beyond any L2
 SEED = 1234
 PROBE_SECONDS = 0.02
 SETTLE_SECONDS = 0.01
+SUSTAINED = "P_sustained"  # the name of P in tables and records: see roofline.py
 READ_BINDS_BELOW = 64.0  # flop/byte; with more, reading is not the limit on any machine
 
 
@@ -573,7 +574,7 @@ class Point:
     work: Work
     threads: int
     level: str  # whose kernels ran
-    bound: str  # the limit that binds: F, P or R (roofline.py says what they are)
+    bound: str  # the limit that binds: F, P_sustained or R (roofline.py says what they are)
     seconds: list[float]
     shares: list[float]  # the least time that the limit allows, over the measured time
 
@@ -589,20 +590,24 @@ class Point:
         }
 
 
-def _probe(kind: str, level: str, threads: int, size: int = 0) -> Contender:
-    """A measurement of F, P or R as a contender, so that it takes turns with the operations it limits."""
+def _probe(kind: str, level: str, threads: int, size: int = 0) -> Callable[[], float]:
+    """A function that measures a limit."""
     probes: dict[str, Callable[[], float]] = {
         "F": lambda: _core.probe_flops(level, PROBE_SECONDS, threads),
-        "P": lambda: _core.probe_tile_flops(level, PROBE_SECONDS, threads),
+        SUSTAINED: lambda: _core.probe_tile_flops(level, PROBE_SECONDS, threads),
         "R": lambda: _core.probe_read(level, size, PROBE_SECONDS, threads),
     }
-    return Contender(f"{kind} {level}", probes[kind], 0.0)
+    return probes[kind]
+
+
+@functools.cache
+def _has_tiles(level: str) -> bool:
+    return _core.probe_tile_flops(level, 0.001, 1) > 0
 
 
 def _limits_of(work: Work, dtype: str, level: str, threads: int) -> list[tuple[Any, ...]]:
     """The limits that may bind, as arguments of `_probe`. Sizes to read are rounded, so that operations of similar size share a probe."""
-    tiles = dtype == "bfloat16" and _core.probe_tile_flops(level, 0.001, 1)
-    limits: list[tuple[Any, ...]] = [("P" if tiles else "F", level, threads)]
+    limits: list[tuple[Any, ...]] = [(SUSTAINED if dtype == "bfloat16" and _has_tiles(level) else "F", level, threads)]
     if work.flops / work.bytes < READ_BINDS_BELOW:
         size = work.bytes / threads
         unit = 1 << 20 if size >= 1 << 21 else 4096
@@ -619,7 +624,10 @@ def _at(level: str, call: Call) -> Call:
 
 
 def measured(operations: Sequence[Operation], threads: Sequence[int], args: Any, progress: Progress) -> Iterator[Point]:
-    """Measure the operations with each number of threads, all in turns with the limits that bind them."""
+    """Measure the operations with each number of threads, all in turns with the limits that bind them.
+
+    P is measured right before and right after each sample instead, by the same threads, because products of tiles soon change the clock.
+    """
     own = _core.isa_active()
     probes: dict[tuple[Any, ...], Contender] = {}
     contenders: list[Contender] = []
@@ -629,8 +637,8 @@ def measured(operations: Sequence[Operation], threads: Sequence[int], args: Any,
         for count in threads:
             limits = _limits_of(work, operation.dtype, level, count)
             for limit in limits:
-                if limit not in probes:
-                    probes[limit] = _probe(*limit)
+                if limit not in probes and limit[0] != SUSTAINED:
+                    probes[limit] = Contender(f"{limit[0]} {level}", _probe(*limit), 0.0)
                     contenders.append(probes[limit])
             call = work.call(count)
             run = call if level == own else _at(level, call)
@@ -638,13 +646,15 @@ def measured(operations: Sequence[Operation], threads: Sequence[int], args: Any,
             run()
             if poisoned(work.out):
                 raise AssertionError(f"{operation.name}, {operation.dtype}, {level}: elements of the output were not written")
-            contenders.append(Contender(operation.name, run, settle=SETTLE_SECONDS))
+            around = _probe(*limits[0]) if limits[0][0] == SUSTAINED else None
+            contenders.append(Contender(operation.name, run, settle=SETTLE_SECONDS, limit=around))
             asked[contenders[-1]] = operation, work, count, level, limits
     list(in_turns(contenders, args, progress))
     for contender, (operation, work, count, level, limits) in asked.items():
         shares, bounds = [], []
         for turn, seconds in enumerate(contender.samples):
-            allowed = {limit[0]: (work.bytes if limit[0] == "R" else work.flops) / probes[limit].values[turn] / 1e9 for limit in limits}
+            rates = {limit[0]: probes.get(limit, contender).values[turn] * 1e9 for limit in limits}
+            allowed = {name: (work.bytes if name == "R" else work.flops) / rate for name, rate in rates.items()}
             bounds.append(max(allowed, key=lambda name: allowed[name]))
             shares.append(max(allowed.values()) / seconds)
         yield Point(operation, work, count, level, statistics.mode(bounds), contender.samples, shares)

@@ -90,7 +90,7 @@ def draw_benchmark(rows: list[Row], title: str | None, dpi: int) -> Any:
 # ---- roofline.py -------------------------------------------------------------------------------------------------
 
 FAMILY_MARKS = {"dense": "o", "causal": "^", "sparse": "s", "backward": "v", "few": "D", "decode": "P", "select": "X", "small": "*"}
-PEAKS = {"flops": "{} FMA", "tiles": "{} tiles"}
+PEAKS = {"flops": "{} FMA", "tiles_sustained": "{} tiles, sustained", "tiles": "{} tiles"}  # tiles: until 29 November 2026
 INTENSITIES = (0.0625, 4096.0)  # operations begin at 0.5; the names of the slopes are to the left
 
 

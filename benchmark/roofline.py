@@ -6,10 +6,12 @@
     python benchmark/roofline.py --threads 1 --lists                            # lists of single queries, next to dense rows
 
 The first rows are limits, of all threads together: `flops` rows give F, the float32 FMA peak of a level's widest vectors in GFLOP/s.
-`tiles` rows give P, the peak of products of bfloat16 tiles with random operands, if the CPU has tiles. `read` rows give GB/s when every
-thread repeatedly reads memory of its own, small enough to stay in the named cache. Then each operation of a small fixed set has a row: its
-flops over the bytes of its operands and results counted once, its rates, and its share of the limit that binds it (F or P for arithmetic,
-R for reading), measured in the same turns. Columns are split by white space.
+`tiles_sustained` rows give P, if the CPU has tiles: the rate of products of bfloat16 tiles that a core sustains. Every four products load
+four tiles of changing random operands from L1, and the first milliseconds, in which the clock is still higher, do not count. `read` rows
+give GB/s when every thread repeatedly reads memory of its own, small enough to stay in the named cache. Then each operation of a small
+fixed set has a row: its flops over the bytes of its operands and results counted once, its rates, and its share of the limit that binds it
+(F or P_sustained for arithmetic, R for reading). F and R are measured in the same turns; P is measured by the same threads right before and
+right after each sample. Columns are split by white space.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from _bench import Report, above_zero, columns, command, parser_of
 from blitz_attn import _core
 from machine import read_sizes
 
-LIMIT_COLUMNS = columns("what:6 level:12 threads:8 bytes_a_thread:15 value:10.1f unit:7")
+LIMIT_COLUMNS = columns("what:15 level:12 threads:8 bytes_a_thread:15 value:10.1f unit:7")
 OPERATION_COLUMNS = columns(
-    "operation:22 dtype:9 level:12 threads:8 flop/byte:10.2f Time_[usec]:12.1f GFLOP/s:9.1f GB/s:7.1f Bound_by:8 Share_of_limit:14.3f"
+    "operation:22 dtype:9 level:12 threads:8 flop/byte:10.2f Time_[usec]:12.1f GFLOP/s:9.1f GB/s:7.1f Bound_by:11 Share_of_limit:14.3f"
 )
 
 
 def limits(threads: int, levels: Sequence[str], seconds: float) -> Iterator[dict[str, Any]]:
     """Measure the machine's limits, and yield them as rows of the table. Reads use the highest of the levels."""
-    for what, probe in (("flops", _core.probe_flops), ("tiles", _core.probe_tile_flops)):
+    for what, probe in (("flops", _core.probe_flops), ("tiles_sustained", _core.probe_tile_flops)):
         for level in levels:
             value = probe(level, seconds, threads)
             if value:

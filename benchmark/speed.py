@@ -7,10 +7,11 @@
     git worktree add ../before HEAD && make -C ../before build && python benchmark/speed.py --beside ../before --threads 1
 
 A row is one operation of a small fixed set (operations.py) at one level with one number of threads. `Share` is its share of the limit that
-binds it (F, P or R), measured in the same turns, as the median over turns. `Spread` is half the range of the middle half of the turns, over
-the median. A row is flagged if its median moved by more than twice the sum of both spreads and by more than a twentieth (0.15 if R binds):
-smaller moves may come from the machine. Each machine has its own record, benchmark/results/<machine>/speed.json, where <machine> is made
-from the CPU model, number of threads, level and cache sizes.
+binds it (F, P_sustained or R: roofline.py says how they are measured), as the median over turns. `Spread` is half the range of the middle
+half of the turns, over the median. A row is flagged if its median moved by more than twice the sum of both spreads and by more than a
+twentieth (0.15 if R binds): smaller moves may come from the machine. Each machine has its own record,
+benchmark/results/<machine>/speed.json, where <machine> is made from the CPU model, number of threads, level and cache sizes. Rows of a
+record whose share is of another P, as measured until 29 November 2026, are left out.
 
 `--beside` measures two builds of this library in one process, in turns over the same arrays, and so shows differences of half a percent.
 Separate runs differ by three percent, because each process is given other pages of memory. `This/other` is the time of this checkout over
@@ -34,12 +35,12 @@ import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
 from _bench import RESULTS, Contender, Report, columns, command, commit, in_turns, machine, parser_of, positive, tag, today, yes
 from blitz_attn import _core
-from operations import SETTLE_SECONDS, chosen, decode, every_operation, list_operations, measured, poison
+from operations import SETTLE_SECONDS, SUSTAINED, chosen, decode, every_operation, list_operations, measured, poison
 
 # Between two runs of the same build on a shared machine, medians differ by this much: more for caches and memory than for arithmetic.
-LEAST_MOVE = {"F": 0.05, "P": 0.05, "R": 0.15}
+LEAST_MOVE = {"F": 0.05, SUSTAINED: 0.05, "R": 0.15}
 
-COLUMNS = columns("operation:22 dtype:9 level:12 threads:7 Time_[usec]:12.1f Bound_by:8 Share:7.3f Spread:7.3f")
+COLUMNS = columns("operation:22 dtype:9 level:12 threads:7 Time_[usec]:12.1f Bound_by:11 Share:7.3f Spread:7.3f")
 MOVE_COLUMNS = columns("Was:7.3f Its_spread:10.3f Moved:7+.3f Flag:7")
 BESIDE_COLUMNS = columns(
     "operation:22 dtype:9 threads:7 Other_[usec]:12.1f This_[usec]:12.1f This/other:10.3f Low:7.3f High:7.3f Same_bits:9"
@@ -134,7 +135,8 @@ def main(args: argparse.Namespace, report: Report) -> None:
     here = machine()
     path = args.file or RESULTS / tag(here) / "speed.json"
     record = read(path) if args.compare else None
-    known = {row["key"]: row for row in record["rows"]} if record else {}
+    rows_before = record["rows"] if record else []
+    known = {row["key"]: row for row in rows_before if row["bound"] in LEAST_MOVE}  # not P
     head = [f"{here['cpu']}, {here['threads']} threads, {here['level']}; blitz_attn {blitz_attn.__version__} {commit() or ''}"]
     if record:
         report.columns = COLUMNS + MOVE_COLUMNS

@@ -41,7 +41,7 @@ def probe_flops(level: str, seconds: float, num_threads: int | None = ...) -> fl
     """GFLOP/s of float32 multiply-adds, all threads together."""
 
 def probe_tile_flops(level: str, seconds: float, num_threads: int | None = ...) -> float:
-    """The same for bfloat16 tile products; 0 where the level has no tiles."""
+    """The same for bfloat16 tile products, at the rate that they sustain; 0 where the level has no tiles."""
 
 def probe_read(level: str, memory: Any, seconds: float | None, num_threads: int | None = ...) -> float:
     """GB/s of all threads together. If `memory` is an array, the threads share it out; if it is a number, each thread reads that many bytes

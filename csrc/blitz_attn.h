@@ -526,7 +526,8 @@ BA_API int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa
 /* Measures fp32 multiply-adds on a level's widest vectors for about `seconds`, on num_threads threads at once (0: what
  * ba_get_num_threads() says). Returns FLOP/s of all threads together; 0 where the level is not available, or for a num_threads that calls refuse. */
 BA_API double ba_probe_flops(ba_isa level, double seconds, int num_threads);
-/* The same for bfloat16 tile products. 0 where the level has no tiles. */
+/* The same for bfloat16 tile products, at the rate that they sustain: every four of them load four tiles of changing operands from the first-level
+ * cache, and the first quarter of the time is not counted. 0 where the level has no tiles. */
 BA_API double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads);
 /* Measures reads, over and over for about `seconds`, and returns bytes/s of all threads together. The threads share out the `bytes` bytes of
  * `data`; where `data` is NULL, each thread reads `bytes` bytes of its own. Also returns 0 where `data` has fewer than 512 bytes per thread, or where

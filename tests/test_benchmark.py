@@ -9,12 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import blitz_attn
+from blitz_attn import _core
 from interpreters import python
 
 HERE = Path(__file__).resolve().parent
@@ -27,6 +29,7 @@ import nsa  # noqa: E402
 import operations  # noqa: E402
 import peers  # noqa: E402
 import plot  # noqa: E402
+import roofline  # noqa: E402
 
 UNDER_ASAN = "asan" in os.environ.get("LD_PRELOAD", "")  # other libraries do what AddressSanitizer reports
 FIRST_COLUMNS = ("block_shape", "operation", "dtype", "cell", "context", "N", "pattern")
@@ -247,6 +250,38 @@ def test_a_record_of_speeds_is_compared_with(small_operations, tmp_path, capsys)
     assert [row["Flag"] for row in rows] == ["SLOWER", "faster", None, None]  # None stands for - and for N/A, which means no record
     (tmp_path / "r.json").write_text("half a")
     assert "is not a record, because it is not JSON" in main_of("speed", f"--compare {options}", capsys, code=2).err
+
+
+def test_tiles_are_measured_before_and_after_each_sample(small_operations, tmp_path, capsys, monkeypatch):
+    """A share of the tiles' rate says that it is of the sustained one, and is not compared with an old record's share of P."""
+    events = []
+
+    def call():
+        events.append("call")
+        time.sleep(3e-3)
+
+    beside = _bench.Contender("a call", call, limit=lambda: events.append("limit") or float(len(events)))
+    beside.take(timed=False)
+    beside.take(timed=True)
+    assert events == ["call", "limit", "call", "limit"]
+    assert beside.values == [3.0]  # between 2 and 4
+
+    monkeypatch.setattr(_core, "probe_tile_flops", lambda level, seconds, threads: 1e-3)  # so slow that no other limit binds
+    monkeypatch.setattr(operations, "_has_tiles", lambda level: True)
+    (limit,) = [row for row in roofline.limits(1, ["portable"], 0.001) if "tiles" in row["what"]]
+    assert (limit["what"], limit["value"]) == ("tiles_sustained", 1e-3)
+    options = f"--threads 1 --repeats 2 --only causal --file {tmp_path / 'r.json'}"
+    rows = rows_of(main_of("speed", f"--record {options}", capsys))
+    assert {row["dtype"]: row["Bound_by"] for row in rows} == {"float32": "F", "bfloat16": "P_sustained"}
+    point = next(row for row in rows if row["dtype"] == "bfloat16")
+    operation = next(one for one in operations.chosen(operations.every_operation(), ["causal"]) if one.dtype == "bfloat16")
+    assert point["Share"] == pytest.approx(operation.draw().flops / 1e6 / (point["Time_[usec]"] * 1e-6), rel=0.5)
+    kept = json.loads((tmp_path / "r.json").read_text())
+    for row in kept["rows"]:
+        row["bound"] = row["bound"].partition("_")[0]  # as in old records
+    (tmp_path / "r.json").write_text(json.dumps(kept))
+    printed = main_of("speed", f"--compare {options}", capsys)
+    assert {row["dtype"]: row["Was"] is None for row in rows_of(printed)} == {"float32": False, "bfloat16": True}
 
 
 def test_results_of_this_repository_say_where_they_are_from():

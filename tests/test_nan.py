@@ -110,6 +110,21 @@ def test_in_values(dtype, rule_name, bad, isa_level):
 
 
 @pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_in_values_beside_a_large_weight(dim, bad, isa_level):
+    """On tiles, a weight that outweighs those of many keys before it has a residual, which is not multiplied by bad values of keys beside it."""
+    q, k, v = testing.make_qkv(1, 1, 1, 64, 600, dim, dtype="bfloat16")
+    wide = testing.to_float64(k, "bfloat16")
+    wide[0, 0, 130] = 40 * testing.to_float64(q, "bfloat16")[0, 0, :8].mean(axis=0)
+    k = testing.round_to(wide, "bfloat16")
+    clean = attend(q, k, v)
+    got = attend(q, k, spoilt(v, [(0, 0, 130, 3), (0, 0, 135, 40)], bad))
+    hit = np.zeros(q.shape, bool)
+    hit[..., [3, 40]] = True
+    assert_only_hit(got, clean, hit, bad, "bfloat16")
+
+
+@pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_values_of_few_queries(dtype, bad, isa_level):
     """In a decode step of three tokens, the first token does not attend the last two keys, and the second one not the last key."""

@@ -10,7 +10,11 @@
 #include "core/guard.h"
 #include "core/thread.h"
 
-enum { ALIGN = 4096 /* a page: see ba_take_in_page */, HUGE_PAGE = 2 << 20 };
+enum {
+    ALIGN = 4096, /* a page: see ba_take_in_page */
+    HUGE_PAGE = 2 << 20,
+    LEAST_HUGE = 1 << 20, /* memory of more bytes lies in huge pages, and may have that much more than was asked for */
+};
 #ifdef BA_FAULTS
 static const size_t KEEP_BYTES = 0; /* every call allocates, and no call reads what another one left in memory */
 #else
@@ -19,7 +23,7 @@ static const size_t KEEP_BYTES = (size_t)32 << 20;
 
 static void resize(ba_arena *arena, size_t bytes) {
     free(arena->data);
-    const size_t align = bytes > 2 * HUGE_PAGE ? HUGE_PAGE : ALIGN;
+    const size_t align = bytes > LEAST_HUGE ? HUGE_PAGE : ALIGN;
     bytes = (bytes + align - 1) / align * align;
     arena->data = bytes && !ba_fault(BA_FAULT_MEMORY) ? aligned_alloc(align, bytes) : NULL;
 #if defined(__linux__)

@@ -541,8 +541,8 @@ typedef struct ba_cache_kernels {
 } ba_cache_kernels;
 
 /* Probes of the machine. flops makes about `rounds` passes over independent chains of multiply-adds, and returns the number of floating-point
- * operations. tile_flops does the same with products of bfloat16 tiles in registers; NULL where there are no tiles. read returns the exclusive or of
- * the 32-bit words of `bytes` bytes, a multiple of 512. */
+ * operations. tile_flops does the same with products of bfloat16 tiles, whose operands it loads from L1; NULL where there are no tiles. read returns
+ * the exclusive or of the 32-bit words of `bytes` bytes, a multiple of 512. */
 #define BA_PROBE_FLOPS(name) double name(const float *operands, int64_t rounds, float *sink)
 typedef BA_PROBE_FLOPS((*ba_probe_flops_fn));
 #define BA_PROBE_READ(name) int name(const char *data, int64_t bytes)
