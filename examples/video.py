@@ -26,8 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
 
-import _bench
 import numpy as np
+
+import _bench
 
 COLUMNS = ("way", "grid", "tokens", "dtype", "threads", "density", "seconds", "attention", "error")
 CHANNELS, TEXT = 16, 64  # of the latents; tokens of the prompt
@@ -161,7 +162,7 @@ def draw(table: Path, picture: Path) -> None:
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     times, errors = figure.subplots(1, 2)
     colours = {name: f"C{n}" for n, name in enumerate(names)}
-    for place, (tokens, grid) in enumerate(grids):
+    for place, (_, grid) in enumerate(grids):
         of_grid = {row["way"]: row for row in rows if row["grid"] == grid}
         longest = max(float(row["seconds"]) for row in of_grid.values())
         for n, name in enumerate(name for name in names if name in of_grid):
@@ -199,7 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(ways(0))
     grid = _bench.checked(grid_of, lambda _: True, "frames x height x width in tokens, such as 8x32x32")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grids", type=grid, nargs="+", default=[(8, 32, 32), (8, 32, 64), (8, 64, 64)], help="FRAMESxHEIGHTxWIDTH in tokens")
+    usual = [(8, 32, 32), (8, 32, 64), (8, 64, 64)]
+    parser.add_argument("--grids", type=grid, nargs="+", default=usual, help="FRAMESxHEIGHTxWIDTH in tokens (8x32x32 8x32x64 8x64x64)")
     parser.add_argument("--ways", nargs="+", choices=names, default=names, metavar="WAY", help=f"some of {names} (all)")
     parser.add_argument("--steps", type=_bench.positive, default=8, help="denoising steps (%(default)s)")
     parser.add_argument("--dense-steps", type=int, default=2, help="first steps that attend to everything (%(default)s)")
