@@ -170,22 +170,22 @@ def draw(table: Path, picture: Path) -> None:
             x, part = place + (n - len(of_grid) / 2 + 0.5) * 0.8 / len(of_grid), float(of_grid[name]["attention"])
             bar = times.bar(x, seconds / longest, 0.8 / len(of_grid), color=colours[name], alpha=0.45, label=None if place else name)
             times.bar(x, seconds / longest * part, 0.8 / len(of_grid), color=colours[name])
-            times.bar_label(bar, [f"{seconds:.3g}"], fontsize=7)
+            times.bar_label(bar, [f"{seconds:.3g}"], fontsize=7, rotation=90, padding=3)
     times.set_xticks(range(len(grids)), [f"{grid}\n{tokens} tokens" for tokens, grid in grids])
     times.set_ylabel("time of a step / that of the slowest way")
     times.set_title(f"seconds of a step (dark: self-attention), {rows[0]['dtype']}, {rows[0]['threads']} threads", fontsize=10)
-    times.legend(fontsize=8)
+    times.set_ylim(0, 1.12)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=len(names))
     grid = grids[-1][1]
     for row in rows:
         if row["grid"] == grid and row["way"] != "dense":
             points = [(n + 1, float(x)) for n, x in enumerate(row["error"].split()) if float(x) > 0]
-            errors.plot(*zip(*points, strict=True), marker="o", color=colours[row["way"]], label=row["way"])
+            errors.plot(*zip(*points, strict=True), marker="o", color=colours[row["way"]])
     errors.set_yscale("log")
     errors.set_xlabel("steps")
-    errors.set_ylabel("distance from the latents of dense attention / their norm")
+    errors.set_ylabel("distance from dense attention's latents / their norm")
     errors.set_title(f"latents of {grid} (random weights)", fontsize=10)
     errors.grid(alpha=0.3)
-    errors.legend(fontsize=8)
     figure.savefig(picture, dpi=100)
 
 
