@@ -3,14 +3,15 @@
 
     python examples/video.py --grids 8x32x32 8x32x64 8x64x64 | tee video.csv
     python examples/video.py --draw video.csv -o video.png
-    python examples/video.py --grids 33x60x60 --layers 1 --steps 2 --dense-steps 1 --ways dense tiles   # the length of the seeds
+    python examples/video.py --grids 33x60x60 --layers 1 --steps 2 --dense-steps 1 --ways dense tiles   # 118800 tokens, one layer
 
 A transformer with the shape of Wan's and random weights runs in diffusers' own loop: a FlowMatchEulerDiscreteScheduler takes noise to
 latents. Every way begins with the same noise: diffusers' own attention ("sdpa"), this library over all blocks ("dense"), and
 `sparse_video` with one rule each. The first --dense-steps steps are dense in all of them. `seconds` is the time of a step, the median of
 the sparse ones; `attention` is the share of self-attention in it, without projections but with rotary embeddings, lists and the order of
-tokens. `density` is the share of blocks that the rule keeps. `error` has a number for each step: the distance from the latents of "dense",
-in units of their norm. Weights are random, so the errors show how a difference grows over the steps, not what a trained model would lose.
+tokens. `density` is the share of blocks that the rule keeps: the mean where each head chooses a rule, and the least where blocks are chosen
+beside a rule. `error` has a number for each step: the distance from the latents of "dense", in units of their norm. Weights are random, so
+the errors show how a difference grows over the steps, not what a trained model would lose.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def draw(table: Path, picture: Path) -> None:
     times.set_title(f"seconds of a step (dark: self-attention), {rows[0]['dtype']}, {rows[0]['threads']} threads", fontsize=10)
     times.set_ylim(0, 1.12)
     figure.legend(fontsize=8, loc="outside lower center", ncols=len(names))
-    grid = grids[-1][1]
+    grid = max(grids)[1]
     for row in rows:
         if row["grid"] == grid and row["way"] != "dense":
             points = [(n + 1, float(x)) for n, x in enumerate(row["error"].split()) if float(x) > 0]

@@ -32,16 +32,21 @@ def lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
+def png_of(figure: Any) -> str:
+    """A figure of matplotlib as notebooks store it."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    return base64.b64encode(file.getvalue()).decode("ascii") + "\n"
+
+
 def figures() -> list[dict[str, Any]]:
     """Returns the open figures of pyplot as outputs, and closes them."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     made = []
     for number in pyplot.get_fignums() if pyplot else ():
-        figure, file = pyplot.figure(number), io.BytesIO()
-        figure.savefig(file, dpi=DPI, metadata={"Software": None})
+        figure = pyplot.figure(number)
         width, height = (int(n * DPI) for n in figure.get_size_inches())
-        image = base64.b64encode(file.getvalue()).decode("ascii") + "\n"
-        data = {"image/png": image, "text/plain": [f"<Figure size {width}x{height}>"]}
+        data = {"image/png": png_of(figure), "text/plain": [f"<Figure size {width}x{height}>"]}
         made.append({"data": data, "metadata": {}, "output_type": "display_data"})
         pyplot.close(figure)
     return made
@@ -63,7 +68,7 @@ def run_cell(source: str, number: int, names: dict[str, Any]) -> list[dict[str, 
     if value is not None:
         data: dict[str, Any] = {"text/plain": lines(repr(value))}
         if hasattr(value, "_repr_png_"):  # a figure of blitz_attn.plot
-            data = {"image/png": base64.b64encode(value._repr_png_()).decode("ascii") + "\n"} | data
+            data = {"image/png": png_of(value)} | data
         outputs.append({"data": data, "execution_count": number, "metadata": {}, "output_type": "execute_result"})
     return outputs
 

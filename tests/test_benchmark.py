@@ -270,12 +270,12 @@ def test_tiles_are_measured_before_and_after_each_sample(small_operations, tmp_p
     monkeypatch.setattr(operations, "_has_tiles", lambda level: True)
     (limit,) = [row for row in roofline.limits(1, ["portable"], 0.001) if "tiles" in row["what"]]
     assert (limit["what"], limit["value"]) == ("tiles_sustained", 1e-3)
-    options = f"--threads 1 --repeats 2 --only causal --file {tmp_path / 'r.json'}"
+    options = f"--threads 1 --repeats 1 --only causal --file {tmp_path / 'r.json'}"
     rows = rows_of(main_of("speed", f"--record {options}", capsys))
     assert {row["dtype"]: row["Bound_by"] for row in rows} == {"float32": "F", "bfloat16": "P_sustained"}
     point = next(row for row in rows if row["dtype"] == "bfloat16")
     operation = next(one for one in operations.chosen(operations.every_operation(), ["causal"]) if one.dtype == "bfloat16")
-    assert point["Share"] == pytest.approx(operation.draw().flops / 1e6 / (point["Time_[usec]"] * 1e-6), rel=0.5)
+    assert point["Share"] == pytest.approx(operation.draw().flops / 1e6 / (point["Time_[usec]"] * 1e-6), rel=0.02)
     kept = json.loads((tmp_path / "r.json").read_text())
     for row in kept["rows"]:
         row["bound"] = row["bound"].partition("_")[0]  # as in old records

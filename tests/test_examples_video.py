@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("diffusers")
+import blitz_attn
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("diffusers", minversion="0.42")
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,15 @@ def script():
 
 
 def test_that_ways_differ_from_the_first_sparse_step_on(script, capsys, tmp_path):
+    threads = torch.get_num_threads()
+    try:
+        check(script, capsys, tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+        blitz_attn.set_num_threads(None)
+
+
+def check(script, capsys, tmp_path):
     told = ["--grids", "5x16x16", "--steps", "4", "--dense-steps", "2", "--heads", "1", "--layers", "1", "--dtype", "float32"]
     assert script.main(told) == 0
     table = capsys.readouterr().out

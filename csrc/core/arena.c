@@ -13,7 +13,7 @@
 enum {
     ALIGN = 4096, /* a page: see ba_take_in_page */
     HUGE_PAGE = 2 << 20,
-    LEAST_HUGE = 1 << 20, /* memory of more bytes lies in huge pages, and may have that much more than was asked for */
+    LEAST_HUGE = 1 << 20, /* more bytes than this lie in huge pages, rounded up to whole ones: up to 2 MiB more */
 };
 #ifdef BA_FAULTS
 static const size_t KEEP_BYTES = 0; /* every call allocates, and no call reads what another one left in memory */

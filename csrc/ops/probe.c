@@ -91,7 +91,7 @@ static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes,
         double total = 0;
         for (int i = 0; i < threads; i++) total += p.rate[i];
         best = total > best ? total : best;
-        if (slice) later += total / (SLICES - 1);
+        if (slice) later += (total - later) / slice; /* their mean */
     }
     free(p.rate);
     free(p.own_memory);

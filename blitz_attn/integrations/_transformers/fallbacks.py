@@ -1,5 +1,5 @@
 """Warnings that torch computes attention instead of this library: each reason once, on the logger of the integration, which is that of
-transformers or of diffusers. What is said for one `sparse_video` statement is said once for each of them."""
+transformers or of diffusers. Each `sparse_video` statement has a set of its own, so that it says a reason once."""
 
 from __future__ import annotations
 

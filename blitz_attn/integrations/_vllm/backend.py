@@ -37,7 +37,7 @@ _ENCODERS = (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
 
 
 def _own() -> Options:
-    """The options. They are never None here: without options, the plug-in does not give this backend to vLLM."""
+    """The options; without them, the plug-in does not give this backend to vLLM, so that None is an error."""
     own = options()
     if own is None:
         raise RuntimeError(f"{VARIABLE}: expected options in each process of vLLM, got none")
@@ -48,6 +48,8 @@ def _pages(block_size: int, head_dim: int, kv_cache_dtype: str, stored: torch.dt
     own, widths, dtype, summary = _own(), (head_dim, head_dim), stored, torch.float32
     quantised, scaled = KV_DTYPES.get(kv_cache_dtype, (None, False))
     if own.kv_dtype is not None:
+        if head_dim % CELL_DIMS:
+            raise ValueError(f"{VARIABLE}: kv_dtype: expected a model whose head dim is a multiple of {CELL_DIMS}, got {head_dim}")
         of_key, of_value = (head_dim // CELL_DIMS * CELL_BYTES[x] for x in own.kv_dtype)
         widths, dtype = (of_key, of_value), torch.uint8
     elif quantised is not None:
@@ -161,8 +163,6 @@ def _expect_model(vllm_config: Any, spec: Any) -> None:
         cache = vllm_config.cache_config.cache_dtype
         if cache != "auto":
             raise ValueError(f"{VARIABLE}: kv_dtype: expected an engine with the cache dtype auto, got {cache}")
-        if spec.head_size % CELL_DIMS:
-            raise ValueError(f"{VARIABLE}: kv_dtype: expected a model whose head dim is a multiple of {CELL_DIMS}, got {spec.head_size}")
     if budget is not None and budget < block_size:
         raise ValueError(f"{VARIABLE}: decode_budget: expected at least the {block_size} tokens of a block of the cache, got {budget}")
     try:
