@@ -8,24 +8,16 @@ import torch
 
 from .._torch import attention, operators  # noqa: F401 - the first one defines operators
 from .._torch.arguments import read
+from .._transformers.fallbacks import DTYPES, why_not_tensors
 
 __all__ = ["computed", "why_not"]
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_MOST_HEAD_DIM = 576
 
 
 def why_not(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> str | None:
     """Why a call is not computed by this library; None where it is."""
-    tensors = (query, key, value)
-    if any(x.device.type != "cpu" for x in tensors):
-        return f"tensors on {query.device}"
-    if query.dtype not in _DTYPES or any(x.dtype != query.dtype for x in tensors):
-        return f"tensors of {', '.join(str(x.dtype) for x in tensors)}"
-    if any(x.dim() != 4 for x in tensors):
-        return f"tensors of {query.dim()}, {key.dim()} and {value.dim()} axes"
-    if max(query.shape[3], value.shape[3]) > _MOST_HEAD_DIM:
-        return f"a head dim above {_MOST_HEAD_DIM}"
+    reason = why_not_tensors(query, key, value)
+    if reason is not None:
+        return reason
     if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
         return "queries, keys and values of different batches"
     if value.shape[2] != key.shape[2] or (key.shape[2] != query.shape[2] and not enable_gqa):
@@ -37,7 +29,7 @@ def why_not(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, 
     if attn_mask is not None:
         shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         mask = _of_pairs(attn_mask, query, key)
-        if mask.device.type != "cpu" or mask.dtype not in (torch.bool, *_DTYPES):
+        if mask.device.type != "cpu" or mask.dtype not in (torch.bool, *DTYPES):
             return f"a mask of {mask.dtype} on {mask.device}"
         if mask.dim() > 4 or any(n not in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1], strict=False)):
             return f"a mask of shape {tuple(mask.shape)} where attention has {shape}"

@@ -22,7 +22,7 @@ from .._torch.tensors import autocast_dtype, lowered
 from ..torch import block_sparse_attention as differentiable_attention
 from .cache import keeps_few_keys, pages_of
 from .config import SparseConfig, config_of, config_of_text
-from .fallbacks import tell
+from .fallbacks import DTYPES, MOST_HEAD_DIM, tell, why_not_tensors
 from .latents import Latents, latents_of
 from .masks import MATRIX, AdditiveMask, Call, RuleMask, Rules, TracedMask, additive
 from .operators import NUMBERS, Traced, attend_in_graph, register_operator
@@ -30,8 +30,6 @@ from .tokens import Appended, Listed, all_seen, as_lists, as_mask, check_indices
 
 __all__ = ["attend_batch", "attend_dense", "attend_sparse"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_MOST_HEAD_DIM = 576
 _MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may have; more are a chunk of a prompt
 
 # Arguments of models to the attention function that change nothing about attention, or that are computed.
@@ -110,18 +108,12 @@ class _Layer:
 
 def _why_not_by_shape(layer: _Layer) -> str | None:
     """Why a call is not computed by this library, as far as can be seen without the elements of any tensor; None where it is."""
-    tensors = (layer.query, layer.key, layer.value)
-    if any(x.device.type != "cpu" for x in tensors):
-        return f"tensors on {layer.query.device}"
-    if layer.query.dtype not in _DTYPES or any(x.dtype != layer.query.dtype for x in tensors):
-        return f"tensors of {', '.join(str(x.dtype) for x in tensors)}"
-    if any(x.dim() != 4 for x in tensors):
-        return f"tensors of {layer.query.dim()}, {layer.key.dim()} and {layer.value.dim()} axes"
-    if max(layer.query.shape[3], layer.value.shape[3]) > _MOST_HEAD_DIM:
-        return f"a head dim above {_MOST_HEAD_DIM}"
+    reason = why_not_tensors(layer.query, layer.key, layer.value)
+    if reason is not None:
+        return reason
     batch = layer.query.shape[0]
     of_mask = layer.mask.shape[0] if isinstance(layer.mask, (RuleMask, TracedMask)) else 1
-    if any(x.shape[0] != batch for x in tensors) or of_mask not in (1, batch):
+    if any(x.shape[0] != batch for x in (layer.query, layer.key, layer.value)) or of_mask not in (1, batch):
         return "queries, keys, values and masks of different batches"
     if layer.dropout:
         return "dropout of attention weights"
@@ -179,7 +171,7 @@ def _why_not_added(layer: _Layer, added: list[Any]) -> str | None:
     """Why what is added to the scores is not added here; None where it is."""
     shape = (*layer.query.shape[:3], layer.key.shape[2])
     for x in added:
-        if x.dtype not in (torch.bool, *_DTYPES) or x.device.type != "cpu":
+        if x.dtype not in (torch.bool, *DTYPES) or x.device.type != "cpu":
             return f"a mask of {x.dtype} on {x.device}"
         if x.dim() > 4 or any(n not in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False)):
             return f"a mask of shape {tuple(x.shape)} where the layer has {shape}"
@@ -524,7 +516,7 @@ def _attend_two_sources(layer: _Layer, rules: Rules, appended: Appended) -> Any:
 
 def _is_absorbed(layer: _Layer, latents: Latents) -> bool:
     """Whether latents are attended as they are where that is cheaper. Otherwise they are expanded, and the call is one like any other."""
-    if (layer.indices is None and layer.listed is None) or latents.width > _MOST_HEAD_DIM:
+    if (layer.indices is None and layer.listed is None) or latents.width > MOST_HEAD_DIM:
         return False
     if layer.differentiated or autocast_dtype() is not None:
         return False

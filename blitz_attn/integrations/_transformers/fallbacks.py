@@ -1,15 +1,33 @@
-"""Warnings that torch computes attention instead of this library: each reason once, on the logger of the integration, which is that of
-transformers or of diffusers. Each `sparse_video` statement has a set of its own, so that it says a reason once."""
+"""Reasons why torch computes attention instead of this library, and their warnings: each reason once, on the logger of the integration,
+which is that of transformers or of diffusers. Each `sparse_video` statement has a set of its own, so that it says a reason once."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
-__all__ = ["TOLD", "tell"]
+__all__ = ["DTYPES", "MOST_HEAD_DIM", "TOLD", "tell", "why_not_tensors"]
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MOST_HEAD_DIM = 576
 TOLD: set[str] = set()  # reasons that were logged
+
+
+def why_not_tensors(q: Any, k: Any, v: Any) -> str | None:
+    """Why tensors of a layer are not attended by this library, whatever their layout; None where they are."""
+    tensors = (q, k, v)
+    elsewhere = [x.device for x in tensors if x.device.type != "cpu"]
+    if elsewhere:
+        return f"tensors on {elsewhere[0]}"
+    if q.dtype not in DTYPES or any(x.dtype != q.dtype for x in tensors):
+        return f"tensors of {', '.join(str(x.dtype) for x in tensors)}"
+    if any(x.dim() != 4 for x in tensors):
+        return f"tensors of {q.dim()}, {k.dim()} and {v.dim()} axes"
+    if max(q.shape[3], v.shape[3]) > MOST_HEAD_DIM:
+        return f"a head dim above {MOST_HEAD_DIM}"
+    return None
 
 
 @torch.compiler.assume_constant_result
