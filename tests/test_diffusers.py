@@ -1,8 +1,6 @@
 """The backend "blitz_attn" of diffusers gives the results and gradients of the backend "native", or leaves a call to it."""
 
 import random
-import subprocess
-import sys
 import textwrap
 import threading
 
@@ -26,6 +24,7 @@ from cases_diffusers import (  # noqa: E402
     inputs,
     small_model,
 )
+from interpreters import python  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 DISPATCHED = [name for name in MODELS if name != "cog"]  # its processor calls torch's attention, whatever the backend
@@ -89,13 +88,7 @@ def test_the_name_is_a_member_like_the_others():
 
 def in_python(text, **environment):
     """What a program in a process of its own prints."""
-    import os
-
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text)], capture_output=True, text=True, env=os.environ | environment, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.split()
+    return python("-W", "ignore", "-c", textwrap.dedent(text), **environment).split()
 
 
 def test_the_environment_variable_takes_the_name():

@@ -1,12 +1,13 @@
-"""`sparse_video`: steps are counted as schedulers make them, a model gets its own attention back, and what is not sparse is said once."""
+"""`sparse_video`: a model gets its own attention back, and what is not sparse is said once."""
 
 import copy
+import gc
 import inspect
 import logging
 import re
-import subprocess
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,7 @@ diffusers = pytest.importorskip("diffusers", minversion="0.42")
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend  # noqa: E402
 
 from blitz_attn import video  # noqa: E402
-from blitz_attn.integrations._diffusers import backend, sparse  # noqa: E402
-from blitz_attn.integrations._diffusers.steps import Call, Job, Place  # noqa: E402
+from blitz_attn.integrations._diffusers import backend, geometries, sparse  # noqa: E402
 from blitz_attn.integrations.diffusers import SparseVideo, register, sparse_video  # noqa: E402
 from blitz_attn.video import Geometry, Schedule, SlidingTiles  # noqa: E402
 from cases_diffusers import (  # noqa: E402
@@ -32,110 +32,11 @@ from cases_diffusers import (  # noqa: E402
     logged,
     small_model,
 )
+from interpreters import python  # noqa: E402
 from test_diffusers_video import FULL, LOCAL, SMALL, computed, masks_of, reasons, run, under_masks  # noqa: E402, F401
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 CHOSEN = SparseVideo(density=0.3, **SMALL)
-
-
-@pytest.fixture
-def choices(monkeypatch):
-    """The densities that choosers are called with."""
-    found, own = [], sparse.select_blocks_prefill
-
-    def choose(q, k, **options):
-        found.append(options["density"])
-        return own(q, k, **options)
-
-    monkeypatch.setattr(sparse, "select_blocks_prefill", choose)
-    return found
-
-
-# ---- Steps -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("calls", [1, 2], ids=["alone", "guided"])
-@pytest.mark.parametrize("kind", ["FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler", "DDIMScheduler", "CogVideoXDPMScheduler"])
-def test_steps_are_those_of_a_scheduler(kind, calls, choices, computed):  # noqa: F811
-    """Two videos one after the other. Guidance calls the model twice with a timestep, and each of both calls has lists of its own."""
-    scheduler = getattr(diffusers, kind)()
-    scheduler.set_timesteps(9)
-    schedule = Schedule(dense_steps=2, densities=(0.5, 0.4, 0.3), refresh_every=3)
-    model, given = small_model("wan"), inputs("wan")
-    with sparse_video(model, SparseVideo(schedule=schedule, **SMALL)) as handle:
-        assert handle.step is None
-        for _ in range(2):
-            for step, timestep in enumerate(scheduler.timesteps):
-                before, used = len(choices), len(computed)
-                for _ in range(calls):
-                    forward(model, given | {"timestep": timestep.expand(1)})
-                    assert handle.step == step
-                lists = computed[used:]
-                assert [x is None for x in lists] == [step < 2] * 2 * calls
-                fresh = step >= 2 and (step - 2) % 3 == 0
-                assert choices[before:] == [schedule.density(step)] * (2 * calls if fresh else 0)
-                if fresh:
-                    kept = lists
-                assert step < 2 or all(x is y for x, y in zip(lists, kept, strict=True))
-        assert len({id(x) for x in kept}) == 2 * calls
-
-
-def test_a_handle_can_be_told_that_a_video_begins():
-    """Of models that make a video in one step, every one has the same timestep."""
-    model, given = small_model("wan"), inputs("wan")
-    with sparse_video(model, SparseVideo(density=0.3, schedule=Schedule(refresh_every=4), **SMALL)) as handle:
-        for timestep, step in ((9, 0), (9, 0), (8, 1), (8, 1), (7.5, 2)):
-            forward(model, given | {"timestep": torch.tensor([float(timestep)])})
-            assert handle.step == step
-        handle.reset()
-        assert handle.step is None
-        forward(model, given | {"timestep": torch.tensor([7.5])})
-        assert handle.step == 0
-
-
-def test_the_largest_timestep_of_all_tokens_counts():
-    """A first frame that is given has the timestep 0 (Wan 2.2)."""
-    model, given = small_model("wan"), inputs("wan")
-    with sparse_video(model, SparseVideo(LOCAL, **SMALL)) as handle:
-        for timestep, step in ((900, 0), (900, 0), (700, 1), (950, 0)):
-            each = torch.full((1, 105), float(timestep))
-            each[:, :35] = 0
-            forward(model, given | {"timestep": each})
-            assert handle.step == step
-    assert not reasons()
-
-
-def test_lists_are_chosen_anew_for_another_grid_or_batch(choices):
-    model = small_model("wan")
-    with sparse_video(model, SparseVideo(density=0.3, schedule=Schedule(refresh_every=9), **SMALL)):
-        for timestep, grid, batch, count in ((9, (3, 5, 7), 1, 2), (8, (3, 5, 7), 1, 2), (7, (3, 5, 7), 2, 4), (6, (3, 7, 5), 2, 6), (5, (3, 7, 5), 2, 6)):
-            forward(model, inputs("wan", grid, batch, timestep=timestep))
-            assert len(choices) == count
-
-
-def test_a_job_keeps_the_lists_of_few_calls():
-    job = Job()
-    for _ in range(100):
-        call = job.begin(5.0)
-        job.keep(Place(0, call.number), object())
-    assert job.call == Call(0, 99)
-    assert len(job.lists) == 8
-    job.begin(6.0)
-    assert not job.lists
-
-
-def test_without_a_timestep_each_call_is_a_step():
-    job = Job()
-    assert [job.begin(None).step for _ in range(3)] == [0, 1, 2]
-
-
-def test_rules_are_made_into_lists_once(monkeypatch):
-    made, own = [], video.blocks
-    monkeypatch.setattr(sparse.video, "blocks", lambda *given, **options: made.append(given) or own(*given, **options))
-    with sparse_video(small_model("wan"), SparseVideo(LOCAL, **SMALL)):
-        for timestep in (3, 2, 1):
-            forward(small_model("wan"), inputs("wan", timestep=timestep))
-    assert len(made) == 1
 
 
 # ---- A model gets its own attention back -------------------------------------------------------------------------------------
@@ -208,6 +109,71 @@ def test_a_failure_while_a_model_is_prepared_leaves_it_as_it_was(monkeypatch):
     with pytest.raises(MemoryError):
         sparse_video(model, SparseVideo(LOCAL, **SMALL))
     assert state(model) == before
+
+
+def test_a_layer_that_a_model_uses_twice_is_changed_once(computed):  # noqa: F811
+    model, given = copy.deepcopy(small_model("wan")), inputs("wan")
+    model.blocks[1] = model.blocks[0]
+    before, expected = state(model), forward(model, given)
+    with sparse_video(model, SparseVideo(LOCAL, **SMALL)):
+        assert not torch.equal(forward(model, given), expected)
+        assert [x is not None for x in computed] == [True, True]
+    assert state(model) == before
+    assert torch.equal(forward(model, given), expected)
+    with pytest.raises(ValueError, match=r"^dense_layers: expected layers from 0 to 0, got 1$"):
+        sparse_video(model, SparseVideo(LOCAL, dense_layers=(1,), **SMALL))
+
+
+def test_lists_go_with_the_statement(computed):  # noqa: F811
+    """Of all threads. The step and the share that the handle shows stay."""
+    model, config = small_model("wan"), SparseVideo(density=0.3, schedule=Schedule(refresh_every=9), **SMALL)
+    with sparse_video(model, config) as handle:
+        work = threading.Thread(target=lambda: forward(model, inputs("wan")))
+        work.start()
+        work.join()
+        go, begun = threading.Event(), threading.Event()
+        waiting = threading.Thread(target=lambda: (forward(model, inputs("wan")), begun.set(), go.wait()))
+        waiting.start()
+        begun.wait(60)
+        forward(model, inputs("wan"))
+        assert {x.dtype for x in computed} == {torch.int16}
+        lists, shown = [weakref.ref(x) for x in computed], repr(handle)
+        computed.clear()
+        assert sum(x() is not None for x in lists) == 4
+    handle.undo()
+    assert repr(handle) == shown != "Handle(WanTransformer3DModel, step=None, density=None)"
+    gc.collect()
+    assert not any(x() is not None for x in lists)
+    go.set()
+    waiting.join()
+
+
+def test_rules_for_each_head_need_the_number_of_heads(computed):  # noqa: F811
+    """Some models (Krea 2) have layers that do not say it. One rule works for them."""
+    model, given = copy.deepcopy(small_model("wan")), inputs("wan")
+    expected = run("wan", SparseVideo(LOCAL, **SMALL), given)
+    heads = {layer: layer.heads for layer in (block.attn1 for block in model.blocks)}
+    for layer in heads:
+        del layer.heads
+    sentence = "rule: expected one rule, because layers of WanTransformer3DModel do not say how many heads they have, got 2"
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        sparse_video(model, SparseVideo([LOCAL, FULL], **SMALL))
+    with sparse_video(model, SparseVideo([LOCAL], **SMALL)):
+        for layer, number in heads.items():
+            layer.heads = number  # the processor reads it
+        assert torch.equal(forward(model, given), expected)
+
+
+def test_control_branches_are_sparse(computed):  # noqa: F811
+    torch.manual_seed(0)
+    model = diffusers.WanVACETransformer3DModel(**MODELS["wan"][1], vace_layers=[0], vace_in_channels=6).eval()
+    given = inputs("wan") | {"control_hidden_states": torch.randn(1, 6, 3, 10, 14)}
+    before = state(model)
+    with sparse_video(model, SparseVideo(LOCAL, geometry=Geometry([(3, 5, 7)]), dense_layers=(0,), **SMALL)):
+        forward(model, given)
+    assert [x is not None for x in computed] == [True, False, True]  # the control branch runs first, and has the last number
+    assert state(model) == before
+    assert not reasons()
 
 
 def test_a_model_is_in_one_statement_at_a_time():
@@ -335,6 +301,32 @@ def test_the_backend_of_a_model_computes_what_is_not_sparse(name, computed, monk
             model.reset_attention_backend()
             assert close(forward(model, given), expected)
     assert not reasons()
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"), [({"return_lse": True}, "a returned log-sum-exp"), ({"_parallel_config": object()}, "context parallelism")]
+)
+def test_what_the_backend_cannot_do_in_a_sparse_layer_is_dense(asked, reason, monkeypatch):
+    register()
+    model, given = small_model("wan"), inputs("wan")
+    expected, seen = forward(model, given), []
+    backends, ours = _AttentionBackendRegistry._backends, AttentionBackendName("blitz_attn")
+    native = backends[AttentionBackendName.NATIVE]
+
+    def without(*arguments, return_lse, _parallel_config, **options):
+        seen.append({"return_lse": return_lse, "_parallel_config": _parallel_config})
+        return native(*arguments, **options)
+
+    monkeypatch.setitem(backends, ours, lambda *arguments, **options: backend.attend(*arguments, **options | asked))
+    monkeypatch.setitem(backends, AttentionBackendName.NATIVE, without)
+    with sparse_video(model, SparseVideo(LOCAL, **SMALL)):
+        model.set_attention_backend("blitz_attn")
+        assert torch.equal(forward(model, given), expected)
+    assert seen == [{"return_lse": False, "_parallel_config": None} | asked] * 4
+    assert reasons() == {
+        f"WanTransformer3DModel: attention not sparse, because of {reason}",
+        f"attention by torch instead of blitz_attn, because of {reason}",
+    }
 
 
 def test_gradients_are_those_under_the_mask(monkeypatch):
@@ -497,6 +489,13 @@ def test_loops_whose_timesteps_rise_are_said_to_stay_dense():
             assert count == 0 or handle.step == 0
         text = "timesteps rise, and each larger one begins a new video: these calls are all of step 0, which is dense"
         assert sorted(reasons()) == [f"WanTransformer3DModel: {text}"] * count
+
+
+@pytest.mark.parametrize(("size", "kind"), [(None, "TypeError"), ((1, 0, 2), "ZeroDivisionError"), ((1, 2), "ValueError")])
+def test_configurations_that_do_not_say_the_tokens(size, kind):
+    model = type("WanTransformer3DModel", (), {"config": SimpleNamespace(patch_size=size)})()
+    with pytest.raises(geometries.UnknownError, match=rf"^arguments that do not say what the tokens are \({kind}\)$"):
+        geometries.finder_of(model)(inputs("wan"))
 
 
 def test_short_sequences():
@@ -727,6 +726,5 @@ print(dense // MIB, sparse // MIB)
 
 def test_nothing_has_an_element_for_each_pair_of_tokens():
     """16384 tokens: a mask of bool would take 256 MiB."""
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", PEAK], capture_output=True, text=True, check=True)
-    dense, sparse_too = map(int, found.stdout.split())
+    dense, sparse_too = map(int, python("-W", "ignore", "-c", PEAK).split())
     assert sparse_too < dense + 100, (dense, sparse_too)

@@ -79,15 +79,13 @@ def attend(
     _parallel_config: Any = None,
 ) -> Any:
     """The backend, as diffusers calls it: tensors (B, S, H, D)."""
+    lacks = "context parallelism" if _parallel_config is not None else "a returned log-sum-exp" if return_lse else None
     if not torch.compiler.is_compiling():
-        out = sparse.attend_here(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if out is not None:
+        if lacks is not None:
+            sparse.leave_here(lacks)
+        elif (out := sparse.attend_here(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)) is not None:
             return out
-    reason = why_not(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    if return_lse:
-        reason = "a returned log-sum-exp"
-    if _parallel_config is not None:
-        reason = "context parallelism"
+    reason = lacks or why_not(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if reason is None:
         return computed(query, key, value, attn_mask, is_causal, scale)
     tell(f"attention by torch instead of blitz_attn, because of {reason}", "diffusers")

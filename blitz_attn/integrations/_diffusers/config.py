@@ -44,7 +44,8 @@ class SparseVideo:
         at each step in which the `schedule` refreshes. The entries of a batch share it, and padding counts: see
         `blitz_attn.video.choose_rules`.
     density : float, optional
-        Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1, as often as rules are chosen.
+        Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1: chosen in each layer and forward
+        call, or when the `schedule` refreshes.
     schedule : blitz_attn.video.Schedule
         Dense first steps, densities by step, and how many steps use lists that were chosen once. Its densities stand in place of `density`.
     geometry : blitz_attn.video.Geometry, optional
@@ -53,12 +54,13 @@ class SparseVideo:
     cube : (int, int, int)
         Tokens of a cube along frames, height and width.
     block_shape : (int, int)
-        Tokens in a block of queries and in a block of keys. Default: as many as a full cube has, for both, if these are 32 to 256; else 64
-        and 64, since smaller blocks are slow and larger ones coarse.
+        Tokens in a block of queries and in a block of keys. Default: as many as `cube` says, before it is cut to the grid, for both, if
+        these are 32 to 256; else 64 and 64, since smaller blocks are slow and larger ones coarse.
     dense_frames : int
         The first frames that all tokens see, and that see all tokens.
     dense_layers : tuple of int
-        Numbers of layers that keep everything, from 0. Single-stream blocks count after double-stream blocks.
+        Numbers of layers that keep everything, from 0. Single-stream blocks count after double-stream blocks, and blocks of a control
+        branch (Wan VACE) last. A layer that a model uses twice counts once.
     min_tokens : int
         Shorter sequences are attended densely.
     chooser : str or chooser

@@ -92,7 +92,8 @@ def finder_of(model: Any) -> Callable[[dict[str, Any]], Geometry] | None:
     def geometry_of(given: dict[str, Any]) -> Geometry:
         try:
             return Geometry(find(model.config, given))
-        except (AttributeError, IndexError, KeyError, ValueError) as error:  # the model itself will refuse such arguments
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            # The model itself will refuse such arguments.
             raise UnknownError(f"arguments that do not say what the tokens are ({type(error).__name__})") from error
 
     return geometry_of

@@ -35,7 +35,8 @@ from .steps import Call, Job, Place
 
 __all__ = ["Handle", "make_sparse"]
 
-_LISTS_OF_BLOCKS = ("blocks", "transformer_blocks", "single_transformer_blocks")  # names that models of diffusers have for their layers
+# The names that models of diffusers have for their layers.
+_LISTS_OF_BLOCKS = ("blocks", "transformer_blocks", "single_transformer_blocks", "vace_blocks")
 _MARK = "_blitz_attn_video"
 
 
@@ -55,8 +56,11 @@ class _Now:
 class _Lists(NamedTuple):
     """The lists of blocks of a layer."""
 
-    lists: Any  # a tensor (B or 1, H or 1, R, W)
+    lists: Any  # a tensor (B or 1, H or 1, R, W); None: all blocks
     share: float  # of the blocks, that they have
+
+
+_ALL = _Lists(None, 1.0)
 
 
 class _Here(threading.local):
@@ -150,7 +154,7 @@ class Handle:
         self._local.job, self._local.share = Job(), None
 
     def undo(self) -> None:
-        """Give the model its own attention back. Calling this again changes nothing."""
+        """Give the model its own attention back, and drop the lists that are kept. Calling this again changes nothing."""
         self._holds = False  # for methods that something else has wrapped in the meantime, which stay there
         for module, (own, put) in self._before.items():
             vars(module).pop(_MARK, None)
@@ -160,7 +164,18 @@ class Handle:
                 del vars(module)["forward"]
             else:
                 vars(module)["forward"] = own
+        if self._before:
+            self._forget()
         self._before = {}
+
+    def _forget(self) -> None:
+        """Drop the lists of all threads, and with them the steps of all threads but this one."""
+        local, job = threading.local(), self._job()
+        job.state = job.state._replace(lists={})
+        local.job, local.share = job, getattr(self._local, "share", None)
+        self._local = local
+        self._order.cache_clear()
+        self._lists_of_rules.cache_clear()
 
     def __deepcopy__(self, copied: dict[int, Any]) -> Handle:
         """A copy of the model is sparse as long as the model is."""
@@ -190,12 +205,16 @@ class Handle:
             return own(*arguments, **options)
         before = _here.now, _here.layer
         job = self._job()
-        now = _Now(self, job, job.begin(_timestep_of(given)), self._order_of(model, given))
-        if job.rises == 2 and self._config.schedule.dense_steps:
-            self._tell("timesteps rise, and each larger one begins a new video: these calls are all of step 0, which is dense")
-        _here.now, _here.layer = now, None
+        state = job.state
         try:
+            now = _Now(self, job, job.begin(_timestep_of(given)), self._order_of(model, given))
+            if job.rises == 2 and self._config.schedule.dense_steps:
+                self._tell("timesteps rise, and each larger one begins a new video: these calls are all of step 0, which is dense")
+            _here.now, _here.layer = now, None
             out = own(*arguments, **options)
+        except BaseException:  # the same call may be made again, and is then the same one of its step
+            job.state = state
+            raise
         finally:
             _here.now, _here.layer = before
         self._end(now)
@@ -262,15 +281,20 @@ class Handle:
         config, order = self._config, now.order
         rules: dict[str, Any] = {"scale": scale, "num_threads": config.num_threads}
         assert order is not None
-        tokens, density = order.geometry.num_tokens, config._density(now.call.step)
+        tokens = order.geometry.num_tokens
         if tokens < config.min_tokens:
             self._leave(f"{tokens} tokens, which are fewer than min_tokens = {config.min_tokens}")
-        if tokens < config.min_tokens or layer in config.dense_layers or density == 1:
+        place, what = Place(layer, now.call.number), (order, query.shape[0])
+        is_dense = tokens < config.min_tokens or layer in config.dense_layers or now.call.step < config.schedule.dense_steps
+        known = _ALL if is_dense else self._known(now, place, what)
+        if known is not None and known.lists is None:
             return dense.computed(query, key, value, mask, **rules)
         q, k, v = order.permute(query, key, value, layout="BSND")
         seen = _keys_seen(mask, q.shape[0], order)
-        place, of_choice = Place(layer, now.call.number), {"scale": scale, "kv_lens": seen.get("kv_lens")}
-        lists, share = self._lists(now, place, q.detach(), k.detach(), density, of_choice)
+        if known is None:
+            known = self._chosen(now, q.detach(), k.detach(), {"scale": scale, "kv_lens": seen.get("kv_lens")})
+            self._keep(now, place, what, known)
+        lists, share = known
         out = dense.computed(q, k, v, **seen, **rules, sabi=lists, block_shape=config.block_shape)
         now.shares[layer] = share
         return order.restore(out, layout="BSND")
@@ -280,33 +304,53 @@ class Handle:
     def _make_lists_of_rules(self, order: video.TokenOrder) -> tuple[np.ndarray, _Lists]:
         """The lists of all rules, or that of a cube alone where there is none, (1, rules, R, W), and the same as a tensor."""
         rules = self._config.choose_from or self._config.rule or video.Neighbourhood((0, 0, 0))
-        lists = np.asarray(video.blocks(order, rules, self._config.block_shape, dense_frames=self._config.dense_frames))
+        dense_frames, dtype = self._config.dense_frames, self._dtype(order)
+        lists = np.asarray(video.blocks(order, rules, self._config.block_shape, dense_frames=dense_frames, dtype=dtype))
         return lists, self._listed(lists, order)
 
     def _listed(self, lists: np.ndarray, order: video.TokenOrder) -> _Lists:
-        columns = -(-order.geometry.num_tokens // self._config.block_shape[1])
-        return _Lists(torch.from_numpy(lists), sabi_density(lists, columns))
+        return _Lists(torch.from_numpy(lists), sabi_density(lists, self._columns(order)))
 
-    def _lists(self, now: _Now, place: Place, q: Any, k: Any, density: float | None, rules: dict[str, Any]) -> _Lists:
-        """The lists of a layer. Queries and keys are in the order of cubes."""
-        config, order = self._config, now.order
+    def _columns(self, order: video.TokenOrder) -> int:
+        """The number of blocks of keys."""
+        return -(-order.geometry.num_tokens // self._config.block_shape[1])
+
+    def _dtype(self, order: video.TokenOrder) -> str:
+        """The smallest type of lists: those of all layers and heads may be kept."""
+        return "int16" if self._columns(order) < 1 << 15 else "int32"
+
+    def _known(self, now: _Now, place: Place, what: Any) -> _Lists | None:
+        """The lists of a layer where nothing is to be chosen; None: they are to be chosen now."""
+        config, step, order = self._config, now.call.step, now.order
         assert order is not None
+        density = config._density(step)
         if density is None and not config.choose_from:
             return self._lists_of_rules(order)[1]
-        kept, what = now.job.lists.get(place), (order, q.shape[0])
-        if kept is not None and kept[0] == what and not config.schedule.refreshes(now.call.step):
+        kept = now.job.lists.get(place)
+        if kept is not None and kept[0] == what and not config.schedule.refreshes(step):
             found: _Lists = kept[1]
             return found
-        lists = self._lists_of_rules(order)[0]
+        if density != 1:
+            return None
+        self._keep(now, place, what, _ALL)
+        return _ALL
+
+    def _keep(self, now: _Now, place: Place, what: Any, lists: _Lists) -> None:
+        """Keep the lists of a layer, if a later step may use them."""
+        if self._config.schedule.refresh_every > 1:
+            now.job.keep(place, (what, lists))
+
+    def _chosen(self, now: _Now, q: Any, k: Any, rules: dict[str, Any]) -> _Lists:
+        """New lists for a layer. Queries and keys are in the order of cubes."""
+        config, order = self._config, now.order
+        assert order is not None
+        density, lists = config._density(now.call.step), self._lists_of_rules(order)[0]
         if config.choose_from:
             lists = lists[:, self._best_rules(q, k, order, rules["scale"])]
         if density is not None:
             chosen = select_blocks_prefill(q, k, layout="BSND", num_threads=config.num_threads, **config._options(density), **rules)
-            lists = np.asarray(union(lists, chosen, dtype="int32"))
-        made = self._listed(lists, order)
-        if config.schedule.refresh_every > 1:
-            now.job.keep(place, (what, made))
-        return made
+            lists = np.asarray(union(lists, chosen, dtype=self._dtype(order)))
+        return self._listed(lists, order)
 
     def _best_rules(self, q: Any, k: Any, order: video.TokenOrder, scale: float | None) -> list[int]:
         """Which rule each head gets."""
@@ -349,6 +393,15 @@ def attend_here(
     return now.handle._attend(now, layer, query, key, value, attn_mask, scale)
 
 
+def leave_here(reason: str) -> None:
+    """Leave the attention of the layer that this thread is in as it is, up to the end of the layer."""
+    now, layer = _here.now, _here.layer
+    if now is None or layer is None or now.order is None:
+        return
+    _here.layer, _here.reached = None, True  # else torch's own attention, which the backend may call, would be taken over
+    now.handle._leave(reason)
+
+
 def _as_keys(mask: Any, batch: int, tokens: int) -> Any:
     """A mask that hides keys, whatever the query, as a tensor of bool, (B or 1, S); None for other masks."""
     if mask.dtype != torch.bool:
@@ -380,15 +433,19 @@ def make_sparse(model: Any, config: SparseVideo) -> Handle:
         raise ValueError(f"model: expected one that is not compiled, got {kind}: graphs of torch.compile would leave it dense")
     if config.geometry is None and finder_of(model) is None:
         raise ValueError(f"geometry: expected one for {kind}, because it is known only for {names_known()}, got None")
-    layers = [layer for name in _LISTS_OF_BLOCKS for block in getattr(model, name, ()) if (layer := _self_attention(block)) is not None]
+    blocks = [block for name in _LISTS_OF_BLOCKS for block in getattr(model, name, ())]
+    layers = list(dict.fromkeys(layer for block in blocks if (layer := _self_attention(block)) is not None))  # each one once
     if not layers:
         raise ValueError(f"model: expected a transformer whose blocks have attn1 or attn, got {kind}")
     if any(getattr(vars(layer).get(_MARK), "_holds", False) for layer in layers):
         raise ValueError(f"model: expected one that is not in a sparse_video yet, got {kind}")
-    heads = {layer.heads for layer in layers}
     rules = config.rule if isinstance(config.rule, tuple) else ()
-    if len(rules) > 1 and heads != {len(rules)}:
-        raise ValueError(f"rule: expected one rule or one for each of {max(heads)} heads, got {len(rules)}")
+    if len(rules) > 1:
+        heads: set[Any] = {getattr(layer, "heads", None) for layer in layers}
+        if None in heads:
+            raise ValueError(f"rule: expected one rule, because layers of {kind} do not say how many heads they have, got {len(rules)}")
+        if heads != {len(rules)}:
+            raise ValueError(f"rule: expected one rule or one for each of {max(heads)} heads, got {len(rules)}")
     wrong = [n for n in config.dense_layers if not 0 <= n < len(layers)]
     if wrong:
         raise ValueError(f"dense_layers: expected layers from 0 to {len(layers) - 1}, got {wrong[0]}")

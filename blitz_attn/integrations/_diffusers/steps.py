@@ -23,6 +23,15 @@ class Call(NamedTuple):
     number: int
 
 
+class State(NamedTuple):
+    """What a job knows after a forward call has begun."""
+
+    timestep: float | None
+    call: Call | None
+    lists: dict[Place, Any]
+    rises: int
+
+
 class Job:
     """The steps of a video, as one thread computes them.
 
@@ -30,33 +39,34 @@ class Job:
     """
 
     def __init__(self) -> None:
-        self._state: tuple[float | None, Call | None, dict[Place, Any], int] = (None, None, {}, 0)
+        # All of it is replaced when a call begins, so that the one from before can be put back where the call fails.
+        self.state = State(None, None, {}, 0)
 
     @property
     def call(self) -> Call | None:
         """The forward call that has begun last; None before the first one."""
-        return self._state[1]
+        return self.state.call
 
     @property
     def lists(self) -> dict[Place, Any]:
         """The lists that are kept."""
-        return self._state[2]
+        return self.state.lists
 
     @property
     def rises(self) -> int:
         """How many times in a row the timestep has become larger: more than once in a loop whose timesteps rise, as for inversion."""
-        return self._state[3]
+        return self.state.rises
 
     def begin(self, timestep: float | None) -> Call:
         """The forward call that begins now. Where a model has no timestep, each call is a step."""
-        before, last, lists, rises = self._state
+        before, last, lists, rises = self.state
         if last is None or (before is not None and timestep is not None and timestep > before):
             call, lists, rises = Call(0, 0), {}, 0 if last is None else rises + 1
         elif timestep is not None and timestep == before:
             call = Call(last.step, last.number + 1)
         else:
             call, rises = Call(last.step + 1, 0), 0
-        self._state = (timestep, call, lists, rises)
+        self.state = State(timestep, call, {**lists}, rises)
         return call
 
     def keep(self, place: Place, lists: Any) -> None:
