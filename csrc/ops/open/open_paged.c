@@ -26,7 +26,7 @@ static ba_status take_selected_of_queries(const ba_paged_args *args, ba_problem 
     p->cu_rows = p->cu_q;
     p->block_q = 1;
     p->block_rows = p->q_len;
-    p->block_kv = args->selected_size;
+    p->block_kv = ba_min(args->selected_size, BA_MOST_TOKENS);
     p->block_columns = ba_ceil_div(p->kv_len, p->block_kv);
     return BA_OK;
 }

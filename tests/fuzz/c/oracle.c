@@ -64,12 +64,12 @@ static double element(const ba_block_sparse_args *a, const ba_tensor *t, int64_t
 static bool is_listed(const ba_block_sparse_args *a, int64_t heads, int64_t kv_heads, int64_t batch, int64_t head, int64_t query, int64_t key) {
     const ba_tensor *t = &a->blocks;
     if (!t->data && t->ndim == 0) return true;
-    const int64_t *dims = t->dims + (a->cu_rows ? 0 : 1);
-    const int64_t row = query / a->block_q + (a->cu_rows ? a->cu_rows[batch] : 0);
-    const int64_t list_head = dims[0] == heads ? head : dims[0] == 1 ? 0 : head / (heads / kv_heads);
-    for (int64_t i = 0; i < dims[2]; i++) {
-        const int64_t with_batch[] = {t->dims[0] == 1 ? 0 : batch, list_head, row, i}, without[] = {list_head, row, i};
-        const double entry = fz_get(t, a->cu_rows ? without : with_batch);
+    const int last = t->ndim - 1; /* columns, before them rows; the axes of heads and of batch entries may be missing */
+    const int64_t row = query / a->block_q + (a->cu_rows ? a->cu_rows[batch] : 0), list_heads = last >= 2 ? t->dims[last - 2] : 1;
+    const int64_t list_head = list_heads == heads ? head : list_heads == 1 ? 0 : head / (heads / kv_heads);
+    for (int64_t i = 0; i < t->dims[last]; i++) {
+        const int64_t at[] = {last < 3 || t->dims[0] == 1 ? 0 : batch, list_head, row, i};
+        const double entry = fz_get(t, at + 3 - last);
         if (entry < 0) return false;
         if ((int64_t)entry == key / a->block_kv) return true;
     }
