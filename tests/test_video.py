@@ -241,7 +241,7 @@ def test_gradients_come_back_in_the_order_of_the_model():
 
 
 def test_blocks_of_a_cube_list_cubes():
-    """Blocks that hold whole cubes list those that the rule sees, and nothing more."""
+    """Where each block holds whole cubes, its list has the blocks of the cubes that the rule sees, and no others."""
     order = order_of([(8, 16, 24)], (4, 4, 4))
     for rule in RULES:
         mask = sabi.to_block_mask(video.blocks(order, rule), 48)[0, 0]

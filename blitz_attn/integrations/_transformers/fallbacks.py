@@ -32,7 +32,7 @@ def why_not_tensors(q: Any, k: Any, v: Any) -> str | None:
 
 @torch.compiler.assume_constant_result
 def tell(text: str, integration: str = "transformers", told: set[str] = TOLD) -> None:
-    """Log a warning, unless it is among those that were `told`. torch.compile does so while it traces."""
+    """Log a warning, unless `told` has it already. Under torch.compile, it is logged while the call is traced."""
     if text not in told:
         told.add(text)
         logging.getLogger(f"blitz_attn.integrations.{integration}").warning(text)
