@@ -43,10 +43,13 @@ NOT_TAKEN_OF_PAGES = tuple(name for name in NOT_TAKEN if name != KV_FORMAT.name)
 
 def kv_format_of(kv_dtype: Any, name: str) -> str | None:
     """The format of a cache as the operator takes it: a name, two names joined by a comma, or None."""
-    names = (kv_dtype,) if isinstance(kv_dtype, str) else tuple(kv_dtype or ())
-    if len(names) > 2 or any(x not in CELL_BYTES for x in names):
-        raise ValueError(f"{name}: expected 'q8_0', 'q4_0', 'q4_1', or a pair of them for keys and values, got {shown(kv_dtype)}")
-    return ",".join(names) or None
+    if kv_dtype is None:
+        return None
+    names = tuple(kv_dtype) if isinstance(kv_dtype, (tuple, list)) else (kv_dtype,)
+    if len(names) not in (1, 2) or any(not isinstance(x, str) or x not in CELL_BYTES for x in names):
+        expected = f"{name}: expected 'q8_0', 'q4_0', 'q4_1', or a pair of them for keys and values, got {shown(kv_dtype)}"
+        raise (ValueError if isinstance(kv_dtype, (str, tuple, list)) else TypeError)(expected)
+    return ",".join(names)
 
 
 def _json(x: Any) -> str:
