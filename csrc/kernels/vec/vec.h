@@ -34,6 +34,7 @@
 #undef BA_HAVE_V_BYTES
 #undef BA_HAVE_V_E4M3
 #undef BA_HAVE_V_SPREAD_F16
+#undef BA_HAVE_V_LOOK_UP
 #undef BA_HAVE_V_PAIRS_I8
 #undef BA_HAVE_V_PAIRS_E4M3
 #undef BA_HAVE_V_JOIN
@@ -412,6 +413,18 @@ BA_INLINE void NAME(v_spread_two_f16)(const void *p, vec *one, vec *other) {
     *one = NAME(v_spread_f16)(p);
     *other = NAME(v_spread_f16)((const char *)p + 2);
 }
+#endif
+#if BA_LANES == 16
+/* 0, 1, 2 ... */
+BA_INLINE vec NAME(v_count)(void) { return (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+/* The lane of `table` whose number the low four bits of an index are, for each index. */
+#ifndef BA_HAVE_V_LOOK_UP
+BA_INLINE vec NAME(v_look_up)(vec table, ivec indices) {
+    vec found;
+    for (int i = 0; i < BA_LANES; i++) found[i] = table[indices[i] & 15];
+    return found;
+}
+#endif
 #endif
 /* These load n elements of one byte as bfloat16, two in each lane; zeros fill the vector where n is less than 2 * BA_LANES. Nothing is rounded: all
  * numbers of int8 and of e4m3 are numbers of bfloat16. */

@@ -119,6 +119,9 @@ BA_INLINE void NAME(v_spread_two_f16)(const void *p, vec *one, vec *other) {
     *other = (vec)_mm512_broadcastss_ps(_mm_movehdup_ps(both));
 }
 
+#define BA_HAVE_V_LOOK_UP 1
+BA_INLINE vec NAME(v_look_up)(vec table, ivec indices) { return (vec)_mm512_permutexvar_ps((__m512i)indices, (__m512)table); }
+
 BA_INLINE __m256i NAME(v_load_bytes)(const void *p, int64_t n) {
     return n >= 32 ? _mm256_loadu_si256((const __m256i *)p) : _mm256_maskz_loadu_epi8((1u << n) - 1, p);
 }
