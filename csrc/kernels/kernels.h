@@ -117,12 +117,13 @@ typedef struct ba_panel {
     const int32_t *hi;
 } ba_panel;
 
-/* Rows to prefetch: `bytes` bytes of each, from `offset` on. A few kernel prefetches them while it works, a little at every step, in up to
+/* Rows to prefetch: `bytes` bytes of each, from `offset` on, or of the last `others` rows `other_bytes` bytes. A few kernel prefetches them while it works, a little at every step, in up to
  * BA_PREFETCH_PASSES passes over them: pass i begins at row skip[i]. skip[0] is 0, and later passes begin farther on; -1: there is no such pass. */
 enum { BA_PREFETCH_PASSES = 3 };
 typedef struct ba_prefetch_rows {
     const void *const *rows;
     int64_t count, offset, bytes, skip[BA_PREFETCH_PASSES];
+    int64_t others, other_bytes; /* few */
 } ba_prefetch_rows;
 
 /* What is added to the scores of a panel over a chunk, after the softcap. */

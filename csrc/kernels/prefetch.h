@@ -29,8 +29,8 @@ typedef struct ba_prefetch_pass {
 
 typedef struct ba_prefetcher {
     ba_prefetch_pass pass[BA_PREFETCH_PASSES];
-    const void *const *end;
-    int64_t offset, bytes; /* as in ba_prefetch_rows */
+    const void *const *others, *const *end;
+    int64_t offset, bytes, other_bytes; /* as in ba_prefetch_rows */
     int64_t share;         /* a sixteenth of all lines */
     int64_t run;           /* the most rows of a run; 1 where the first two rows have a gap between them */
     int farthest;          /* the index of the pass that is farthest from the use */
@@ -39,18 +39,21 @@ typedef struct ba_prefetcher {
 /* A pass that goes on at `row`. Its run has the prefetcher's most rows, halved until they follow each other without a gap. */
 static inline ba_prefetch_pass ba_prefetch_pass_from(const ba_prefetcher *a, const void *const *row) {
     if (row >= a->end) return (ba_prefetch_pass){.row = a->end};
+    const void *const *end = row < a->others ? a->others : a->end;
+    const int64_t bytes = row < a->others ? a->bytes : a->other_bytes;
     int64_t rows = a->run;
-    while (rows > 1 && (a->end - row < rows || (const char *)row[rows - 1] - (const char *)*row != (rows - 1) * a->bytes)) rows /= 2;
+    while (rows > 1 && (end - row < rows || (const char *)row[rows - 1] - (const char *)*row != (rows - 1) * bytes)) rows /= 2;
     const char *at = (const char *)*row + a->offset;
-    return (ba_prefetch_pass){at, at + rows * a->bytes, row, rows};
+    return (ba_prefetch_pass){at, at + rows * bytes, row, rows};
 }
 
 /* The prefetcher of a call's rows to come. Pass i begins at row skip[i]; -1 means that there is no such pass. */
 static inline ba_prefetcher ba_prefetcher_for(ba_prefetch_rows wanted) {
-    ba_prefetcher a = {.end = wanted.rows, .offset = wanted.offset, .bytes = wanted.bytes};
+    ba_prefetcher a = {.end = wanted.rows, .offset = wanted.offset, .bytes = wanted.bytes, .other_bytes = wanted.other_bytes};
     for (int i = 0; i < BA_PREFETCH_PASSES; i++) a.pass[i].row = a.end;
     if (wanted.count <= 0) return a;
     a.end += wanted.count;
+    a.others = a.end - wanted.others;
     a.run = wanted.count > 1 && (const char *)wanted.rows[1] - (const char *)wanted.rows[0] == wanted.bytes ? BA_PREFETCH_RUN : 1;
     for (int i = 0; i < BA_PREFETCH_PASSES; i++) {
         const int64_t skip = wanted.skip[i] < 0 ? wanted.count : ba_min(wanted.skip[i], wanted.count);

@@ -11,7 +11,7 @@ static inline bool ba_heads_are_beside(int64_t head_step, int64_t row_step, int6
 
 /* `bytes` bytes of each of `count` rows, from `offset` on, which are requested once. */
 static inline ba_prefetch_rows ba_prefetch_once(const void *const *rows, int64_t count, int64_t offset, int64_t bytes) {
-    ba_prefetch_rows wanted = {rows, count, offset, bytes, {0}};
+    ba_prefetch_rows wanted = {.rows = rows, .count = count, .offset = offset, .bytes = bytes};
     for (int i = 1; i < BA_PREFETCH_PASSES; i++) wanted.skip[i] = -1;
     return wanted;
 }

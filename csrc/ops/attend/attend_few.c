@@ -50,17 +50,21 @@ typedef struct row_run {
     const void **rows; /* [keys]: rows of the item's first head */
     int64_t keys;
     int64_t offset; /* bytes from each of these rows to the row that is read */
+    int64_t bytes;  /* of a row that is read */
 } row_run;
 
 /* What to prefetch while `now` is read: first the rows of `now`, except for its first ones, which lie nearer than any pass reaches, and then the
  * first rows of `then`, which is read next. The pointers to the latter are written behind those of now->rows, so that one array has all. A prefetcher
  * adds the offset of `now` to every pointer, so it is subtracted from those of `then`. */
-static ba_prefetch_rows find_ahead(const ba_attend_call *c, const row_run *now, const row_run *then, int64_t bytes) {
-    const int64_t more = ba_min(then->keys, most_rows_ahead(c, bytes)), all = now->keys + more, nearest = rows_ahead(c, 0, bytes);
+static ba_prefetch_rows find_ahead(const ba_attend_call *c, const row_run *now, const row_run *then) {
+    const int64_t more = then->keys ? ba_min(then->keys, most_rows_ahead(c, then->bytes)) : 0, all = now->keys + more;
+    const int64_t nearest = rows_ahead(c, 0, now->bytes), begin = ba_min(nearest, all);
     for (int64_t j = 0; j < more; j++) now->rows[now->keys + j] = (const char *)then->rows[j] + then->offset - now->offset;
-    ba_prefetch_rows ahead = ba_prefetch_once(now->rows + ba_min(nearest, all), all - ba_min(nearest, all), now->offset, bytes);
+    ba_prefetch_rows ahead = ba_prefetch_once(now->rows + begin, all - begin, now->offset, now->bytes);
+    ahead.others = ba_min(more, ahead.count);
+    ahead.other_bytes = then->bytes;
     for (int i = 1; i < BA_PREFETCH_PASSES; i++)
-        if (c->few_prefetch->distances[i]) ahead.skip[i] = rows_ahead(c, i, bytes) - nearest;
+        if (c->few_prefetch->distances[i]) ahead.skip[i] = rows_ahead(c, i, now->bytes) - nearest;
     return ahead;
 }
 
@@ -70,13 +74,14 @@ static void prefetch_ahead(const ba_attend_call *c, const ba_attend_scratch *w, 
                            const ba_chunk_rows *here, const ba_chunk_rows *next) {
     const ba_problem *p = c->problem;
     const int64_t size = p->kv_element_size, k_step = p->k.head_stride * size;
+    const int64_t k_bytes = rows_bytes(p, &p->k, p->k_width, heads), v_bytes = rows_bytes(p, &p->v, p->v_width, heads);
     const bool more = first + heads < item->kv_heads;
-    const row_run k = {here->k_rows, here->keys, first * k_step}, v = {here->v_rows, here->keys, first * p->v.head_stride * size};
+    const row_run k = {here->k_rows, here->keys, first * k_step, k_bytes}, v = {here->v_rows, here->keys, first * p->v.head_stride * size, v_bytes};
     row_run then = {0};
-    if (more) then = (row_run){here->k_rows, here->keys, (first + heads) * k_step};
-    else if (next) then = (row_run){next->k_rows, next->keys, 0};
-    w->chunks->k_prefetch = find_ahead(c, &k, &v, rows_bytes(p, &p->k, p->k_width, heads));
-    w->chunks->v_prefetch = find_ahead(c, &v, &then, rows_bytes(p, &p->v, p->v_width, heads));
+    if (more) then = (row_run){here->k_rows, here->keys, (first + heads) * k_step, k_bytes};
+    else if (next) then = (row_run){next->k_rows, next->keys, 0, k_bytes};
+    w->chunks->k_prefetch = find_ahead(c, &k, &v);
+    w->chunks->v_prefetch = find_ahead(c, &v, &then);
 }
 
 /* Sets w->panels and w->chunks for one kernel call: for each of the heads first .. first + heads - 1, panel `number` of its tile `i`, and the keys of
