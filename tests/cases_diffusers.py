@@ -14,6 +14,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from blitz_attn import sabi, video  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 logged: list[str] = []  # what the integration has logged during a test
 logging.getLogger("blitz_attn.integrations.diffusers").addFilter(lambda record: logged.append(record.getMessage()) or True)
 

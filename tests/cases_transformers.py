@@ -15,6 +15,7 @@ from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache, register  # noqa: E402
 
 register()  # once, for all tests that import this file
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

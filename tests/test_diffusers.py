@@ -22,11 +22,11 @@ from cases_diffusers import (  # noqa: E402
     close,
     forward,
     inputs,
+    pytestmark,  # noqa: F401
     small_model,
 )
 from interpreters import python  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 DISPATCHED = [name for name in MODELS if name != "cog"]  # its processor calls torch's attention, whatever the backend
 
 

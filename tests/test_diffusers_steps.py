@@ -17,11 +17,11 @@ from cases_diffusers import (  # noqa: E402
     _one_thread,  # noqa: F401
     forward,
     inputs,
+    pytestmark,  # noqa: F401
     small_model,
 )
 from test_diffusers_video import LOCAL, SMALL, computed, reasons  # noqa: E402, F401
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 CHOSEN = SparseVideo(density=0.3, **SMALL)
 
 

@@ -22,12 +22,12 @@ from cases_diffusers import (  # noqa: E402
     geometry_of,
     inputs,
     logged,
+    pytestmark,  # noqa: F401
     small_model,
     token_mask,
     under_masks,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 FULL = Neighbourhood((None, None, None))
 LOCAL = Neighbourhood((1, 0, 1))
 SMALL = {"cube": (2, 2, 3), "block_shape": (12, 8), "min_tokens": 1}  # cubes and blocks for grids of a hundred tokens

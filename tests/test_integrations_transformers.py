@@ -27,10 +27,9 @@ from cases_transformers import (  # noqa: E402
     in_chunks,
     make_cache,
     padded,
+    pytestmark,  # noqa: F401
     small_model,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 # ---- Small models against eager attention --------------------------------------------------------------------------
 

@@ -22,11 +22,10 @@ from cases_transformers import (  # noqa: E402
     call,
     eager,
     forward,
+    pytestmark,  # noqa: F401
     small_model,
     tensors,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 # ---- One call of the attention function ----------------------------------------------------------------------------
 

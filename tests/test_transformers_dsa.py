@@ -27,10 +27,9 @@ from cases_transformers import (  # noqa: E402
     make_cache,
     padded,
     positions,
+    pytestmark,  # noqa: F401
     tensors,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -25,12 +25,11 @@ from cases_transformers import (  # noqa: E402
     eager,
     forward,
     positions,
+    pytestmark,  # noqa: F401
     seen_by_calls,
     small_model,
     tensors,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 def holes():

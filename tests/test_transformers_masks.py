@@ -19,11 +19,10 @@ from cases_transformers import (  # noqa: E402
     call,
     eager,
     padded,
+    pytestmark,  # noqa: F401
     seen_by_calls,
     tensors,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 # ---- Masks ---------------------------------------------------------------------------------------------------------
 

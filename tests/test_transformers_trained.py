@@ -24,11 +24,10 @@ from cases_transformers import (  # noqa: E402
     make_cache,
     padded,
     positions,
+    pytestmark,  # noqa: F401
 )
 from test_transformers_dsa import FAMILIES, generated, prompt  # noqa: E402
 from test_transformers_dsa import small_model as any_small_model  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 def small_model(name, topk=6):

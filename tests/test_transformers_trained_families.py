@@ -25,9 +25,8 @@ from cases_transformers import (  # noqa: E402
     make_cache,
     padded,
     positions,
+    pytestmark,  # noqa: F401
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "moe_intermediate_size": 16, "num_attention_heads": 4, "max_position_embeddings": 256,
