@@ -18,7 +18,6 @@ from blitz_attn.integrations.diffusers import register  # noqa: E402
 from cases_diffusers import (  # noqa: E402
     MODELS,
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     close,
     forward,
     inputs,

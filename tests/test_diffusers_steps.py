@@ -14,7 +14,6 @@ from blitz_attn.integrations.diffusers import SparseVideo, sparse_video  # noqa:
 from blitz_attn.video import Schedule  # noqa: E402
 from cases_diffusers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     forward,
     inputs,
     pytestmark,  # noqa: F401

@@ -16,7 +16,6 @@ from blitz_attn.video import Geometry, Neighbourhood, Radial, Schedule, SlidingT
 from cases_diffusers import (  # noqa: E402
     MODELS,
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     close,
     forward,
     geometry_of,

@@ -21,7 +21,6 @@ from cases_transformers import (  # noqa: E402
     MODELS,
     WINDOWED,
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     draw_sizes,
     forward,
     in_chunks,

@@ -15,7 +15,6 @@ from blitz_attn.integrations._transformers.masks import RuleMask, make_mask  # n
 from blitz_attn.integrations.transformers import SparseConfig, configure  # noqa: E402
 from cases_transformers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     call,
     eager,
     padded,

@@ -17,7 +17,6 @@ from blitz_attn.integrations._transformers.masks import make_mask  # noqa: E402
 from blitz_attn.integrations.transformers import trained_sparse  # noqa: E402
 from cases_transformers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     draw_sizes,
     forward,
     in_chunks,
