@@ -294,6 +294,13 @@ def test_a_matrix_as_a_mask_is_left_to_the_model(model):
     assert any("because of a mask that was made as a matrix" in text for text in logged())
 
 
+def test_under_autocast_the_model_chooses(model):
+    with trained_sparse(model), torch.autocast("cpu", dtype=torch.bfloat16):
+        forward(model, "blitz_attn", prompt(2, 24))
+    assert any(text.endswith("because of torch.autocast, which rounds its scores") for text in logged())
+    assert dsa.why_not(torch.empty(1, device="meta"), None) == "tensors on meta"
+
+
 def test_the_part_of_a_mask_that_indexers_take_stays_a_rule():
     padding = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]).bool()
     mask = make_mask(2, 3, 4, 1, attention_mask=padding)

@@ -260,3 +260,10 @@ def test_positions_that_begin_again(name):
         with as_trained(model, True):
             found = forward(model, "blitz_attn", ids, position_ids=where, **options)
         assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_under_autocast_the_model_chooses(name):
+    with as_trained(small_model(name), True), torch.autocast("cpu", dtype=torch.bfloat16):
+        forward(small_model(name), "blitz_attn", prompt(2, 30))
+    assert any(text.endswith("because of torch.autocast, which rounds its scores") for text in TOLD)
