@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -406,3 +406,20 @@ def in_turns(contenders: Sequence[Contender], args: argparse.Namespace, progress
             progress.add(share * contender.work / whole, contender.label)
             if turn == turns - 1:
                 yield contender
+
+
+class Clock:
+    """Adds up the seconds that modules of torch take without the linear layers in them, except for a layer that is `counted`."""
+
+    def __init__(self, modules: Iterable[Any], now: Callable[[], float] = time.perf_counter, counted: Any = None) -> None:
+        import torch
+
+        self.seconds, self._now = 0.0, now
+        for module in modules:
+            linear = (x for x in module.modules() if isinstance(x, torch.nn.Linear) and x is not counted)
+            for part, sign in ((module, 1), *((x, -1) for x in linear)):
+                part.register_forward_pre_hook(functools.partial(self._add, -sign))
+                part.register_forward_hook(functools.partial(self._add, sign))
+
+    def _add(self, sign: int, *_: Any) -> None:
+        self.seconds += sign * self._now()

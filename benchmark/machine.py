@@ -1,4 +1,4 @@
-"""This machine's limits: the sizes of its caches, and the peaks that the library's own vector and tile code reaches."""
+"""This machine's limits: the sizes of its caches, and the peak that the library's own vector code reaches."""
 
 from __future__ import annotations
 
@@ -51,9 +51,3 @@ def read_sizes(threads: int) -> dict[str, int]:
 def peak_flops(threads: int, seconds: float = 0.15) -> float:
     """F in GFLOP/s of the level in use, all threads together."""
     return _core.probe_flops(_core.isa_active(), seconds, threads)
-
-
-def peak(dtype: str, threads: int, seconds: float = 0.15) -> float:
-    """The limit of arithmetic in `dtype`, in GFLOP/s, all threads together: P for bfloat16 on a CPU with tiles, else F."""
-    tiles = _core.probe_tile_flops(_core.isa_active(), seconds, threads) if dtype == "bfloat16" else 0.0
-    return tiles or peak_flops(threads, seconds=seconds)

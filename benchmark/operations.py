@@ -605,9 +605,14 @@ def _has_tiles(level: str) -> bool:
     return _core.probe_tile_flops(level, 0.001, 1) > 0
 
 
+def peak_name(dtype: str, level: str) -> str:
+    """The limit of arithmetic in a dtype: P_sustained for bfloat16 on a CPU with tiles, else F."""
+    return SUSTAINED if dtype == "bfloat16" and _has_tiles(level) else "F"
+
+
 def _limits_of(work: Work, dtype: str, level: str, threads: int) -> list[tuple[Any, ...]]:
     """The limits that may bind, as arguments of `_probe`. Sizes to read are rounded, so that operations of similar size share a probe."""
-    limits: list[tuple[Any, ...]] = [(SUSTAINED if dtype == "bfloat16" and _has_tiles(level) else "F", level, threads)]
+    limits: list[tuple[Any, ...]] = [(peak_name(dtype, level), level, threads)]
     if work.flops / work.bytes < READ_BINDS_BELOW:
         size = work.bytes / threads
         unit = 1 << 20 if size >= 1 << 21 else 4096

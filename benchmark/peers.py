@@ -7,7 +7,8 @@
 
 Contenders, as far as installed: NumPy (three lines), torch (scaled_dot_product_attention), flex (torch's flex_attention, compiled, with
 an equal BlockMask), onnxruntime (MultiHeadAttention), OpenVINO and JAX; `pip install .[peers]` installs them. Each is asked for the same
-result, and is timed only if its error against float64 is within the bound for the dtype. `Over_ours` is its time over this library's: above
+result, and is timed only if its error against float64 is within the bound for the dtype. `Share_of_limit` is its rate over the limit of
+arithmetic that `Bound_by` names: P_sustained for bfloat16 on a CPU with tiles, else F. `Over_ours` is its time over this library's; above
 1, this library is faster. A contender that cannot run a cell, or would need longer than --most-seconds for it, has a row without a time,
 with the reason behind a #.
 """
@@ -19,14 +20,14 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import _bench  # noqa: F401  (finds the library of this checkout)
 import blitz_attn
-import machine
 from _bench import Contender, Report, above_zero, columns, command, in_turns, parameters, parser_of, positive, share
 from blitz_attn import _core
-from operations import Attention, draw, is_feasible, memory_available
+from operations import Attention, draw, is_feasible, memory_available, peak_name
 from other_libraries import BLOCK, OURS, Step, UnavailableError, pause, reason_of
 from other_libraries import PREFILL_PEERS as PEERS
 
@@ -43,7 +44,7 @@ SETTLE_SECONDS = 0.03
 
 COLUMNS = columns(
     "dtype:9 D:4 rule:7 sparsity:8.2f H:3 S:6 threads:7 contender:12 Equal:6 Error:8.1e Time_[usec]:12.1f GFLOP/s:8.1f "
-    "Limit_[GFLOP/s]:15.1f Share_of_limit:14.3f Over_ours:10.2f"
+    "Limit_[GFLOP/s]:15.1f Bound_by:11 Share_of_limit:14.3f Over_ours:10.2f"
 )
 CELL_COLUMNS = ("dtype", "D", "rule", "sparsity", "H", "S", "threads")  # what a row measures, except for the contender
 
@@ -105,13 +106,15 @@ class Table:
 
     def measure(self, cell: Cell, share: float) -> None:
         """Measure and print the rows of a cell. For each number of threads, ours comes first."""
-        args, asked = self.args, cell.draw(self.args)
+        args, asked, level = self.args, cell.draw(self.args), _core.isa_active()
+        bound = peak_name(cell.dtype, level)
+        probe = _core.probe_flops if bound == "F" else _core.probe_tile_flops
         limits: dict[int, Contender] = {}
         timed: dict[tuple[int, str], tuple[Contender, float]] = {}
         reasons: dict[tuple[int, str], str] = {}
         contenders: list[Contender] = []
         for threads in args.threads:
-            limits[threads] = Contender("limit", lambda threads=threads: machine.peak(cell.dtype, threads, seconds=PROBE_SECONDS))
+            limits[threads] = Contender("limit", partial(probe, level, PROBE_SECONDS, threads))
             contenders.append(limits[threads])
             for name in (OWN, *args.peers):
                 try:
@@ -130,7 +133,7 @@ class Table:
         for threads in args.threads:
             limit = limits[threads].value
             for name in (OWN, *args.peers):
-                values = known | {"threads": threads, "contender": name, "Limit_[GFLOP/s]": limit}
+                values = known | {"threads": threads, "contender": name, "Limit_[GFLOP/s]": limit, "Bound_by": bound}
                 if (threads, name) in timed:
                     contender, error = timed[threads, name]
                     rate = asked.flops / contender.median / 1e9
@@ -149,7 +152,7 @@ class Table:
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A line per cell with our rate, its share of the limit and each peer's time over ours; then the number of cells with a peer ahead."""
     names = [name for name in PEERS if any(row["contender"] == name for row in rows)]
-    shown = [column for column in COLUMNS if column.name in (*CELL_COLUMNS, "GFLOP/s", "Share_of_limit")]
+    shown = [column for column in COLUMNS if column.name in (*CELL_COLUMNS, "GFLOP/s", "Bound_by", "Share_of_limit")]
     shown += columns(" ".join(f"{name}/ours:{len(name) + 5}.2f" for name in names))
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:  # ours come first

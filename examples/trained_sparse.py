@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
 
-import _bench  # noqa: F401  (finds the library of this checkout)
+import _bench
 
 WAYS = {"eager": "eager", "sdpa": "sdpa", "blitz_attn": "blitz_attn", "dense": "blitz_attn", "ours": "blitz_attn"}  # attn_implementation
 COLUMNS = ("family", "what", "way", "dtype", "tokens", "threads", "seconds", "attention", "MiB")
@@ -101,24 +101,6 @@ def filled_cache(model: Any, family: str, tokens: int, dtype: Any) -> Any:
     return cache
 
 
-def count_attention(attention: Any) -> list[float]:
-    """Where the processor seconds of a layer's attention without its projections are added up."""
-    import torch
-
-    spent = [0.0]
-
-    def add(sign: int) -> Any:
-        return lambda *_: spent.__setitem__(0, spent[0] + sign * time.process_time())
-
-    attention.register_forward_pre_hook(add(-1))
-    attention.register_forward_hook(add(1))
-    for part in attention.modules():
-        if isinstance(part, torch.nn.Linear) and part is not getattr(attention, "kv_b_proj", None):  # which expands keys and values
-            part.register_forward_pre_hook(add(1))
-            part.register_forward_hook(add(-1))
-    return spent
-
-
 def memory(name: str) -> int:
     """Bytes that this process has now ("VmRSS"), or had at most since `forget_peak` ("VmHWM"), by Linux."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
@@ -141,7 +123,8 @@ def measure(family: str, what: str, way: str, dtype_name: str, tokens: int, thre
     blitz_attn.set_num_threads(threads)
     dtype = getattr(torch, dtype_name)
     model, cache = make_model(family, way, dtype), None
-    spent = count_attention(model.layers[0].self_attn)
+    attention = model.layers[0].self_attn
+    clock = _bench.Clock([attention], time.process_time, counted=getattr(attention, "kv_b_proj", None))  # which expands keys and values
     ids = torch.randint(1, 128, (1, tokens if what == "prompt" else 1))
     with torch.no_grad():
         if what == "step":
@@ -153,10 +136,10 @@ def measure(family: str, what: str, way: str, dtype_name: str, tokens: int, thre
         forget_peak()
         before = memory("VmRSS")
         while used < LEAST_SECONDS or best == float("inf"):
-            spent[0], begin = 0.0, time.perf_counter()
+            clock.seconds, begin = 0.0, time.perf_counter()
             model(ids, cache=cache, use_cache=cache is not None)
             seconds = time.perf_counter() - begin
-            best, least, used = min(best, seconds), min(least, spent[0]), used + seconds
+            best, least, used = min(best, seconds), min(least, clock.seconds), used + seconds
     return best, least, memory("VmHWM") - before
 
 

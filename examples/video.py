@@ -70,26 +70,7 @@ def make_model(grid: Sequence[int], args: argparse.Namespace) -> Any:
     return model.to(getattr(torch, args.dtype)).eval()
 
 
-class Clock:
-    """Adds up the time that the self-attention of a model's blocks takes without its projections."""
-
-    def __init__(self, model: Any) -> None:
-        import torch
-
-        self.seconds = 0.0
-        for block in model.blocks:
-            for module, sign in [(block.attn1, 1)] + [(x, -1) for x in block.attn1.modules() if isinstance(x, torch.nn.Linear)]:
-                module.register_forward_pre_hook(self.adder(-sign))
-                module.register_forward_hook(self.adder(sign))
-
-    def adder(self, sign: int) -> Any:
-        def add(*_: Any) -> None:
-            self.seconds += sign * time.perf_counter()
-
-        return add
-
-
-def denoise(model: Any, clock: Clock, grid: Sequence[int], args: argparse.Namespace) -> tuple[list[Any], list[float], list[float]]:
+def denoise(model: Any, clock: _bench.Clock, grid: Sequence[int], args: argparse.Namespace) -> tuple[list[Any], list[float], list[float]]:
     """The latents after each step, and the seconds of each step and of its self-attention."""
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler
@@ -131,7 +112,7 @@ def measure(grid: tuple[int, int, int], args: argparse.Namespace, writer: Any) -
 
     register()
     model = make_model(grid, args)
-    clock = Clock(model)
+    clock = _bench.Clock(block.attn1 for block in model.blocks)
     configs = ways(args.dense_steps)
     expected = None
     for way in dict.fromkeys(("dense", *args.ways)):  # the others are compared with it

@@ -14,6 +14,10 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from blitz_attn import sabi, video  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.usefixtures("one_torch_thread"),
+]
 logged: list[str] = []  # what the integration has logged during a test
 logging.getLogger("blitz_attn.integrations.diffusers").addFilter(lambda record: logged.append(record.getMessage()) or True)
 
@@ -132,15 +136,6 @@ def under_masks(monkeypatch, model, given, tokens, masks):
 def close(found, expected):
     """Whether results differ by rounding alone."""
     return (found - expected).abs().max() < 1e-4 * max(1.0, expected.abs().max().item()) and math.isfinite(found.abs().max().item())
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Use one thread: in small models, several threads would wait for each other more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache, register  # noqa: E402
 
 register()  # once, for all tests that import this file
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"), pytest.mark.usefixtures("one_torch_thread")]
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -64,15 +65,6 @@ def small_model(name):
 def reset_configurations():
     TOLD.clear()
     configure(SparseConfig())
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Use one thread: in small models, several threads would wait for each other more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

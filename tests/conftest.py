@@ -25,6 +25,17 @@ def isa_level(request):
         yield request.param
 
 
+@pytest.fixture(scope="module")
+def one_torch_thread():
+    """Torch uses one thread: in small models, several threads would wait for each other more than they compute."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def show(capfd):
     """Prints a line while a long test still runs."""

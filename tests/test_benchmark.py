@@ -270,6 +270,8 @@ def test_tiles_are_measured_before_and_after_each_sample(small_operations, tmp_p
     monkeypatch.setattr(operations, "_has_tiles", lambda level: True)
     (limit,) = [row for row in roofline.limits(1, ["portable"], 0.001) if "tiles" in row["what"]]
     assert (limit["what"], limit["value"]) == ("tiles_sustained", 1e-3)
+    rows = rows_of(main_of("peers", "-S 128 -H 1 -D 16 --sparsities 0 --no-causal --repeats 1 --threads 1 --peers", capsys))
+    assert [row["Bound_by"] for row in rows if row["contender"] == "ours"] == ["F", "F", "P_sustained"]
     options = f"--threads 1 --repeats 1 --only causal --file {tmp_path / 'r.json'}"
     rows = rows_of(main_of("speed", f"--record {options}", capsys))
     assert {row["dtype"]: row["Bound_by"] for row in rows} == {"float32": "F", "bfloat16": "P_sustained"}

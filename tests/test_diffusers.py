@@ -18,15 +18,14 @@ from blitz_attn.integrations.diffusers import register  # noqa: E402
 from cases_diffusers import (  # noqa: E402
     MODELS,
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     close,
     forward,
     inputs,
+    pytestmark,  # noqa: F401
     small_model,
 )
 from interpreters import python  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 DISPATCHED = [name for name in MODELS if name != "cog"]  # its processor calls torch's attention, whatever the backend
 
 

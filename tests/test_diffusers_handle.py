@@ -24,18 +24,17 @@ from blitz_attn.video import Geometry, Schedule, SlidingTiles  # noqa: E402
 from cases_diffusers import (  # noqa: E402
     MODELS,
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     close,
     forward,
     geometry_of,
     inputs,
     logged,
+    pytestmark,  # noqa: F401
     small_model,
 )
 from interpreters import python  # noqa: E402
 from test_diffusers_video import FULL, LOCAL, SMALL, computed, masks_of, reasons, run, under_masks  # noqa: E402, F401
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 CHOSEN = SparseVideo(density=0.3, **SMALL)
 
 

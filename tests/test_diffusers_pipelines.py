@@ -11,13 +11,12 @@ from blitz_attn.integrations.diffusers import SparseVideo, sparse_video  # noqa:
 from blitz_attn.video import Neighbourhood, Schedule  # noqa: E402
 from cases_diffusers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     close,
+    pytestmark,  # noqa: F401
     small_model,
 )
 from test_diffusers_video import computed, reasons  # noqa: E402, F401
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 TEXT = {"prompt_embeds": (1, 6, 16)}
 GUIDED = TEXT | {"negative_prompt_embeds": (1, 6, 16)}
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}

@@ -14,14 +14,13 @@ from blitz_attn.integrations.diffusers import SparseVideo, sparse_video  # noqa:
 from blitz_attn.video import Schedule  # noqa: E402
 from cases_diffusers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     forward,
     inputs,
+    pytestmark,  # noqa: F401
     small_model,
 )
 from test_diffusers_video import LOCAL, SMALL, computed, reasons  # noqa: E402, F401
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 CHOSEN = SparseVideo(density=0.3, **SMALL)
 
 

@@ -16,18 +16,17 @@ from blitz_attn.video import Geometry, Neighbourhood, Radial, Schedule, SlidingT
 from cases_diffusers import (  # noqa: E402
     MODELS,
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     close,
     forward,
     geometry_of,
     inputs,
     logged,
+    pytestmark,  # noqa: F401
     small_model,
     token_mask,
     under_masks,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 FULL = Neighbourhood((None, None, None))
 LOCAL = Neighbourhood((1, 0, 1))
 SMALL = {"cube": (2, 2, 3), "block_shape": (12, 8), "min_tokens": 1}  # cubes and blocks for grids of a hundred tokens

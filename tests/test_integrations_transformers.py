@@ -21,16 +21,14 @@ from cases_transformers import (  # noqa: E402
     MODELS,
     WINDOWED,
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     draw_sizes,
     forward,
     in_chunks,
     make_cache,
     padded,
+    pytestmark,  # noqa: F401
     small_model,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 # ---- Small models against eager attention --------------------------------------------------------------------------
 

@@ -8,9 +8,8 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from blitz_attn.integrations._transformers.cache import PagedLayer  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
-from cases_transformers import MODELS, _defaults, _one_thread, call, eager, forward, in_chunks, small_model, tensors  # noqa: E402, F401
+from cases_transformers import MODELS, _defaults, call, eager, forward, in_chunks, pytestmark, small_model, tensors  # noqa: E402, F401
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 LOW = [torch.bfloat16, torch.float16]
 STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 IDS = torch.arange(3, 43)[None] + torch.tensor([[0], [17]])

@@ -18,9 +18,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 from blitz_attn.integrations._transformers import attention, batching  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, continuous_batching  # noqa: E402
-from cases_transformers import forward, small_model, tensors  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+from cases_transformers import forward, pytestmark, small_model, tensors  # noqa: E402, F401
 
 KINDS = ("llama", "mistral", "gemma2", "gpt_oss")  # all tokens in each layer, a window in each, and both with a softcap and with sinks
 

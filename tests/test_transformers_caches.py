@@ -16,9 +16,7 @@ import blitz_attn  # noqa: E402
 from blitz_attn.integrations._transformers import steps  # noqa: E402
 from blitz_attn.integrations._transformers.cache import PagedLayer  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
-from cases_transformers import SMALL, WINDOWED, in_chunks, small_model, tensors  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+from cases_transformers import SMALL, WINDOWED, in_chunks, pytestmark, small_model, tensors  # noqa: E402, F401
 
 # What models, masks and `generate` of transformers read from a cache, and from a layer of a cache.
 READ = {

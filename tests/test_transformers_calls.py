@@ -18,15 +18,13 @@ from blitz_attn.integrations._transformers.masks import make_mask  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
 from cases_transformers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     call,
     eager,
     forward,
+    pytestmark,  # noqa: F401
     small_model,
     tensors,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 # ---- One call of the attention function ----------------------------------------------------------------------------
 

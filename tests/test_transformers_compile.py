@@ -15,15 +15,14 @@ from blitz_attn.integrations._transformers.attention import attend_dense  # noqa
 from blitz_attn.integrations._transformers.config import config_of_text  # noqa: E402
 from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
-from cases_transformers import eager, make_cache, padded, small_model  # noqa: E402
+from cases_transformers import eager, make_cache, padded, pytestmark, small_model  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = [*pytestmark, pytest.mark.filterwarnings("ignore::UserWarning")]
 SPARSE = SparseConfig(density=0.5, block_shape=(8, 8), chooser=select.Pooled(pool=4), min_tokens=1)
 
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    torch.set_num_threads(1)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     TOLD.clear()

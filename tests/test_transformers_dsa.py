@@ -18,7 +18,6 @@ from blitz_attn.integrations._transformers.masks import TracedMask, make_mask  #
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
 from cases_transformers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     call,
     draw_sizes,
     eager,
@@ -27,10 +26,9 @@ from cases_transformers import (  # noqa: E402
     make_cache,
     padded,
     positions,
+    pytestmark,  # noqa: F401
     tensors,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,

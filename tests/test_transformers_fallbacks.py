@@ -20,17 +20,15 @@ from blitz_attn.integrations._transformers.masks import RuleMask, TracedMask, ma
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
 from cases_transformers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     call,
     eager,
     forward,
     positions,
+    pytestmark,  # noqa: F401
     seen_by_calls,
     small_model,
     tensors,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 def holes():

@@ -15,15 +15,13 @@ from blitz_attn.integrations._transformers.masks import RuleMask, make_mask  # n
 from blitz_attn.integrations.transformers import SparseConfig, configure  # noqa: E402
 from cases_transformers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     call,
     eager,
     padded,
+    pytestmark,  # noqa: F401
     seen_by_calls,
     tensors,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 # ---- Masks ---------------------------------------------------------------------------------------------------------
 

@@ -17,18 +17,16 @@ from blitz_attn.integrations._transformers.masks import make_mask  # noqa: E402
 from blitz_attn.integrations.transformers import trained_sparse  # noqa: E402
 from cases_transformers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     draw_sizes,
     forward,
     in_chunks,
     make_cache,
     padded,
     positions,
+    pytestmark,  # noqa: F401
 )
 from test_transformers_dsa import FAMILIES, generated, prompt  # noqa: E402
 from test_transformers_dsa import small_model as any_small_model  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 def small_model(name, topk=6):
@@ -294,6 +292,13 @@ def test_a_matrix_as_a_mask_is_left_to_the_model(model):
         found = forward(model, "blitz_attn", ids, attention_mask={"indexed_attention": mask})
     assert (found - expected).abs().max() < 1e-4
     assert any("because of a mask that was made as a matrix" in text for text in logged())
+
+
+def test_under_autocast_the_model_chooses(model):
+    with trained_sparse(model), torch.autocast("cpu", dtype=torch.bfloat16):
+        forward(model, "blitz_attn", prompt(2, 24))
+    assert any(text.endswith("because of torch.autocast, which rounds its scores") for text in logged())
+    assert dsa.why_not(torch.empty(1, device="meta"), None) == "tensors on meta"
 
 
 def test_the_part_of_a_mask_that_indexers_take_stays_a_rule():

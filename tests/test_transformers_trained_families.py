@@ -18,16 +18,14 @@ from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, trained_sparse  # noqa: E402
 from cases_transformers import (  # noqa: E402
     _defaults,  # noqa: F401
-    _one_thread,  # noqa: F401
     draw_sizes,
     forward,
     in_chunks,
     make_cache,
     padded,
     positions,
+    pytestmark,  # noqa: F401
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "moe_intermediate_size": 16, "num_attention_heads": 4, "max_position_embeddings": 256,
@@ -262,3 +260,10 @@ def test_positions_that_begin_again(name):
         with as_trained(model, True):
             found = forward(model, "blitz_attn", ids, position_ids=where, **options)
         assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_under_autocast_the_model_chooses(name):
+    with as_trained(small_model(name), True), torch.autocast("cpu", dtype=torch.bfloat16):
+        forward(small_model(name), "blitz_attn", prompt(2, 30))
+    assert any(text.endswith("because of torch.autocast, which rounds its scores") for text in TOLD)

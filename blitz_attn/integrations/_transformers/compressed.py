@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from ..._select.tokens import select_tokens
-from .._torch.tensors import autocast_dtype
 from .config import config_of
 from .tokens import Appended
-from .trained import Table, check_code, leave
+from .trained import Table, check_code, leave, why_not_states
 
 __all__ = ["ADAPTERS"]
 
@@ -77,8 +76,7 @@ def _choose(indexer: Any, q: Any, keys: Any, weights: Any, positions: np.ndarray
 
 def _compress_and_choose(own: Any, compressor: Any, hidden: Any, residual: Any, position_ids: Any, cache: Any, number: int) -> Any:
     indexer, state = compressor.indexer, cache
-    if autocast_dtype() is not None or hidden.device.type != "cpu":
-        leave(indexer, "torch.autocast, which rounds its scores" if hidden.device.type == "cpu" else f"tensors on {hidden.device}")
+    if leave(indexer, why_not_states(hidden)):
         return own(hidden, residual, position_ids, cache, number)
     if state is None:
         own_cache = sys.modules[type(compressor).__module__].DeepseekV4CSACache

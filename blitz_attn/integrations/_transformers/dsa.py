@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from ..._select.tokens import select_tokens
-from .._torch.tensors import autocast_dtype
 from .config import config_of
 from .latents import Latents, plain_weight
 from .masks import RuleMask
 from .tokens import mark_exact
-from .trained import Table, UnsuitedError, leave
+from .trained import Table, UnsuitedError, leave, why_not_states
 
 __all__ = ["ADAPTERS", "keep_latents", "why_not", "why_not_folded"]
 
@@ -122,8 +121,6 @@ class _Selection:
 
     def _selected(self, q: Any, weights: Any, scale: float, count: int) -> Any:
         k, (batch, queries) = self.keys, q.shape[:2]
-        if k.device.type != "cpu":
-            raise UnsuitedError(f"tensors on {k.device}")
         if self.mask.shape[0] not in (1, batch) or self.mask.shape[1:] != (queries, k.shape[1]):
             raise UnsuitedError(f"a mask of shape {tuple(self.mask.shape)} for {queries} queries and {k.shape[1]} keys")
         assert self.mask.rules is not None  # why_not() leaves a mask without rules to the model
@@ -154,10 +151,11 @@ class _Given:
         return self._keys
 
 
-def why_not(mask: Any) -> str | None:
+def why_not(hidden: Any, mask: Any) -> str | None:
     """Why an indexer is left to the model; None where the rules of its mask are known and have nothing but causality."""
-    if autocast_dtype() is not None:
-        return "torch.autocast, which rounds its scores"
+    reason = why_not_states(hidden)
+    if reason is not None:
+        return reason
     if not isinstance(mask, RuleMask):
         return "a mask that was made as a matrix"
     if mask.rules is None:
@@ -173,7 +171,7 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
     given = bound.arguments
     given.pop("self")
     mask, cache = given["attention_mask"], given.get("cache")
-    reason, call = why_not(mask), None
+    reason, call = why_not(given["hidden_states"], mask), None
     if reason is None:
         call = _Selection(mask, cache, config_of(indexer).num_threads)
         try:
@@ -250,7 +248,7 @@ def _adapters(attention: Any) -> dict[str, Any]:
     methods: dict[str, Any] = {"expand_kv": keep_latents}
     if getattr(attention, "indexer", None) is not None:
         names = inspect.signature(type(attention.indexer).forward).parameters
-        missing = [name for name in ("attention_mask", "cache") if name not in names]
+        missing = [name for name in ("hidden_states", "attention_mask", "cache") if name not in names]
         if missing:
             raise UnsuitedError(f"an indexer that takes no {missing[0]}")
         methods["indexer.forward"] = _choose_tokens

@@ -45,21 +45,13 @@ def _chosen(indexer: Any, mask: RuleMask, q: Any, weights: Any, pooled: Any, **o
     return mask.among(Listed(parts[0] if len(parts) == 1 else torch.cat(parts), size, covers))
 
 
-def _is_left(indexer: Any, hidden: Any, mask: Any) -> bool:
-    """Whether a call is left to the model's own code."""
-    reason = why_not(mask) if hidden.device.type == "cpu" else f"tensors on {hidden.device}"
-    if reason is not None:
-        leave(indexer, reason)
-    return reason is not None
-
-
 # ---- Qwen4 -----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def _choose_means(own: Any, indexer: Any, hidden: Any, embeddings: tuple[Any, Any], mask: Any, cache: Any) -> Any:
     """What the model joins with its mask by `and`: the same mask, with the choice."""
-    if _is_left(indexer, hidden, mask):
+    if leave(indexer, why_not(hidden, mask)):
         return own(hidden, embeddings, mask, cache)
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     size, dim, tokens = indexer.compress_ratio, indexer.index_head_dim, hidden.shape[1]
@@ -99,7 +91,7 @@ def _choose_pools(own: Any, indexer: Any, hidden_states: Any, q_resid: Any, atte
         if past:
             valid = torch.cat([layer.indexer_keys[:, :past, -1].bool(), valid], dim=1)
     mask = make_mask(batch, tokens, length, past, attention_mask=valid)
-    if _is_left(indexer, hidden_states, mask):
+    if leave(indexer, why_not(hidden_states, mask)):
         return own(hidden_states=hidden_states, q_resid=q_resid, attention_mask=attention_mask, cache=cache)
     q = indexer.wq_b(q_resid).unflatten(-1, (-1, indexer.head_dim))
     keys = indexer.k_norm(indexer.wk(hidden_states))

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
+from .._torch.tensors import autocast_dtype
 from .config import config_of
 from .fallbacks import tell
 
-__all__ = ["Table", "Trained", "UnsuitedError", "check_code", "leave", "replace_methods"]
+__all__ = ["Table", "Trained", "UnsuitedError", "check_code", "leave", "replace_methods", "why_not_states"]
 
 Adapters = Callable[[Any], dict[str, Callable[..., Any]]]
 Table = dict[tuple[str, str], Adapters]  # by the last part of the name of the file of a class, and the name of the class
@@ -47,11 +48,21 @@ def check_code(known: dict[str, str], *modules: Any) -> None:
             raise UnsuitedError(f"a release of transformers whose {kind.__name__} differs from that of 5.24")
 
 
-def leave(indexer: Any, reason: str) -> None:
-    """Say that a call is left to the model's own code."""
+def why_not_states(hidden: Any) -> str | None:
+    """Why an indexer with these hidden states is left to the model, whatever its mask; None where it is not."""
+    if hidden.device.type != "cpu":
+        return f"tensors on {hidden.device}"
+    return None if autocast_dtype() is None else "torch.autocast, which rounds its scores"
+
+
+def leave(indexer: Any, reason: str | None) -> bool:
+    """Say that a call is left to the model's own code, if there is a reason. Returns whether there is."""
+    if reason is None:
+        return False
     if config_of(indexer).on_unsupported == "error":
         raise ValueError(f"{type(indexer).__name__}: expected an indexer that blitz_attn can compute, got {reason}")
     tell(f"{type(indexer).__name__}: tokens chosen by the model's own code instead of blitz_attn, because of {reason}")
+    return True
 
 
 @dataclass
