@@ -5,9 +5,9 @@
     python examples/engine.py --kv-dtype int8                # the cache in 8 bits
     python examples/engine.py --model smollm2 --requests 8   # a real model: examples/numpy_llama.py says what to install
 
-Requests come and go while others run. In each step, every running request computes one token, or a chunk of its prompt, and all of them
+Requests come and go while others run. In each step, running requests compute one token each, or chunks of their prompts, and all of them
 share one call of the model and one paged attention call per layer. Full pages are shared among requests that begin alike. Where pages run
-out, the newest request gives up its own and computes them again later. Tokens are chosen greedily.
+out, the newest request gives up its pages and computes its tokens again later. Tokens are chosen greedily.
 
 `--check` then runs each request by itself: with a float32 cache it must get the same tokens (the exit code is 1 if one does not).
 """
@@ -39,8 +39,8 @@ class Request:
     """A prompt, and what has been generated."""
 
     tokens: list[int]  # the prompt, then the new tokens
-    prompt: int  # tokens of the prompt
-    end: int  # the request is complete with this many tokens
+    prompt: int  # how many of them are the prompt's
+    end: int  # with this many tokens, the request is complete
     pages: list[int] = field(default_factory=list)  # none: the request waits
     cached: int = 0  # how many of the tokens are in the pages
     hashes: list[bytes] = field(default_factory=list)  # of full pages
@@ -146,7 +146,7 @@ class Engine:
         return True
 
     def grow(self, request: Request) -> bool:
-        """Give a running request a page for its newest token, if it needs one. The newest running requests pay for it."""
+        """Give a running request a page for its newest token, if it needs one. If none is free, the newest requests are preempted."""
         while len(request.tokens) > len(request.pages) * self.page_size:
             if self.pages.free:
                 request.pages.append(self.pages.take())
@@ -159,7 +159,7 @@ class Engine:
 
     def schedule(self) -> list[tuple[Request, int]]:
         """The requests of the next step, and how many tokens each one computes: first requests that decode, then
-        requests in prefill, then requests that have waited."""
+        requests in prefill, then waiting requests that are admitted."""
         running = sorted((x for x in self.requests if x.pages), key=lambda x: x.missing > 1)[: self.budget]
         ready = [x for x in running if x.pages and self.grow(x)]  # growing may take the pages of requests further behind
         for request in [x for x in self.requests if not x.pages]:

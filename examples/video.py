@@ -5,13 +5,13 @@
     python examples/video.py --draw video.csv -o video.png
     python examples/video.py --grids 33x60x60 --layers 1 --steps 2 --dense-steps 1 --ways dense tiles   # 118800 tokens, one layer
 
-A transformer with the shape of Wan's and random weights runs in diffusers' own loop: a FlowMatchEulerDiscreteScheduler takes noise to
-latents. Every way begins with the same noise: diffusers' own attention ("sdpa"), this library over all blocks ("dense"), and
-`sparse_video` with one rule each. The first --dense-steps steps are dense in all of them. `seconds` is the time of a step, the median of
-the sparse ones; `attention` is the share of self-attention in it, without projections but with rotary embeddings, lists and the order of
-tokens. `density` is the share of blocks that the rule keeps: the mean where each head chooses a rule, and the least where blocks are chosen
-beside a rule. `error` has a number for each step: the distance from the latents of "dense", in units of their norm. Weights are random, so
-the errors show how a difference grows over the steps, not what a trained model would lose.
+A transformer with the shape of Wan's and random weights denoises latents, with a FlowMatchEulerDiscreteScheduler of diffusers. Every way
+begins with the same noise: diffusers' own attention ("sdpa"), this library over all blocks ("dense"), and `sparse_video` with one
+configuration each. The first --dense-steps steps are dense in all of them. `seconds` is the time of a step, the median of the sparse
+ones; `attention` is the share of self-attention in it, without projections but with norms, rotary embeddings, lists and the order of
+tokens. `density` is the share of blocks that the rule keeps: the mean over the rules where each head gets one of several, and a lower
+bound where blocks are chosen in addition to a rule. `error` has a number for each step: the distance from the latents of "dense", in
+units of their norm. Weights are random, so the errors show how a difference grows over the steps, not what a trained model would lose.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def make_model(grid: Sequence[int], args: argparse.Namespace) -> Any:
         ffn_dim=512 * args.heads, num_layers=args.layers, rope_max_seq_len=max(1024, *grid),
     )  # fmt: skip
     with torch.no_grad():
-        for block in model.blocks:  # attention that is as sharp as a trained model's, and that moves the latents as much
+        for block in model.blocks:  # makes attention about as sharp as a trained model's, and lets it move the latents as much
             block.attn1.norm_q.weight.mul_(3)
             block.scale_shift_table.mul_(10)
     return model.to(getattr(torch, args.dtype)).eval()
@@ -94,7 +94,7 @@ def denoise(model: Any, clock: _bench.Clock, grid: Sequence[int], args: argparse
 
 
 def density_of(config: Any, grid: tuple[int, int, int]) -> float:
-    """The share of blocks that a way attends in its sparse steps; at least, where blocks are chosen from the queries and keys."""
+    """The share of blocks that a way attends in its sparse steps; a lower bound where blocks are chosen in addition to a rule."""
     from blitz_attn import video
 
     if config is None:
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", choices=names, default=names, metavar="WAY", help=f"some of {names} (all)")
     parser.add_argument("--steps", type=_bench.positive, default=8, help="denoising steps (%(default)s)")
     parser.add_argument("--dense-steps", type=int, default=2, help="first steps that attend to everything (%(default)s)")
-    parser.add_argument("--heads", type=_bench.positive, default=4, help="of 128 numbers each (%(default)s)")
+    parser.add_argument("--heads", type=_bench.positive, default=4, help="heads, of 128 numbers each (%(default)s)")
     parser.add_argument("--layers", type=_bench.positive, default=2, help="of the model (%(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the model (%(default)s)")
     parser.add_argument("--threads", type=_bench.positive, default=2, help="threads (%(default)s)")

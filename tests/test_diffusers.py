@@ -287,7 +287,7 @@ def test_dropout_is_left_to_torch(computed, caplog):
     ("change", "reason"),
     [
         (lambda q, k, v: ((q.to("meta"), k.to("meta"), v.to("meta")), {}), "tensors on meta"),
-        (lambda q, k, v: ((q, k[:, :7], v[:, :7]), {"is_causal": True}), "a causal rule beside a mask, or for different numbers of queries and keys"),
+        (lambda q, k, v: ((q, k[:, :7], v[:, :7]), {"is_causal": True}), "a causal rule with a mask, or for different numbers of queries and keys"),
         (lambda q, k, v: ((q, k, v), {"_parallel_config": object()}), "context parallelism"),
         (lambda q, k, v: ((q, k, v), {"return_lse": True}), "a returned log-sum-exp"),
         (lambda q, k, v: ((q, k[:, :, :1], v[:, :, :1]), {}), "different heads of queries, keys and values without enable_gqa"),

@@ -511,7 +511,7 @@ def test_sizes_that_are_not_given():
 def test_places_that_are_no_image():
     given = inputs("flux")
     given["img_ids"][5] += 1
-    left("flux", given, "img_ids that are no rows of an image: give a geometry")
+    left("flux", given, "img_ids that are not the rows of images: give a geometry")
 
 
 @pytest.mark.parametrize("options", [{}, {"dense_layers": (0, 1)}, {"min_tokens": 999}, {"schedule": Schedule(dense_steps=9)}], ids=str)
@@ -627,7 +627,7 @@ def test_blocks_are_cubes_where_nothing_else_is_said(cube, size):
         ({}, ValueError, "rule: expected a rule, rules to choose_from or a density, got none of them"),
         ({"rule": 3}, TypeError, f"rule: {RULE}, got int"),
         ({"rule": (3, 3, 3)}, TypeError, f"rule: {RULE}, got int in a tuple"),
-        ({"rule": LOCAL, "choose_from": [LOCAL]}, ValueError, "choose_from: expected no rules to choose from beside a rule, got both"),
+        ({"rule": LOCAL, "choose_from": [LOCAL]}, ValueError, "choose_from: expected no rules to choose from together with a rule, got both"),
         ({"choose_from": LOCAL}, TypeError, "choose_from: expected a tuple of rules, got Neighbourhood"),
         ({"density": 0}, ValueError, "density: expected a number above 0 and at most 1, got 0"),
         ({"choose_from": [LOCAL, 3]}, TypeError, f"choose_from: {RULE}, got int in a list"),
@@ -635,7 +635,7 @@ def test_blocks_are_cubes_where_nothing_else_is_said(cube, size):
         ({"density": [0.1, 0.2]}, TypeError, "density: expected a number, got list"),
         (
             {"density": 0.5, "schedule": Schedule(densities=0.2)}, ValueError,
-            "density: expected None beside a schedule that has densities, got 0.5",
+            "density: expected None with a schedule that has densities, got 0.5",
         ),
         ({"rule": LOCAL, "schedule": 3}, TypeError, "schedule: expected a blitz_attn.video.Schedule, got 3"),
         ({"rule": LOCAL, "geometry": (3, 5, 7)}, TypeError, "geometry: expected a blitz_attn.video.Geometry or None, got (3, 5, 7)"),

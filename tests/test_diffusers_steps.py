@@ -9,7 +9,7 @@ diffusers = pytest.importorskip("diffusers", minversion="0.42")
 
 from blitz_attn import video  # noqa: E402
 from blitz_attn.integrations._diffusers import sparse  # noqa: E402
-from blitz_attn.integrations._diffusers.steps import Call, Job, Place  # noqa: E402
+from blitz_attn.integrations._diffusers.steps import Call, Job, ListKey  # noqa: E402
 from blitz_attn.integrations.diffusers import SparseVideo, sparse_video  # noqa: E402
 from blitz_attn.video import Schedule  # noqa: E402
 from cases_diffusers import (  # noqa: E402
@@ -171,7 +171,7 @@ def test_a_job_keeps_the_lists_of_few_calls():
     job = Job()
     for _ in range(100):
         call = job.begin(5.0)
-        job.keep(Place(0, call.number), object())
+        job.keep(ListKey(0, call.number), object())
     assert job.call == Call(0, 99)
     assert len(job.lists) == 8
     job.begin(6.0)

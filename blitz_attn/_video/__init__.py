@@ -1,1 +1,1 @@
-"""Orders and lists of videos, by what is done with them. Public through `blitz_attn.video`."""
+"""Orders of tokens, rules and block lists for videos. Public through `blitz_attn.video`."""

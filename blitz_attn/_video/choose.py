@@ -51,8 +51,8 @@ def choose_rules(
     """For each head, the rule whose list keeps the most of what sampled queries attend to.
 
     A query's share is ``exp(lse - lse_dense)``, from its log-sum-exp over the blocks that its row lists and over all keys. A rule keeps the
-    mean of these shares over the sampled queries and the batch. Queries are drawn from those rows of blocks that are not dense whatever
-    the rule.
+    mean of these shares over the sampled queries and the batch. Queries are drawn from the rows of blocks that are not dense whatever the
+    rule, if there are any.
 
     Parameters
     ----------
@@ -81,7 +81,8 @@ def choose_rules(
     Raises
     ------
     TypeError, ValueError, MemoryError
-        As `blocks` and `block_sparse_attention` do; `sampled_rows` below 1, a negative seed, or arrays of another number of tokens.
+        As `blocks` and `block_sparse_attention` do; `sampled_rows` below 1, a negative seed, or arrays with another number of tokens
+        than `order`.
 
     References
     ----------
@@ -129,8 +130,8 @@ def choose_rules(
 
 
 def _sample(grid: BlockGrid, most: int, seed: int) -> np.ndarray:
-    """The places of the sampled queries, rising."""
-    places = np.arange(grid.tokens)
-    loose = places[~grid.dense_rows[places // grid.shape[0]]]
-    places = loose if loose.size else places
-    return np.sort(np.random.default_rng(seed).choice(places, min(most, len(places)), replace=False))
+    """The positions of the sampled queries, in rising order."""
+    positions = np.arange(grid.tokens)
+    not_dense = positions[~grid.dense_rows[positions // grid.shape[0]]]
+    positions = not_dense if not_dense.size else positions
+    return np.sort(np.random.default_rng(seed).choice(positions, min(most, len(positions)), replace=False))

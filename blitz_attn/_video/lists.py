@@ -51,7 +51,7 @@ class BlockGrid:
         return one, other
 
     def of_rows(self, rule: Rule, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """For each of the rows of blocks, the columns that it lists, rising. One array may be given several times."""
+        """For each of the rows of blocks, the columns that it lists, rising. The same array may be yielded several times."""
         everything = np.arange(self.columns, dtype=np.int32)
         known, found = None, everything
         for row in rows.tolist():
@@ -88,7 +88,7 @@ class BlockGrid:
 
 
 def _dense_tokens(order: TokenOrder, dense_frames: Any, dense_tokens: Any) -> np.ndarray:
-    """Whether the token at each place sees everything and is seen by all, whatever the rule: (num_tokens,) bool."""
+    """Whether the token at each position of the order sees everything and is seen by all, whatever the rule: (num_tokens,) bool."""
     frames = _arrays.integer(dense_frames, "dense_frames")
     if frames < 0:
         raise ValueError(f"dense_frames: expected a number of frames from 0 on, got {frames}")
@@ -155,12 +155,12 @@ def blocks(
     See Also
     --------
     density : the share of the blocks, before the list is made.
-    blitz_attn.sabi.union : joins the list with the blocks that a chooser finds, as VSA does.
+    blitz_attn.sabi.union : joins the list with the blocks that a chooser finds.
 
     Notes
     -----
-    Memory is that of the list; no grid of rows and columns is held. A list is as wide as its fullest row: plain or dense tokens, whose rows
-    list all blocks, make it as wide as the grid (14 MB for 118806 tokens in blocks of 64, for each rule).
+    Memory grows with the list alone: no grid of rows and columns is held. A list is as wide as its fullest row: plain or dense tokens,
+    whose rows list all blocks, make it as wide as the grid (14 MB for 118806 tokens in blocks of 64, for each rule).
 
     Examples
     --------
@@ -258,7 +258,7 @@ def density(
 
     Notes
     -----
-    Rows are counted one by one, so that memory does not grow with the number of blocks.
+    Rows are counted one by one, so that no grid of rows and columns is held.
 
     Examples
     --------

@@ -31,7 +31,7 @@ def three_sizes(sizes: Any, name: str, what: str) -> Triple:
 
 
 def checked_arrays(arrays: Mapping[str, Any], layout: Any, tokens: int) -> int:
-    """The axis of the tokens in a layout, after a check that the arrays, by their names, have so many."""
+    """The axis of the tokens in a layout, after a check that each of the named arrays has this many `tokens`."""
     axis = _TOKEN_AXES[_arrays.choice(layout, "layout", LAYOUTS)]  # type: ignore[index]
     for name, x in arrays.items():
         shape = _arrays.shape_to_take(x, name)
@@ -43,7 +43,7 @@ def checked_arrays(arrays: Mapping[str, Any], layout: Any, tokens: int) -> int:
 
 
 def _layouts_that_fit(arrays: Mapping[str, Any], tokens: int) -> list[Layout]:
-    """The layouts in which all arrays have so many tokens. Of arrays (B, S, n), the layout is BSH and not BSND."""
+    """The layouts in which all arrays have this many tokens. Of arrays (B, S, n), the layout is BSH and not BSND."""
     shapes = [_arrays.shape_of(x) for x in arrays.values()]
     fit = [name for name, axis in _TOKEN_AXES.items() if all(len(shape) > axis and shape[axis] == tokens for shape in shapes)]
     return [name for name in fit if name != "BSND" or all(len(shape) > 3 for shape in shapes)]
@@ -69,7 +69,7 @@ class Geometry:
     ----------
     spans : sequence of int or (int, int, int)
         An integer stands for that many plain tokens (text, audio, registers), which have no place in the picture. Three integers (frames,
-        height, width) stand for a grid of latent tokens in raster order: the frame changes slowest, the place along the width fastest.
+        height, width) stand for a grid of latent tokens in raster order: the frame changes slowest, the column fastest.
         Several grids, such as a reference image and a clip, are several spans.
     grids : tuple of (int, int, int)
         The grids among the spans.
@@ -125,7 +125,7 @@ class Cubes(NamedTuple):
 
     grid: np.ndarray  # (N,) int64: which of the grids
     place: np.ndarray  # (N, 3) int64: which cube of the grid, along frames, height and width
-    start: np.ndarray  # (N + 1,) int64: the place of the first token of each cube, and the end of the last cube
+    start: np.ndarray  # (N + 1,) int64: the position of the first token of each cube, and the end of the last cube
     sizes: tuple[Triple, ...]  # for each grid, the size of a full cube
     counts: tuple[Triple, ...]  # for each grid, the number of cubes along each axis
 
@@ -162,7 +162,7 @@ def _cubes_of(geometry: Geometry, cube: Triple) -> tuple[Cubes, np.ndarray]:
     of_grid = np.repeat(np.arange(len(grids)), [math.prod(count) for count in counts])
     place = np.concatenate([np.zeros((0, 3), np.int64), *(np.argwhere(np.ones(count, np.bool_)) for count in counts)])
     full = np.array([math.prod(size) for size in sizes], np.int64)[of_grid]
-    # Larger cubes of several grids come first, so that smaller ones whose size divides theirs are aligned, too.
+    # Where grids have cubes of several sizes, the larger ones come first, so that smaller ones whose size divides theirs are aligned, too.
     order = np.lexsort((np.arange(len(full)), -full, held < full))
     start = np.concatenate([[0], np.cumsum(held[order])])
     moved = np.repeat((np.cumsum(held) - held)[order] - start[:-1], held[order]) + np.arange(start[-1])
@@ -181,9 +181,9 @@ class TokenOrder:
     cube : (int, int, int)
         Tokens of a cube along frames, height and width, as given to `cube_order`.
     indices : numpy.ndarray
-        int64 (num_tokens,), read-only: ``indices[n]`` is the token of the model at place n of this order.
+        int64 (num_tokens,), read-only: ``indices[n]`` is the token of the model at position n of this order.
     inverse : numpy.ndarray
-        int64 (num_tokens,), read-only: ``inverse[m]`` is the place of the model's token m.
+        int64 (num_tokens,), read-only: ``inverse[m]`` is the position of the model's token m.
 
     Examples
     --------
@@ -233,8 +233,8 @@ class TokenOrder:
         Raises
         ------
         TypeError, ValueError
-            No array, an argument that is none, a number of tokens other than the geometry's, an unknown layout, or an `out` that does not
-            fit or overlaps an array.
+            No array, an argument that is not an array, a number of tokens other than the geometry's, an unknown layout, or an `out` that
+            does not fit or overlaps an array.
 
         Examples
         --------
@@ -318,8 +318,8 @@ def cube_order(geometry: Geometry, cube: Sequence[int] = (4, 4, 4)) -> TokenOrde
     one frame, as in raster order, nor a mixture of distant places.
 
     Each grid is cut into cubes by itself, from its first token on; cubes at the far edges are smaller (ragged) where a size does not divide
-    the grid's. The order has the full cubes first, in raster order of cubes, so that blocks of a cube's tokens, or of a multiple, begin
-    where cubes begin. The ragged cubes follow in the same order, and the plain tokens come last, in the model's order. Within a cube,
+    the grid's. The order has the full cubes first, in raster order of cubes, so that blocks of a cube's size, or of a multiple, begin where
+    cubes begin. The ragged cubes follow in the same order, and the plain tokens come last, in the model's order. Within a cube,
     tokens are in raster order. Where grids have full cubes of several sizes, the larger ones come first.
 
     Parameters

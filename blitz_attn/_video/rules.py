@@ -149,20 +149,20 @@ def _listed(first: np.ndarray, end: np.ndarray, count: int) -> np.ndarray:
 
 
 def _around(at: np.ndarray, reach: int | None, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first cube within `reach` of each of the places `at` on an axis of `count` cubes, and the end."""
+    """The first cube within `reach` of each of the cubes `at` on an axis of `count` cubes, and the end."""
     reach = count if reach is None else min(reach, count)
     return np.maximum(at - reach, 0), np.minimum(at + reach + 1, count)
 
 
 @dataclass(frozen=True)
 class SlidingTiles:
-    """A cube sees a window of cubes around it, which is moved inwards at the edges, so that every cube sees as many.
+    """A cube sees a window of cubes around it, which is moved inwards at the edges, so that all cubes see equally many.
 
     Attributes
     ----------
     window : (int or None, int or None, int or None)
-        Cubes of the window along frames, height and width, at least 1; more than the grid has are all of it, and so is None. Of an even
-        number, one more lies before the cube than after it.
+        Cubes of the window along frames, height and width, at least 1. None, or more than the grid has: the whole axis. With an even
+        number, the window has one cube more before the cube than after it.
 
     Raises
     ------
@@ -204,7 +204,7 @@ class SlidingTiles:
 
 
 def _moved_inwards(at: np.ndarray, window: int | None, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first cube of the window around each of the places `at` on an axis of `count` cubes, and the end."""
+    """The first cube of the window around each of the cubes `at` on an axis of `count` cubes, and the end."""
     window = count if window is None else min(window, count)
     first = np.clip(at - window // 2, 0, count - window)
     return first, first + window

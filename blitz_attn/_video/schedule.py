@@ -30,13 +30,13 @@ def _share(x: Any) -> float:
 def _step(step: Any) -> int:
     value = _arrays.integer(step, "step")
     if value < 0:
-        raise ValueError(f"step: expected a number of a step from 0 on, got {value}")
+        raise ValueError(f"step: expected the number of a step, from 0 on, got {value}")
     return value
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each denoising step attends to: everything in the first ones, then a list that is made anew every n-th step.
+    """What each denoising step attends to: everything in the first ones, then the blocks of lists.
 
     The first steps decide what the video shows, and lose the most by sparse attention; later steps need fewer blocks, and what they need
     changes little from one step to the next.

@@ -90,9 +90,9 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
     Raises
     ------
     TypeError
-        `model` is no module of torch, or `config` is no SparseVideo.
+        `model` is not a module of torch, or `config` is not a SparseVideo.
     ValueError
-        The model is compiled, is in a `sparse_video` already, has no such blocks, or none of these classes where `config` has no geometry;
+        The model is compiled, is in a `sparse_video` already, has no such blocks, or is of another class and `config` has no geometry;
         `config` has rules for another number of heads, or layers that the model lacks. In a forward call: the geometry of `config` has
         another number of tokens than self-attention.
     ImportError

@@ -37,8 +37,8 @@ def register() -> None:
     Notes
     -----
     Without a budget (`density`, `top_p`, `threshold`, `top_k` or `profile`), prompts attend to all keys. With one, layers outside
-    `dense_layers` leave blocks out of prompts, and of chunks of prompts, that have at least `min_tokens` tokens so far. In
-    requests with more tokens than `decode_budget`, each new token attends to that many; Quest chooses among the engine's own blocks
+    `dense_layers` leave blocks out of prompts, and of chunks of prompts, that have at least `min_tokens` tokens so far. In these layers,
+    each new token of a request with more tokens than `decode_budget` attends to that many; Quest chooses among the engine's own blocks
     (``--block-size``), whose summaries are kept in the blocks. Layers with a sliding window keep everything.
 
     Caches may be ``auto``, ``fp8``, ``fp8_per_token_head`` and ``int8_per_token_head`` (``--kv-cache-dtype``). With ``auto``, the option
@@ -47,7 +47,7 @@ def register() -> None:
     attention from a decoder to an encoder, is computed by vLLM's own backend, and the reason is logged once. With a release of vLLM whose
     interface is not that of 0.32, for which this is written, vLLM's own backend computes all layers.
 
-    Attention's bits do not depend on the other requests of a step, but on how vLLM cuts a prompt into chunks.
+    The bits of attention do not depend on the other requests of a step. They do depend on how vLLM cuts a prompt into chunks.
 
     Examples
     --------

@@ -1490,7 +1490,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("refresh_every: expected at least 1, got 0", refresh_every=0),
     ],
     "video.Schedule.density": [
-        value_error("step: expected a number of a step from 0 on, got -1", step=-1),
+        value_error("step: expected the number of a step, from 0 on, got -1", step=-1),
         type_error("step: expected an integer, got float", step=0.5),
     ],
     "torch_bsa.blitz_sparse_attention": [

@@ -39,7 +39,7 @@ def put_in_registry() -> None:
 
 
 def _import_dispatch() -> tuple[Any, bool]:
-    """The module of diffusers that knows its backends, and whether the environment names this one as the usual backend. diffusers reads
+    """The module of diffusers that knows its backends, and whether the environment names this one as the default backend. diffusers reads
     that name while it imports the module, and would refuse it then, because the backend cannot be there yet."""
     from diffusers import __version__
     from diffusers.utils import constants

@@ -47,7 +47,7 @@ class SparseVideo:
         Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1: chosen in each layer and forward
         call, or when the `schedule` refreshes.
     schedule : blitz_attn.video.Schedule
-        Dense first steps, densities by step, and how many steps use lists that were chosen once. Its densities stand in place of `density`.
+        Dense first steps, densities by step, and how many steps use lists that were chosen once. Its densities replace `density`.
     geometry : blitz_attn.video.Geometry, optional
         What the tokens of self-attention are. A forward call whose self-attention has another number of tokens is refused. Default: what
         the arguments of each forward call say, for the classes that `sparse_video` names.
@@ -57,7 +57,7 @@ class SparseVideo:
         Tokens in a block of queries and in a block of keys. Default: as many as `cube` says, before it is cut to the grid, for both, if
         these are 32 to 256; else 64 and 64, since smaller blocks are slow and larger ones coarse.
     dense_frames : int
-        The first frames that all tokens see, and that see all tokens.
+        How many first frames of each grid see all tokens and are seen by all.
     dense_layers : tuple of int
         Numbers of layers that keep everything, from 0. Single-stream blocks count after double-stream blocks, and blocks of a control
         branch (Wan VACE) last. A layer that a model uses twice counts once.
@@ -71,7 +71,7 @@ class SparseVideo:
     Raises
     ------
     TypeError, ValueError
-        A field of the wrong kind or out of range; no rule and no density; both `rule` and `choose_from`; a `density` beside a schedule that
+        A field of the wrong kind or out of range; no rule and no density; both `rule` and `choose_from`; a `density` and a schedule that
         has densities; a `geometry` without a grid.
 
     References
@@ -97,7 +97,7 @@ class SparseVideo:
     schedule: Schedule = field(default_factory=Schedule)
     geometry: Geometry | None = None
     cube: tuple[int, int, int] = (4, 4, 4)
-    block_shape: tuple[int, int] = None  # type: ignore[assignment]  # in a record that is made, always two sizes
+    block_shape: tuple[int, int] = None  # type: ignore[assignment]  # always two sizes after __post_init__
     dense_frames: int = 0
     dense_layers: tuple[int, ...] = ()
     min_tokens: int = 1024
@@ -117,9 +117,9 @@ class SparseVideo:
             raise TypeError(f"choose_from: expected a tuple of rules, got {type(self.choose_from).__name__}")
         candidates = tuple(rules_of(self.choose_from, "choose_from")) if self.choose_from else ()
         if given and candidates:
-            raise ValueError("choose_from: expected no rules to choose from beside a rule, got both")
+            raise ValueError("choose_from: expected no rules to choose from together with a rule, got both")
         if self.density is not None and self.schedule.densities is not None:
-            raise ValueError(f"density: expected None beside a schedule that has densities, got {self.density}")
+            raise ValueError(f"density: expected None with a schedule that has densities, got {self.density}")
         if not given and not candidates and self.density is None and self.schedule.densities is None:
             raise ValueError("rule: expected a rule, rules to choose_from or a density, got none of them")
         density = None if self.density is None else _arrays.number(self.density, "density")
@@ -143,7 +143,7 @@ class SparseVideo:
             raise ValueError(f"num_threads: expected at least 1, got {self.num_threads}")
         for name, value in own.items():
             object.__setattr__(self, name, value)
-        nothing = np.empty((1, 1, 0, 1), np.float32)  # what the operation refuses is refused now
+        nothing = np.empty((1, 1, 0, 1), np.float32)  # so that what the operation refuses is refused now
         select_blocks_prefill(nothing, nothing, num_threads=1, **self._options(1.0 if density is None else density))
 
     def _options(self, density: float) -> dict[str, Any]:

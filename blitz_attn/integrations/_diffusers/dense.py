@@ -25,7 +25,7 @@ def why_not(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, 
     if dropout_p:
         return "dropout of attention weights"
     if is_causal and (attn_mask is not None or query.shape[1] != key.shape[1]):
-        return "a causal rule beside a mask, or for different numbers of queries and keys"
+        return "a causal rule with a mask, or for different numbers of queries and keys"
     if attn_mask is not None:
         shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         mask = _of_pairs(attn_mask, query, key)
@@ -45,8 +45,8 @@ def computed(
     query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: bool = False, scale: float | None = None, **rules: Any
 ) -> Any:
     """Attention by this library, in the layout of diffusers. `rules`: further options of `block_sparse_attention`."""
-    told = read("block_sparse_attention", {"layout": "BSND", "causal": is_causal, "scale": scale} | rules)
+    options = read("block_sparse_attention", {"layout": "BSND", "causal": is_causal, "scale": scale} | rules)
     mask = None if attn_mask is None else _of_pairs(attn_mask, query, key)
     return operators.call(
-        "block_sparse_attention", query, key, value, **told, attn_mask=mask, reads_mask=mask is not None, return_lse=False
+        "block_sparse_attention", query, key, value, **options, attn_mask=mask, reads_mask=mask is not None, return_lse=False
     )

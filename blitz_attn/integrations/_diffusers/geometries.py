@@ -57,7 +57,7 @@ def _flux(config: Any, given: dict[str, Any]) -> Spans:
         width = int((rows != 0).argmax()) or end - begin
         where = np.arange(end - begin)
         if (end - begin) % width or (rows != where // width).any() or (columns != where % width).any():
-            raise UnknownError("img_ids that are no rows of an image: give a geometry")
+            raise UnknownError("img_ids that are not the rows of images: give a geometry")
         spans.append((1, (end - begin) // width, width))
     return spans
 
@@ -78,7 +78,7 @@ _FINDERS: dict[str, Callable[[Any, dict[str, Any]], Spans]] = {
 
 
 def names_known() -> str:
-    """The classes whose geometry is found, for a sentence."""
+    """The classes whose geometry is found, in words."""
     *some, last = _FINDERS
     return f"{', '.join(some)} or {last}"
 

@@ -1,10 +1,10 @@
 """Video models whose self-attention is sparse: what is put around their forward calls, and what is computed there.
 
 While `sparse_video` holds, the forward method of the model finds out which tokens and which step a call has. That of each layer of
-self-attention then takes over the one call of attention inside it, however the layer makes it: through diffusers' dispatch with the backend
-``"blitz_attn"``, or as torch's own `scaled_dot_product_attention`, to which other backends for CPUs come down. Queries, keys and values are
-put into the order of cubes there, and the output back into the model's. Putting the hidden states of all layers into that order once would
-save at most a fiftieth of a layer's time, and would have to know where each model uses the places of its tokens.
+self-attention then takes over the one call of attention inside it, however the layer makes it: through diffusers' dispatch with the
+backend ``"blitz_attn"``, or as torch's own `scaled_dot_product_attention`, which other backends for CPUs end up calling. Queries, keys
+and values are put into the order of cubes there, and the output back into the model's. Putting the hidden states of all layers into that
+order once would save at most a fiftieth of a layer's time, and would have to know where each model uses the positions of its tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .._transformers.fallbacks import tell
 from . import dense
 from .config import SparseVideo
 from .geometries import UnknownError, finder_of, names_known
-from .steps import Call, Job, Place
+from .steps import Call, Job, ListKey
 
 __all__ = ["Handle", "make_sparse"]
 
@@ -49,15 +49,15 @@ class _Now:
     call: Call
     order: video.TokenOrder | None  # None: attention is left as it is, and the reason was logged
     fits: bool = False  # whether a call of self-attention had the tokens of the order
-    other: int | None = None  # queries of a call that had other tokens
-    shares: dict[int, float] = field(default_factory=dict)  # of the blocks, that each sparse layer has attended to
+    other: int | None = None  # how many queries a call had that did not fit
+    shares: dict[int, float] = field(default_factory=dict)  # which share of the blocks each sparse layer has attended to
 
 
 class _Lists(NamedTuple):
     """The lists of blocks of a layer."""
 
     lists: Any  # a tensor (B or 1, H or 1, R, W); None: all blocks
-    share: float  # of the blocks, that they have
+    share: float  # of all blocks
 
 
 _ALL = _Lists(None, 1.0)
@@ -231,14 +231,14 @@ class Handle:
         finally:
             _here.layer = None
         if not _here.reached:
-            self._leave("another backend than torch's own attention and blitz_attn")
+            self._log_dense("another backend than torch's own attention and blitz_attn")
         if now.other is not None and not now.fits and self._config.geometry is not None:
             geometry, what = now.order.geometry, f"the {now.other} tokens that self-attention of {self._kind} has"
             raise ValueError(f"geometry: expected {what}, got {geometry.num_tokens} in spans {shown(geometry.spans)}")
         return out
 
     def _end(self, now: _Now) -> None:
-        """A forward call has ended: keep what it attended to, and say so after the first sparse one."""
+        """A forward call has ended: keep what share it attended to, and log it after the first sparse one."""
         shares, config = list(now.shares.values()), self._config
         self._local.share = sum(shares) / len(shares) if shares else 1.0 if now.fits else None
         if not shares or self._said or now.order is None:
@@ -252,12 +252,12 @@ class Handle:
             f"of the blocks of {now.order.geometry.num_tokens} tokens"
         )
 
-    def _leave(self, reason: str) -> None:
-        """Say that attention is not sparse."""
+    def _log_dense(self, reason: str) -> None:
+        """Log why attention is not sparse."""
         self._tell(f"attention not sparse, because of {reason}")
 
     def _tell(self, text: str) -> None:
-        """Say something about the model, once."""
+        """Log something about the model, once."""
         tell(f"{self._kind}: {text}", "diffusers", self._told)
 
     # ---- What a forward call has -----------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Handle:
     def _order_of(self, model: Any, given: dict[str, Any]) -> video.TokenOrder | None:
         """The order of the tokens of a forward call; None where its attention is left as it is."""
         if torch.is_grad_enabled() and getattr(model, "gradient_checkpointing", False):
-            self._leave("gradient checkpointing, which computes layers again after the forward call")
+            self._log_dense("gradient checkpointing, which computes layers again after the forward call")
             return None
         if self._config.geometry is not None:
             return self._order(self._config.geometry)
@@ -273,7 +273,7 @@ class Handle:
         try:
             return self._order(self._find(given))
         except UnknownError as error:
-            self._leave(str(error))
+            self._log_dense(str(error))
             return None
 
     def _attend(self, now: _Now, layer: int, query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Any:
@@ -283,17 +283,17 @@ class Handle:
         assert order is not None
         tokens = order.geometry.num_tokens
         if tokens < config.min_tokens:
-            self._leave(f"{tokens} tokens, which are fewer than min_tokens = {config.min_tokens}")
-        place, what = Place(layer, now.call.number), (order, query.shape[0])
+            self._log_dense(f"{tokens} tokens, which are fewer than min_tokens = {config.min_tokens}")
+        list_key, made_for = ListKey(layer, now.call.number), (order, query.shape[0])
         is_dense = tokens < config.min_tokens or layer in config.dense_layers or now.call.step < config.schedule.dense_steps
-        known = _ALL if is_dense else self._known(now, place, what)
+        known = _ALL if is_dense else self._known(now, list_key, made_for)
         if known is not None and known.lists is None:
             return dense.computed(query, key, value, mask, **rules)
         q, k, v = order.permute(query, key, value, layout="BSND")
         seen = _keys_seen(mask, q.shape[0], order)
         if known is None:
             known = self._chosen(now, q.detach(), k.detach(), {"scale": scale, "kv_lens": seen.get("kv_lens")})
-            self._keep(now, place, what, known)
+            self._keep(now, list_key, made_for, known)
         lists, share = known
         out = dense.computed(q, k, v, **seen, **rules, sabi=lists, block_shape=config.block_shape)
         now.shares[layer] = share
@@ -319,26 +319,26 @@ class Handle:
         """The smallest type of lists: those of all layers and heads may be kept."""
         return "int16" if self._columns(order) < 1 << 15 else "int32"
 
-    def _known(self, now: _Now, place: Place, what: Any) -> _Lists | None:
-        """The lists of a layer where nothing is to be chosen; None: they are to be chosen now."""
+    def _known(self, now: _Now, list_key: ListKey, made_for: Any) -> _Lists | None:
+        """The lists of a layer that need not be chosen now; None: they must be."""
         config, step, order = self._config, now.call.step, now.order
         assert order is not None
         density = config._density(step)
         if density is None and not config.choose_from:
             return self._lists_of_rules(order)[1]
-        kept = now.job.lists.get(place)
-        if kept is not None and kept[0] == what and not config.schedule.refreshes(step):
+        kept = now.job.lists.get(list_key)
+        if kept is not None and kept[0] == made_for and not config.schedule.refreshes(step):
             found: _Lists = kept[1]
             return found
         if density != 1:
             return None
-        self._keep(now, place, what, _ALL)
+        self._keep(now, list_key, made_for, _ALL)
         return _ALL
 
-    def _keep(self, now: _Now, place: Place, what: Any, lists: _Lists) -> None:
+    def _keep(self, now: _Now, list_key: ListKey, made_for: Any, lists: _Lists) -> None:
         """Keep the lists of a layer, if a later step may use them."""
         if self._config.schedule.refresh_every > 1:
-            now.job.keep(place, (what, lists))
+            now.job.keep(list_key, (made_for, lists))
 
     def _chosen(self, now: _Now, q: Any, k: Any, rules: dict[str, Any]) -> _Lists:
         """New lists for a layer. Queries and keys are in the order of cubes."""
@@ -360,7 +360,7 @@ class Handle:
 
 
 def _timestep_of(given: dict[str, Any]) -> float | None:
-    """The timestep of a forward call. Where tokens have their own, those of given frames are smaller."""
+    """The timestep of a forward call. Where each token has its own, the largest: those of frames that are given are smaller."""
     timestep = given.get("timestep")
     return None if timestep is None else float(torch.as_tensor(timestep).detach().max())
 
@@ -388,7 +388,7 @@ def attend_here(
         now.other = query.shape[1]
         reason = f"{query.shape[1]} queries and {key.shape[1]} keys where the geometry has {tokens} tokens"
     if reason is not None:
-        now.handle._leave(reason)
+        now.handle._log_dense(reason)
         return None
     return now.handle._attend(now, layer, query, key, value, attn_mask, scale)
 
@@ -399,7 +399,7 @@ def leave_here(reason: str) -> None:
     if now is None or layer is None or now.order is None:
         return
     _here.layer, _here.reached = None, True  # else torch's own attention, which the backend may call, would be taken over
-    now.handle._leave(reason)
+    now.handle._log_dense(reason)
 
 
 def _as_keys(mask: Any, batch: int, tokens: int) -> Any:
@@ -413,7 +413,7 @@ def _as_keys(mask: Any, batch: int, tokens: int) -> Any:
 
 
 def _keys_seen(mask: Any, batch: int, order: video.TokenOrder) -> dict[str, Any]:
-    """The arguments of attention that hide the keys that a mask of the model's order hides: lengths where these say all."""
+    """The arguments of attention that hide the keys that a mask of the model's order hides: as lengths, where these suffice."""
     if mask is None:
         return {}
     keys = order.permute(_as_keys(mask, batch, order.geometry.num_tokens), layout="BSH")
@@ -453,7 +453,7 @@ def make_sparse(model: Any, config: SparseVideo) -> Handle:
 
 
 def _shown_rules(config: SparseVideo) -> str:
-    """What is attended, for a sentence."""
+    """What is attended, in words."""
     what = [f"a rule for each of {len(config.rule)} heads" if isinstance(config.rule, tuple) else str(config.rule)] if config.rule else []
     if config.choose_from:
         what.append(f"for each head the best of {shown(config.choose_from)}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Call", "Job", "Place"]
+__all__ = ["Call", "Job", "ListKey"]
 
 _MOST_CALLS = 8  # of a step that keep their lists; guidance has two or three
 
 
-class Place(NamedTuple):
-    """What a list was made for."""
+class ListKey(NamedTuple):
+    """Which list is meant."""
 
     layer: int
     number: int  # of the call within its step: guidance calls the model with several prompts, whose lists differ
@@ -24,11 +24,11 @@ class Call(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a job knows after a forward call has begun."""
+    """What a `Job` knows after a forward call has begun."""
 
     timestep: float | None
     call: Call | None
-    lists: dict[Place, Any]
+    lists: dict[ListKey, Any]
     rises: int
 
 
@@ -39,7 +39,7 @@ class Job:
     """
 
     def __init__(self) -> None:
-        # All of it is replaced when a call begins, so that the one from before can be put back where the call fails.
+        # All of it is replaced when a call begins, so that the earlier state can be put back if the call fails.
         self.state = State(None, None, {}, 0)
 
     @property
@@ -48,7 +48,7 @@ class Job:
         return self.state.call
 
     @property
-    def lists(self) -> dict[Place, Any]:
+    def lists(self) -> dict[ListKey, Any]:
         """The lists that are kept."""
         return self.state.lists
 
@@ -69,7 +69,7 @@ class Job:
         self.state = State(timestep, call, {**lists}, rises)
         return call
 
-    def keep(self, place: Place, lists: Any) -> None:
+    def keep(self, key: ListKey, lists: Any) -> None:
         """Keep a list for the next steps."""
-        if place.number < _MOST_CALLS:
-            self.lists[place] = lists
+        if key.number < _MOST_CALLS:
+            self.lists[key] = lists

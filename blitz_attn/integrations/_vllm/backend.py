@@ -37,7 +37,7 @@ _ENCODERS = (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
 
 
 def _own() -> Options:
-    """The options; without them, the plug-in does not give this backend to vLLM, so that None is an error."""
+    """The options. Without them, the plug-in does not register this backend, so that None is an error."""
     own = options()
     if own is None:
         raise RuntimeError(f"{VARIABLE}: expected options in each process of vLLM, got none")
@@ -210,7 +210,7 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         self._rows = self._options.kv_dtype
         kv_dtype: Any = self._rows or (self._quantised if self._quantised == "float8_e4m3" else None)
         self._kv_dtype: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
-        self._leaves_out: bool | None = None  # whether keys are left out in this layer; its number is known when it is called
+        self._leaves_out: bool | None = None  # whether keys are left out in this layer, whose number is known when it is called
         self._window = None if sliding_window is None else sliding_window - 1
         self._rules = {"scale": self.scale, "softcap": self.logits_soft_cap or None}
         self.sinks: torch.Tensor | None
@@ -271,7 +271,7 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any,
         output: torch.Tensor, output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of a step's queries (T, H, D), written into `output`. vLLM calls it without metadata while it warms up."""
+        """Attention of a step's queries (T, H, D), written into `output`. While vLLM warms up, it calls this without metadata."""
         if self.reason is not None or output_scale is not None or output_block_scale is not None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if attn_metadata is None:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 _WRITTEN_FOR = "0.32"
 _BACKENDS = "vllm.v1.attention.backends."
-# Parameters by position, as the backend passes and takes them.
+# The names of the parameters, in the order in which the backend passes and takes them.
 _CALLS = {
     "CPUAttentionBackendImpl.__init__": "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype "
     "logits_soft_cap attn_type kv_sharing_target_layer_name sinks",

@@ -1,4 +1,4 @@
-"""What a user asks of the plug-in: the environment variable that turns it on and holds its options. vLLM is not imported."""
+"""The options of the plug-in: the environment variable that turns it on and holds its options. vLLM is not imported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Options:
 
     @property
     def prompts_from(self) -> int | None:
-        """How many tokens a prompt has at least whose blocks are left out; None where all blocks are kept."""
+        """The least number of tokens of a prompt that leaves blocks out; None where all blocks are kept."""
         return self.sparse.min_tokens if self.prompts else None
 
     @property

@@ -2,8 +2,8 @@
 
 vLLM gives each layer one array of blocks, each with `heads` slots of ``block_size * bytes_per_token`` bytes. A slot holds the keys of all
 tokens of the block, then their values, then, in caches with a scale for each token, the scale of each key and of each value, and, for
-Quest, the largest and the smallest key. As all of it lies in the block, vLLM's own copies of blocks, its prefix cache and its accounts of
-memory hold for it, too.
+Quest, the largest and the smallest key. As all of it lies in the block, vLLM's own copies of blocks, its prefix cache and its accounting of
+memory cover it, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Views(NamedTuple):
 
     k: Any
     v: Any
-    k_scale: Any  # None without scales of tokens
+    k_scale: Any  # None where tokens have no scales
     v_scale: Any
     largest: Any  # None without summaries
     smallest: Any
@@ -46,7 +46,7 @@ class Pages:
     widths: tuple[int, int]  # elements of a key and of a value: `head_dim`, or the bytes of a row that holds them quantised
     dtype: torch.dtype  # of keys and values
     scaled: bool  # whether each token has scales
-    summary: torch.dtype | None  # of the summaries; None without
+    summary: torch.dtype | None  # of the summaries; None: there are none
 
     def _parts(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         tokens, dim = self.block_size, self.head_dim

@@ -40,7 +40,7 @@ class Step:
         self.q_lens = np.diff(self.begins)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made by the first layer that asks for it."""
+        """What `make` returns, made by the first layer that needs it."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -83,8 +83,8 @@ class Step:
         return found
 
     def ranges(self, window: int | None) -> np.ndarray | None:
-        """The tokens that each query sees, where some request is not causal: (queries, 2). `window`: tokens before a query that it sees,
-        and, if it is not causal, behind it, too. None if one flag says that all requests are causal."""
+        """The tokens that each query sees, where some request is not causal: (queries, 2). `window`: how many tokens before itself a
+        query sees and, if its request is not causal, after itself. None if one flag says that all requests are causal."""
         if self.causal is True:
             return None
         found: np.ndarray = self._once(("ranges", window), lambda: self._ranges(window))

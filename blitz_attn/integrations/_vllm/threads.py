@@ -15,8 +15,8 @@ from ...config import get_num_threads
 
 
 def start_threads() -> int:
-    """Start the library's threads, on the cores to which the threads of this process are bound together. Returns the number of these
-    cores."""
+    """Start the library's threads on all cores to which threads of this process are bound, if this thread has fewer. Returns the number of
+    these cores, or of threads where the system does not bind threads."""
     if not hasattr(os, "sched_setaffinity"):
         return get_num_threads()
     own, cores = os.sched_getaffinity(0), set()

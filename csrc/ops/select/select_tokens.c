@@ -2,8 +2,8 @@
  *
  * The keys are the lanes of a panel, and the rows that it is multiplied by are the heads of some queries, so that the sum over heads is vertical:
  * scores[query][lane] by the kernel sum_heads. What may be among a query's best goes into a buffer that has room for a little more than twice as many
- * candidates as the result has places. A full buffer is cut to as many of its best as there are places, and only scores above the least of these
- * come in from then on. So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal score. Where blocks
+ * candidates as the result has places. A full buffer is cut to as many of its best as there are places, and from then on only scores above the least
+ * of these are taken in. So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal score. Where blocks
  * of keys are chosen, the largest score so far of one block waits until the block ends. */
 #include <inttypes.h>
 #include <math.h>
@@ -33,7 +33,7 @@ typedef struct select_tokens_call {
     bool quantised; /* k is of 8 bits, and k_scale has a number per key */
     bool paged;     /* k is (pages, tokens of a page, 1, D), and block_tables has those of a sequence */
     double scale;
-    double floor;                                  /* the largest number that is below min_score; NAN: each score is good enough */
+    double floor;                                  /* the largest number that is below min_score; NAN: all scores are high enough */
     int64_t top_k, width;                          /* keys or blocks that a query gets, and places per row of the result: one more for a tail */
     int64_t most;                                  /* candidates that stay: top_k, or as many as there are where these are fewer */
     int64_t room;                                  /* candidates per query */
@@ -45,7 +45,7 @@ typedef struct select_tokens_call {
     int64_t at_once;                               /* queries whose heads are scored together */
     int64_t *first_tile;                           /* [sequences + 1] */
     const ba_attend_family *panel_family, *family; /* the family that packs keys, and the one that packs queries and computes scores */
-    ba_pack_rows_fn widen;                         /* makes rows of panel_family of 8-bit keys: reals, or bfloat16 where scales_scores */
+    ba_pack_rows_fn widen;                         /* makes rows for panel_family from 8-bit keys: reals, or bfloat16 where scales_scores */
     bool scales_scores;                            /* scores are multiplied by the scales of 8-bit keys, which the widened keys do not carry */
     int next_level;                                /* where rows are prefetched to */
     int64_t real_size, lanes, scratch_bytes;
@@ -54,7 +54,7 @@ typedef struct select_tokens_call {
     int64_t *counts; /* of these: [tile][query][part] */
 } select_tokens_call;
 
-/* Keys of a panel, where they lie. */
+/* Where the keys of a panel lie. */
 typedef struct panel_keys {
     int64_t first, count; /* the first one's number in its sequence */
     const void **rows;
@@ -68,8 +68,8 @@ typedef struct select_tokens_scratch {
     candidate *candidates; /* [query][room] */
     int64_t *counts;       /* [query] */
     int64_t *seen;         /* [query]: how many keys, from the first on, it may choose from */
-    double *least;         /* [query]: only scores above this one come in; NAN: each does */
-    double *largest;       /* [query]: of the block that has begun */
+    double *least;         /* [query]: only scores above this one are taken in; NAN: all are */
+    double *largest;       /* [query]: the largest score so far of the block that has begun */
     uint64_t *chosen;      /* a bit per block */
 } select_tokens_scratch;
 
@@ -118,8 +118,8 @@ static void swap(candidate *a, candidate *b) {
     *b = other;
 }
 
-/* Moves the candidates that are better than `pivot` to the front and returns their number. The only branch is on equal scores, which are rare or
- * frequent: one on which of two scores is larger would be mispredicted half of the time. */
+/* Moves the candidates that are better than `pivot` to the front and returns their number. The only branch is on equal scores, which are either
+ * rare or frequent, and so predictable. A branch on which of two scores is larger would be mispredicted half of the time. */
 static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
     int64_t better = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -135,8 +135,8 @@ static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
     return better;
 }
 
-/* Moves the best `kept` of n candidates, which are all different, to the front. Returns a score that no later candidate may have and be among the
- * best: that of the last one kept, or of the first one that is not. kept < n. */
+/* Moves the best `kept` of n candidates, which are all different, to the front. If kept < n, returns a score that a later candidate must
+ * exceed to be among the best: that of the last one kept, or of the first one that is not. */
 static double keep_best(candidate *all, int64_t n, int64_t kept) {
     candidate pivot = {0};
     for (int64_t begin = 0, end = n; begin < kept && kept < end;) {
@@ -400,7 +400,7 @@ static void score_item(void *context, int64_t item, int worker) {
     }
 }
 
-/* The best of the parts of one query. */
+/* Finds the best of all parts for one query. */
 static void join_item(void *context, int64_t item, int worker) {
     const select_tokens_call *c = context;
     const item_of_tokens at = tile_at(c, item / c->tile);
@@ -411,7 +411,7 @@ static void join_item(void *context, int64_t item, int worker) {
     memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_blocks, 64) * sizeof *s.chosen);
     candidate *all = c->best + item * c->parts * c->most;
     int64_t count = 0;
-    for (int64_t part = 0; part < c->parts; part++) { /* side by side */
+    for (int64_t part = 0; part < c->parts; part++) { /* moves their candidates together */
         const int64_t kept = c->counts[item * c->parts + part];
         memmove(all + count, all + part * c->most, (size_t)kept * sizeof *all);
         count += kept;
