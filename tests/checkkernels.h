@@ -92,8 +92,9 @@ bool is_drawn(void); /* whether the next case is in the sample */
 
 void seed_by_name(const char *name);
 uint64_t random_bits(void);
-int64_t pick(int64_t n); /* 0 .. n-1 */
-double uniform(void);    /* [-1, 1) */
+int64_t pick(int64_t n);                                                              /* 0 .. n-1 */
+ba_prefetch_rows pick_prefetch(const void *const *rows, int64_t keys, int64_t bytes); /* up to `keys` rows of `bytes` bytes, and random passes */
+double uniform(void);                                                                 /* [-1, 1) */
 
 /* ---- The report --------------------------------------------------------------------------------------------------- */
 

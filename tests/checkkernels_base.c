@@ -231,6 +231,16 @@ uint64_t random_bits(void) { /* xorshift64* */
 
 int64_t pick(int64_t n) { return (int64_t)((random_bits() >> 33) % (uint64_t)n); }
 
+ba_prefetch_rows pick_prefetch(const void *const *rows, int64_t keys, int64_t bytes) {
+    const int64_t count = pick(keys + 1);
+    return (ba_prefetch_rows){.rows = rows,
+                              .count = count,
+                              .bytes = bytes,
+                              .skip = {0, pick(8) - 1, pick(16) - 1},
+                              .others = pick(count + 1),
+                              .other_bytes = 1 + pick(2 * bytes)};
+}
+
 bool is_drawn(void) {
     static int64_t drawn;
     if (sample_one_in == 1) return true;

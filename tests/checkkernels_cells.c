@@ -245,8 +245,8 @@ static void check_few_cells(const subject *s) {
             }
         }
         if (pick(2)) {
-            chunks->k_prefetch = (ba_prefetch_rows){keys_of.row, pick(keys + 1), 0, heads * keys_of.bytes, {0, pick(8) - 1, pick(16) - 1}};
-            chunks->v_prefetch = (ba_prefetch_rows){values_of.row, pick(keys + 1), 0, heads * values_of.bytes, {0, pick(8) - 1, pick(16) - 1}};
+            chunks->k_prefetch = pick_prefetch(keys_of.row, keys, heads * keys_of.bytes);
+            chunks->v_prefetch = pick_prefetch(values_of.row, keys, heads * values_of.bytes);
         }
         few(panels[0], queries, chunks, heads);
         if (s->cache_into_l1) s->cache_into_l1->few_beside[v_dtype - BA_Q8_0](panels[2], queries, chunks, heads);

@@ -270,10 +270,8 @@ void check_heads(test_case *c) {
         }
         for (int round = 0; round < 2; round++) {
             if (pick(2)) {
-                chunks->k_prefetch = (ba_prefetch_rows){
-                    all.k_rows, pick(all.keys + 1), 0, heads * k_step * ba_dtype_size(c->s.kv_dtype), {0, pick(8) - 1, pick(16) - 1}};
-                chunks->v_prefetch = (ba_prefetch_rows){
-                    all.v_rows, pick(all.keys + 1), 0, heads * v_step * ba_dtype_size(c->s.kv_dtype), {0, pick(8) - 1, pick(16) - 1}};
+                chunks->k_prefetch = pick_prefetch(all.k_rows, all.keys, heads * k_step * ba_dtype_size(c->s.kv_dtype));
+                chunks->v_prefetch = pick_prefetch(all.v_rows, all.keys, heads * v_step * ba_dtype_size(c->s.kv_dtype));
             }
             c->s.few(panels[0], c->queries, chunks, heads);
             if (c->s.few_into_l1) c->s.few_into_l1(panels[2], c->queries, chunks, heads);

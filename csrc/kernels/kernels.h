@@ -117,8 +117,9 @@ typedef struct ba_panel {
     const int32_t *hi;
 } ba_panel;
 
-/* Rows to prefetch: `bytes` bytes of each, from `offset` on, or of the last `others` rows `other_bytes` bytes. A few kernel prefetches them while it works, a little at every step, in up to
- * BA_PREFETCH_PASSES passes over them: pass i begins at row skip[i]. skip[0] is 0, and later passes begin farther on; -1: there is no such pass. */
+/* Rows to prefetch: `bytes` bytes of each, from `offset` on, or of the last `others` rows `other_bytes` bytes. A few kernel prefetches them while it
+ * works, a little at every step, in up to BA_PREFETCH_PASSES passes over them: pass i begins at row skip[i]. skip[0] is 0, and later passes begin
+ * farther on; -1: there is no such pass. */
 enum { BA_PREFETCH_PASSES = 3 };
 typedef struct ba_prefetch_rows {
     const void *const *rows;

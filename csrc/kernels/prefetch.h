@@ -31,9 +31,9 @@ typedef struct ba_prefetcher {
     ba_prefetch_pass pass[BA_PREFETCH_PASSES];
     const void *const *others, *const *end;
     int64_t offset, bytes, other_bytes; /* as in ba_prefetch_rows */
-    int64_t share;         /* a sixteenth of all lines */
-    int64_t run;           /* the most rows of a run; 1 where the first two rows have a gap between them */
-    int farthest;          /* the index of the pass that is farthest from the use */
+    int64_t share;                      /* a sixteenth of all lines */
+    int64_t run;                        /* the most rows of a run; 1 where the first two rows have a gap between them */
+    int farthest;                       /* the index of the pass that is farthest from the use */
 } ba_prefetcher;
 
 /* A pass that goes on at `row`. Its run has the prefetcher's most rows, halved until they follow each other without a gap. */

@@ -119,8 +119,8 @@ static const ba_few_traits ba_few_traits_avx512[BA_FEW_SIZES][BA_FEW_SETS] __att
 #define BA_E4M3_PAIRS
 static const ba_few_traits ba_few_traits_avx512_l2[BA_FEW_SIZES][BA_FEW_SETS] __attribute__((unused)) = {
   [BA_FEW_BYTES_1] = {
-    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
-    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .common = 1},
+    [BA_SET_1] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .delayed = 1, .common = 1},
+    [BA_SET_2] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 8, .passes = {1, 1}, .delayed = 1, .common = 1},
     [BA_SET_4] = {.unit_rows = 4, .head_keys = 4, .bundle = {8, 8}, .vectors = 4, .passes = {1, 1}, .delayed = 1, .near = {1, 0}, .common = 1},
     [BA_SET_8] = {.unit_rows = 2, .head_keys = 2, .bundle = {16, 16}, .vectors = 3, .passes = {1, 1}, .delayed = 1, .near = {1, 0}, .common = 1},
   },
