@@ -20,8 +20,10 @@ def why_not(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, 
         return reason
     if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
         return "queries, keys and values of different batches"
-    if value.shape[2] != key.shape[2] or (key.shape[2] != query.shape[2] and not enable_gqa):
-        return "different heads of queries, keys and values without enable_gqa"
+    if value.shape[2] != key.shape[2]:
+        return "different numbers of heads of keys and values"
+    if key.shape[2] != query.shape[2] and not enable_gqa:
+        return "different numbers of heads of queries and keys without enable_gqa"
     if dropout_p:
         return "dropout of attention weights"
     if is_causal and (attn_mask is not None or query.shape[1] != key.shape[1]):
