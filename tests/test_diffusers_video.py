@@ -152,18 +152,20 @@ def test_chosen_blocks_are_added_to_those_of_the_rule(name, rule, monkeypatch):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_heads_get_the_rule_that_keeps_most(name, monkeypatch):
     grid, rules = (4, 4, 6), (Neighbourhood.spatial(), Neighbourhood.temporal(), SlidingTiles((2, 1, 1)))
-    given = inputs(name, grid, batch=2)
+    given = inputs(name, grid, batch=2, lengths=[6, 3])
     config = SparseVideo(choose_from=rules, **SMALL)
-    best, own = [], sparse.Handle._best_rules
+    best, lens, own = [], [], video.choose_rules
 
-    def choose(self, *arguments):
-        best.append(own(self, *arguments))
+    def choose(*arguments, **options):
+        best.append(own(*arguments, **options))
+        lens.append(options["kv_lens"])
         return best[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr(sparse.Handle, "_best_rules", choose)
+        patched.setattr(sparse.video, "choose_rules", choose)
         found = run(name, config, given)
     assert [len(x) for x in best] == [2, 2]
+    assert lens == [[102, 99] if name == "hunyuan" else None] * 2
     order = video.cube_order(geometry_of(name, grid, 6), config.cube)
     each = torch.cat([token_mask(video.blocks(order, rule, config.block_shape), order, config.block_shape) for rule in rules], 1)[0]
     expected = under_masks(monkeypatch, small_model(name), given, order.geometry.num_tokens, [each[x] for x in best])
@@ -179,7 +181,7 @@ def test_the_choice_of_rules_is_by_mass(monkeypatch):
     config = SparseVideo(choose_from=(Neighbourhood.spatial(), Neighbourhood.temporal()), cube=(1, 2, 2), block_shape=(4, 4), min_tokens=1)
     with sparse_video(small_model("wan"), config) as handle:
         q = order.permute(codes, layout="BSND")
-        assert handle._best_rules(q, q, order, None) == [0, 1]
+        assert handle._best_rules(q, q, order, {}) == [0, 1]
 
 
 def test_the_text_padding_of_hunyuan_video_is_left_out(computed, monkeypatch):

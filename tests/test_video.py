@@ -13,7 +13,7 @@ import pytest
 import blitz_attn
 from blitz_attn import reference, sabi, testing, video
 from cases import DTYPES, bits_option
-from fuzz import problems, sabi_oracle, video_oracle
+from fuzz import problems, video_oracle
 from fuzz.draw import Draw
 
 RULES = [
@@ -33,7 +33,7 @@ def order_of(spans=SPANS, cube=(2, 3, 4)):
 
 
 @pytest.mark.parametrize("seed", range(1000, 1080))
-@pytest.mark.parametrize("name", ["video.blocks", "video.permute"])
+@pytest.mark.parametrize("name", ["video.blocks", "video.choose_rules", "video.permute"])
 def test_random_geometries_rules_and_blocks(name, seed):
     """All options together: grids with ragged edges, plain tokens, dense frames and tokens, heads with rules of their own, any block shape."""
     problems.load()[name].run(Draw(seed))
@@ -340,38 +340,35 @@ def test_blocks_of_a_chooser_are_added():
 # ---- Choosing rules -------------------------------------------------------------------------------------------------------
 
 
-def masses(q, k, order, rule, shape, queries, scale, **options):
-    """The mean share of the softmax that a rule's blocks keep, for each head, in float64."""
-    mask = sabi_oracle.blocks_of(video_oracle.seen(order.geometry.spans, order.cube, rule, **options), shape)
-    mask = sabi_oracle.tokens_of(mask, TOKENS, TOKENS, shape)[queries]
-    q, k = q.astype(np.float64)[:, :, queries], np.repeat(k.astype(np.float64), q.shape[1] // k.shape[1], axis=1)
-    scores = scale * q @ k.swapaxes(-1, -2)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return ((weights * mask).sum(axis=-1) / weights.sum(axis=-1)).mean(axis=(0, 2))
+def test_keys_of_padding_have_no_share():
+    """Queries of the first two frames look at their own frame, and more at padding, where it counts: they then keep the same by both rules, and
+    those of the last two frames decide, which look a little at their own place in all frames."""
+    order, rules = order_of([(4, 4, 6), 8], (1, 2, 2)), [video.Neighbourhood.spatial(), video.Neighbourhood.temporal()]
+    frame, place = np.arange(96) // 24, np.arange(96) % 24
+    q, k = np.zeros((2, 1, 1, 104, 32), np.float32)
+    k[0, 0, np.arange(96), frame] = k[0, 0, np.arange(96), 4 + place] = k[0, 0, 96:, 31] = 1
+    early, late = np.arange(48), np.arange(48, 96)
+    q[0, 0, early, frame[early]], q[0, 0, early, 31], q[0, 0, late, 4 + place[late]] = 8, 20, 2
+    q, k = order.permute(q, k)
+    options = {"scale": 1.0, "sampled_rows": 96}
+    assert video.choose_rules(q, k, order, rules, (4, 4), **options) == [1]
+    assert video.choose_rules(q, k, order, rules, (4, 4), kv_lens=[96], **options) == [0]
+    q[:, :, 96:], k[:, :, 96:] = np.nan, np.nan
+    assert video.choose_rules(q, k, order, rules, (4, 4), kv_lens=[96], **options) == [0]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_the_rule_that_keeps_most_is_chosen(seed):
-    rng = np.random.default_rng(seed)
-    order = order_of(cube=tuple(int(n) for n in rng.integers(1, 5, 3)))
-    shape = tuple(int(n) for n in rng.integers(1, 20, 2))
-    batch, kv_heads = (int(n) for n in rng.integers(1, 3, 2))
-    q = 2 * rng.standard_normal((batch, 2 * kv_heads, TOKENS, 8), dtype=np.float32)
-    k = 2 * rng.standard_normal((batch, kv_heads, TOKENS, 8), dtype=np.float32)
-    options = {"dense_frames": int(rng.integers(0, 2))} | ({"dense_tokens": [7]} if seed % 3 else {})
-    rules = [RULES[n] for n in rng.choice(len(RULES), 3, replace=False)]
-    scale = float(rng.choice([0.1, 8**-0.5]))
-    dense = sabi.counts(video.blocks(order, video.SlidingTiles((1, 1, 1)), shape, **options))[0, 0]
-    loose = np.flatnonzero(np.repeat(dense < -(-TOKENS // shape[1]), shape[0])[:TOKENS])  # some rows may see all columns by the rule, too
-    kept = np.stack([masses(q, k, order, rule, shape, loose, scale, **options) for rule in rules]) if loose.size else np.ones((3, 2 * kv_heads))
-    layout, more = ("BNSD", "BSND", "BSH")[seed % 3], {"num_heads": 2 * kv_heads, "num_kv_heads": kv_heads} if seed % 3 == 2 else {}
-    given = [x if layout == "BNSD" else x.swapaxes(1, 2).copy() for x in (q, k)]
-    given = [x.reshape(*x.shape[:2], -1) if layout == "BSH" else x for x in given]
-    chosen = video.choose_rules(*given, order, rules, shape, sampled_rows=10**6, scale=scale, layout=layout, **more, **options)
-    assert all(type(n) is int for n in chosen)
-    assert len(chosen) == 2 * kv_heads
-    for head, n in enumerate(chosen):
-        assert kept[n, head] >= kept[:, head].max() - 1e-6
+@pytest.mark.parametrize("seed", range(5))
+def test_queries_of_padding_do_not_count(seed):
+    """The first frame alone is valid. Its queries see all keys by the spatial rule; those of other frames see none by it, and some by the other."""
+    order, rules = order_of([(4, 4, 6)], (1, 2, 2)), [video.Neighbourhood.temporal(), video.Neighbourhood.spatial()]
+    k = np.zeros((2, 1, 96, 24), np.float32)
+    k[:, 0, np.arange(96), np.arange(96) % 24] = 1  # queries look a little at their own place
+    k = order.permute(k)
+    for rows in (1, 96):
+        options = {"scale": 2.0, "sampled_rows": rows, "seed": seed}
+        assert video.choose_rules(k[:1], k[:1], order, rules, (4, 4), kv_lens=[24], **options) == [1]
+        assert video.choose_rules(k, k, order, rules, (4, 4), kv_lens=[0, 24], **options) == [1]
+        assert video.choose_rules(k, k, order, rules, (4, 4), kv_lens=[0, 0], **options) == [0]  # none counts: the first rule
 
 
 def test_equal_rules_and_dense_rows():

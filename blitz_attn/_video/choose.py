@@ -25,9 +25,10 @@ __all__ = ["choose_rules"]
 
 
 @in_usual_mode
-def _best(kept: list[np.ndarray]) -> list[int]:
-    """For each head the rule that keeps the most, and of several the first; from masses (B, H, queries) of each rule."""
-    return np.stack([mass.mean(axis=(0, 2)) for mass in kept]).argmax(axis=0).tolist()
+def _best(kept: list[np.ndarray], counts: np.ndarray) -> list[int]:
+    """For each head the rule that keeps the most, and of several the first; from masses (B, H, queries) of each rule. `counts`, (B or 1, 1,
+    queries): which of them count. All rules have the same ones, so that sums compare like means."""
+    return np.stack([np.where(counts, mass, 0).sum(axis=(0, 2)) for mass in kept]).argmax(axis=0).tolist()
 
 
 def choose_rules(
@@ -43,6 +44,7 @@ def choose_rules(
     dense_tokens: Integers | None = None,
     scale: float | None = None,
     layout: Layout = "BNSD",
+    kv_lens: Integers | None = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     dtype: DType | None = None,
@@ -50,9 +52,9 @@ def choose_rules(
 ) -> list[int]:
     """For each head, the rule whose list keeps the most of what sampled queries attend to.
 
-    A query's share is ``exp(lse - lse_dense)``, from its log-sum-exp over the blocks that its row lists and over all keys. A rule keeps the
-    mean of these shares over the sampled queries and the batch. Queries are drawn from the rows of blocks that are not dense whatever the
-    rule, if there are any.
+    A query's share is ``exp(lse - lse_dense)``, from its log-sum-exp over the blocks that its row lists and over all valid keys. A rule
+    keeps the mean of these shares over the sampled queries and the batch. Queries are drawn from the rows of blocks that are not dense
+    whatever the rule, if there are any.
 
     Parameters
     ----------
@@ -70,6 +72,9 @@ def choose_rules(
         Seed of the draw, from 0 on.
     scale, layout, num_heads, num_kv_heads, dtype
         As in `block_sparse_attention`. Layout TND has one sequence here.
+    kv_lens : sequence of int, optional
+        ``(B,)``: how many tokens of each batch entry are valid. The tokens after them are padding: as keys, they have no share of the
+        softmax, and as queries, they do not count. Not with layout TND.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -81,8 +86,8 @@ def choose_rules(
     Raises
     ------
     TypeError, ValueError, MemoryError
-        As `blocks` and `block_sparse_attention` do; `sampled_rows` below 1, a negative seed, or arrays with another number of tokens
-        than `order`.
+        As `blocks` and `block_sparse_attention` do; `sampled_rows` below 1, a negative seed, arrays with another number of tokens
+        than `order`, or `kv_lens` with layout TND.
 
     References
     ----------
@@ -113,25 +118,31 @@ def choose_rules(
     if seed < 0:
         raise ValueError(f"seed: expected a number from 0 on, got {seed}")
     axis = checked_arrays({"q": q, "k": k}, layout, grid.tokens)
+    lens = None if kv_lens is None else _arrays.integers(kv_lens, "kv_lens")
+    if lens is not None and layout == "TND":
+        raise ValueError("kv_lens: expected none with layout TND, whose only sequence has all tokens of the order, got some")
     q, k = _arrays.detached(q, k)  # a choice has no gradient
-    sampled = _sample(grid, most, seed)
+    sampled = _sample(grid, most, seed, grid.tokens if lens is None else int(lens.max(initial=0)))
     picked = _arrays.take(q, sampled, axis)
     cuts = ([0, len(sampled)], [0, grid.tokens]) if layout == "TND" else (None, None)
-    options = JudgingOptions.of({**locals(), "block_shape": (1, grid.shape[1]), "cu_seqlens_q": cuts[0], "cu_seqlens_kv": cuts[1]})
+    own = {"block_shape": (1, grid.shape[1]), "kv_lens": lens, "cu_seqlens_q": cuts[0], "cu_seqlens_kv": cuts[1]}
+    options = JudgingOptions.of(locals() | own)
     v, given = narrow(k, layout), vars(options)
-    _, lse_of_all = block_sparse_attention(picked, k, v, return_lse=True, **given)
+    _, lse_of_all = block_sparse_attention(picked, k, v, return_lse=True, **given)  # which refuses lengths that do not fit
+    counts = np.ones((1, 1, 1), np.bool_) if lens is None else sampled < lens[:, None, None]
     kept = []
     for rule in rules:
         rows = list(grid.of_rows(rule, sampled // grid.shape[0]))
         lists = filled(np.array([len(row) for row in rows]), np.concatenate(rows), None)[None, None]
         _, lse = block_sparse_attention(picked, k, v, lists, return_lse=True, **given)
         kept.append(recall_of(lse, lse_of_all, len(sampled), 1, options))
-    return _best(kept)
+    return _best(kept, counts)
 
 
-def _sample(grid: BlockGrid, most: int, seed: int) -> np.ndarray:
-    """The positions of the sampled queries, in rising order."""
+def _sample(grid: BlockGrid, most: int, seed: int, longest: int) -> np.ndarray:
+    """The positions of the sampled queries, in rising order. Those from `longest` on are padding in all batch entries, and are drawn only
+    where no other query would tell the rules apart."""
     positions = np.arange(grid.tokens)
-    not_dense = positions[~grid.dense_rows[positions // grid.shape[0]]]
-    positions = not_dense if not_dense.size else positions
+    telling = positions[~grid.dense_rows[positions // grid.shape[0]] & (positions < longest)]
+    positions = telling if telling.size else positions
     return np.sort(np.random.default_rng(seed).choice(positions, min(most, len(positions)), replace=False))

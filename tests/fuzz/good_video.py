@@ -73,6 +73,8 @@ def _chosen(a: Arena, v: int) -> dict[str, Any]:
         call |= {"q": a.floats(37, 2, 4), "k": a.floats(37, 1, 4), "layout": "TND", "scale": 0.5, "dense_frames": 1}
     elif v & 2:
         call |= {"q": a.floats(1, 37, 8), "k": a.floats(1, 37, 4), "layout": "BSH", "num_heads": 2, "num_kv_heads": 1, "dense_tokens": [5]}
+    else:
+        call |= {"kv_lens": a.integers([29])}
     return call | ({"sampled_rows": 9, "seed": 3, "num_threads": 1} if v & 4 else {})
 
 

@@ -1481,6 +1481,12 @@ REFUSALS: dict[str, list[Refusal]] = {
         value_error("seed: expected a number from 0 on, got -1", seed=-1),
         value_error("q: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 2, 36, 4)", q=lambda x: x[:, :, :36]),
         value_error("k: expected 37 tokens on axis 2 (layout BNSD), got shape (1, 1, 36, 4)", k=lambda x: x[:, :, :36]),
+        value_error("kv_lens: expected lengths from 0 to 37, got 38 at [0]", kv_lens=[38]),
+        value_error("kv_lens: expected lengths from 0 to 37, got -1 at [0]", kv_lens=[-1]),
+        value_error("kv_lens: expected 1 entry, one per batch entry, got 2", kv_lens=[30, 37]),
+        value_error("kv_lens: expected 1 dimension, got 2", kv_lens=[[30]]),
+        type_error("kv_lens: expected integers, got float64", kv_lens=[30.0]),
+        value_error("kv_lens: expected none with layout TND, whose only sequence has all tokens of the order, got some", 1, kv_lens=[37]),
     ],
     "video.Schedule": [
         value_error("dense_steps: expected a number of steps from 0 on, got -1", dense_steps=-1),

@@ -122,3 +122,12 @@ def seen(spans: Sequence[Any], cube: Sequence[int], rule: Any, dense_frames: int
             mask[i, j] = known[key]
     order = order_of(spans, cube)
     return mask[np.ix_(order, order)]
+
+
+def shares(q: np.ndarray, k: np.ndarray, mask: np.ndarray, scale: float, lens: Sequence[int]) -> np.ndarray:
+    """(B, H, S): for each query, the share of its softmax over the first `lens[b]` keys that lies on those of `mask`, (S, S) bool. Arrays are
+    float64 of layout BNSD."""
+    scores = scale * q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)
+    scores = np.where(np.arange(k.shape[2]) < np.asarray(lens)[:, None, None, None], scores, -np.inf)
+    weights = np.exp(scores - np.maximum(scores.max(axis=-1, keepdims=True), -1e300))  # without a key, all weights are 0
+    return (weights * mask).sum(axis=-1) / np.maximum(weights.sum(axis=-1), 1e-300)

@@ -1,4 +1,4 @@
-"""`blitz_attn.video`: orders of tokens, and the lists and densities of rules over cubes, against brute force over tokens."""
+"""`blitz_attn.video`: orders of tokens, the lists and densities of rules over cubes, and the choice of rules, against brute force over tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from blitz_attn import video
 
 from . import sabi_oracle, video_oracle
+from .attention_cases import laid_out
 from .draw import Draw
 from .problems import Finding, problem
 from .sabi_problems import close, draw_dtype, same
@@ -73,6 +74,51 @@ def blocks(draw: Draw) -> None:
     same(f"blocks of {given}", got, sabi_oracle.rising(mask, dtype), [shape])
     close("density", video.density(order, given, shape, **options), mask.mean())
     close("densities", video.density(order, given, shape, per_head=True, **options), mask.mean(axis=(-1, -2)))
+
+
+@problem("video.choose_rules", weight=0.2)
+def choose_rules(draw: Draw) -> None:
+    """All queries are sampled, so that the masses are known: the chosen rule keeps most. What stands in the padding changes nothing."""
+    spans, cube, order = draw_order(draw)
+    tokens = order.geometry.num_tokens
+    if not order.geometry.grids:
+        return
+    options: dict[str, Any] = {"dense_frames": draw.integer("dense_frames", 0, 1)}
+    if draw.flag("dense_tokens", 0.3):
+        options["dense_tokens"] = [draw.integer("dense_token", 0, tokens - 1)]
+    shape = tuple(draw.integer(name, 1, 70, likely=(1, 4, 8, 16, 64)) for name in ("block_q", "block_kv"))
+    rules = [draw_rule(draw, f"rule.{n}") for n in range(draw.integer("rules", 1, 3))]
+    batch, kv_heads, group, dim = (draw.integer(name, 1, most) for name, most in (("batch", 2), ("kv_heads", 2), ("group", 2), ("dim", 8)))
+    scale, dtype = draw.pick("scale", (1.0, 0.1, -0.5)), draw.pick("dtype", ("float32", "float64"))
+    rng = draw.rng("arrays")
+    q, k = (rng.standard_normal((batch, heads, tokens, dim)).astype(dtype) for heads in (group * kv_heads, kv_heads))
+    layout = draw.pick("layout", ("BNSD", "BSND", "BSH", *(["TND"] if batch == 1 else [])))
+    padded = layout != "TND" and draw.flag("kv_lens")
+    lens = np.array([draw.integer(f"kv_lens.{n}", 0, tokens, likely=(tokens, tokens - 1, tokens // 2)) if padded else tokens for n in range(batch)])
+    valid = np.arange(tokens) < lens[:, None]  # (B, S)
+    masks = [sabi_oracle.blocks_of(video_oracle.seen(spans, cube, rule, **options), shape) for rule in (video.SlidingTiles((1, 1, 1)), *rules)]
+    masks = [sabi_oracle.tokens_of(mask, tokens, tokens, shape) for mask in masks]
+    counts = valid & ~masks[0].all(axis=-1)  # where a query's own cube is all it could see, all rules keep all
+    kept = [(video_oracle.shares(*(x.astype(np.float64) for x in (q, k)), mask, scale, lens) * counts[:, None]).sum(axis=(0, 2)) for mask in masks[1:]]
+    means = np.stack(kept) / max(1, counts.sum())
+
+    def choose(padding: float, **more: Any) -> list[int]:
+        filled = (np.where(valid[:, None, :, None], x, x.dtype.type(padding)) for x in (q, k))
+        given = [np.ascontiguousarray(laid_out(x, layout, lens)) for x in filled]
+        named = {"num_heads": q.shape[1], "num_kv_heads": kv_heads} if layout == "BSH" else {}
+        return video.choose_rules(*given, order, rules, shape, scale=scale, layout=layout, **options, **named, **more)
+
+    lengths = {"kv_lens": lens} if padded else {}
+    chosen = choose(draw.pick("padding", (0.0, 30.0, float("nan"))), sampled_rows=tokens, **lengths)
+    if len(chosen) != q.shape[1] or not all(type(n) is int for n in chosen):
+        raise Finding(f"expected a rule for each of {q.shape[1]} heads, got {chosen}")
+    for head, n in enumerate(chosen):
+        if means[n, head] < means[:, head].max() - 1e-5:
+            raise Finding(f"head {head}: rule {n} was chosen, but {means[:, head]} are kept")
+    few = {"sampled_rows": draw.integer("sampled_rows", 1, 20), "seed": draw.integer("seed", 0, 3), "num_threads": 1}
+    first, second = choose(0.0, **few, **lengths), choose(5.0, **few, **({"kv_lens": lens.tolist()} if layout != "TND" else {}))
+    if first != second:
+        raise Finding(f"the rules {first} where padding is 0, {second} where it is 5")
 
 
 @problem("video.permute", weight=0.1)

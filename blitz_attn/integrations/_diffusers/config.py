@@ -41,8 +41,8 @@ class SparseVideo:
     choose_from : sequence of rule
         Rules of which each head gets the one that keeps the largest softmax mass of sampled queries, as in Sparse VideoGen: for example
         ``(Neighbourhood.spatial(), Neighbourhood.temporal())``. In place of `rule`. The choice is made in each layer and forward call, or
-        at each step in which the `schedule` refreshes. The entries of a batch share it, and padding counts: see
-        `blitz_attn.video.choose_rules`.
+        at each step in which the `schedule` refreshes. The entries of a batch share it, and padding at the end of the text does
+        not count: see `blitz_attn.video.choose_rules`.
     density : float, optional
         Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1: chosen in each layer and forward
         call, or when the `schedule` refreshes.

@@ -346,17 +346,17 @@ class Handle:
         assert order is not None
         density, lists = config._density(now.call.step), self._lists_of_rules(order)[0]
         if config.choose_from:
-            lists = lists[:, self._best_rules(q, k, order, rules["scale"])]
+            lists = lists[:, self._best_rules(q, k, order, rules)]
         if density is not None:
             chosen = select_blocks_prefill(q, k, layout="BSND", num_threads=config.num_threads, **config._options(density), **rules)
             lists = np.asarray(union(lists, chosen, dtype=self._dtype(order)))
         return self._listed(lists, order)
 
-    def _best_rules(self, q: Any, k: Any, order: video.TokenOrder, scale: float | None) -> list[int]:
+    def _best_rules(self, q: Any, k: Any, order: video.TokenOrder, rules: dict[str, Any]) -> list[int]:
         """Which rule each head gets."""
         config = self._config
-        options: dict[str, Any] = {"dense_frames": config.dense_frames, "scale": scale, "layout": "BSND", "num_threads": config.num_threads}
-        return video.choose_rules(q, k, order, config.choose_from, config.block_shape, **options)
+        options: dict[str, Any] = {"dense_frames": config.dense_frames, "layout": "BSND", "num_threads": config.num_threads}
+        return video.choose_rules(q, k, order, config.choose_from, config.block_shape, **options, **rules)
 
 
 def _timestep_of(given: dict[str, Any]) -> float | None:
