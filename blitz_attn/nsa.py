@@ -372,12 +372,12 @@ def _computed(q: Any, k: Any, v: Any, options: Options, out: Any, return_context
     compress(call)
     room, heads = Room(kept), (call.q.shape[-2], call.k.shape[-2])
     batch = shape[0] if call.sequences.queries is None else 0
-    if o.lens is not None:
-        for first, end, queries in call.sequences.runs(batch):
-            result.array[first:end, queries:] = 0
     for piece in pieces(batch, call.sequences, call.rules.tile, PIECE_ELEMENTS // shape[-1], heads):
         part = call.of_piece(piece)
         run(part, room.results(part, piece, heads[1]), result.array[piece.queries])
+    if o.lens is not None:  # last, since `run` may still refuse q
+        for first, end, queries in call.sequences.runs(batch):
+            result.array[first:end, queries:] = 0
     if kept is None:
         return result.value
     return result.value, _context(call, kept, (q, k, v, o.w_k_compress, o.w_v_compress, o.gate_proj_weight, o.gates))

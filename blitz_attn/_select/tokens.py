@@ -187,7 +187,10 @@ def select_tokens(
     queries = _arrays.readable(q, "q")
     real = "float64" if getattr(_arrays.dtype_of(q), "itemsize", 4) == 8 else "float32"
     shape = (*_arrays.shape_of(q)[:-2], width)
-    selected, scores = np.empty(shape, np.int32), np.empty(shape, real) if with_scores else None
+    try:
+        selected, scores = np.empty(shape, np.int32), np.empty(shape, real) if with_scores else None
+    except ValueError:  # NumPy's own sentence names no argument; arrays of other libraries may claim shapes that NumPy has not
+        raise ValueError(f"q: expected a shape whose result of shape {shape} can exist, got {_arrays.shape_of(q)}") from None
     numbers = converted(*floats(weights, "weights", None, strided=True), real)
     _core.select_tokens(
         queries, _arrays.readable(k, "k", cache=True), numbers, selected, scores, scale, causal, q_lens, kv_lens, cu_seqlens_q,

@@ -42,6 +42,7 @@ VARIETIES = 32
 WEIGHT = 0.03  # per function, so that about a tenth of a campaign's problems are bad calls
 HOW = ("argument", "two arguments", "unknown keyword", "too many positional", "missing argument", "positional", "refusal")
 SENTENCE = re.compile(r"([\w\[\]., ]+): expected .+, got .+", re.DOTALL)
+CALLED = ("chooser", "mask_mod")  # arguments that may be a function of the caller: what Python says of its signature is passed on
 PLAIN = (np.ndarray, np.generic, str, bool, int, float, type(None))
 
 
@@ -56,6 +57,7 @@ class Call:
         self.positional: tuple[Any, ...] = ()
         self.by_position: list[str] = []  # the names of positional arguments
         self.python_refuses = False
+        self.calls_unusual = False  # whether a function stands for one that the package calls, with arguments that it may not have
 
     def value(self, argument: str) -> Any:
         if argument in self.arguments:
@@ -74,12 +76,15 @@ class Call:
             raise Discard("blitz_attn.testing makes arrays of any size that is asked for, and reads sequences as NumPy does")
         if argument in self.good.sizes and re.search(r"2\*\*3[123]\b", unusual):
             raise Discard("this size is below the limit, so that the call would make a result as large as that")
+        if argument in self.good.sizes and self.name == "from_function" and "65535" in unusual:
+            raise Discard("this size is right, and the function of the caller would look at all pairs")
         right = self.value(argument)
         try:
             self.arguments[argument] = ANY[unusual]() if unusual in ANY else table(right)[unusual](right)
         except Exception as error:  # the value may be unusual already, or memory may be short; the package is not involved
             raise Discard(f"{unusual} cannot be made from {type(right).__name__}") from error
         self.replaced[argument] = f"{self.replaced[argument]}, {unusual}" if argument in self.replaced else unusual
+        self.calls_unusual |= argument in CALLED and callable(self.arguments[argument])
 
     def refuse(self, row: Refusal) -> None:
         """Changes arguments by a row of `refusals`. This variety need not refuse them."""
@@ -249,7 +254,7 @@ def _change(draw: Draw, group: str, call: Call) -> None:
     if how == "two arguments" and names:
         second = draw.pick("argument 2", names)
         call.replace(second, draw.pick("odd 2", call.choices(second)))
-    call.python_refuses = how in ("unknown keyword", "too many positional", "missing argument") or None in call.replaced
+    call.python_refuses = how in ("unknown keyword", "too many positional", "missing argument") or None in call.replaced or call.calls_unusual
     if how == "unknown keyword":
         call.arguments[draw.pick("keyword", ("strange", "Q", "self", "mask", ""))] = 1
     elif how == "too many positional":

@@ -120,7 +120,7 @@ static ba_status choose(const void *args) { return ba_select_prefill(args); }
 static ba_tensor draw_given(const int64_t *dims) {
     ba_tensor t = fz_tensor(FZ_INPUT, BA_FLOAT32, 4, dims, FZ_FREE_LAST);
     fz_seed();
-    if (!fz_backed(&t) || t.dtype != BA_FLOAT32 || t.ndim != 4 || fz_elements(&t) > 1e5) return t;
+    if (!fz_backed(&t) || t.dtype != BA_FLOAT32 || t.ndim != 4 || fz_elements(&t) == 0 || fz_elements(&t) > 1e5) return t;
     int64_t at[BA_MAX_DIMS];
     for (at[0] = 0; at[0] < t.dims[0]; at[0]++)
         for (at[1] = 0; at[1] < t.dims[1]; at[1]++)
