@@ -54,13 +54,15 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
 }
 
 /* Chooses the size of chunks. Where a block row fits into one panel, chunks are small, so that neighbouring block rows attend a key while it is in
- * cache. Where a block row takes several panels, chunks are large, because every chunk loads the states of all panels. */
+ * cache. Where a block row takes several panels, chunks are large, because every chunk loads the states of all panels. Where a block row has fewer
+ * panels than a kernel call takes, the call takes panels of several chunks. */
 static void choose_chunks(ba_attend_call *c) {
     c->chunk_keys = c->tuning->chunk_keys;
     c->chunks = 2;
     if (!c->problem->listed || !c->family->has_cuts) return;
-    if (c->plan.tiling.row_tokens * c->plan.tiling.shared_heads <= c->family->lanes[BA_PANEL_WIDE]) c->chunk_keys = c->tuning->list_keys;
-    if (c->chunk_keys < c->tuning->chunk_keys) c->chunks = BA_MANY_PANELS + 2;
+    const int64_t panels = ba_ceil_div(c->plan.tiling.row_tokens * c->plan.tiling.shared_heads, c->family->lanes[BA_PANEL_WIDE]);
+    if (panels == 1) c->chunk_keys = c->tuning->list_keys;
+    if (panels < BA_MANY_PANELS) c->chunks += (int)(BA_MANY_PANELS / panels);
 }
 
 /* Whether rows are gathered before few queries attend them: yes where an item has a single KV head, whose rows are short and have the rows of other
