@@ -135,23 +135,30 @@ static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
     return better;
 }
 
+/* Chooses one of n >= 2 candidates, which are all different, moves those that are better to the front, and puts it behind them. Returns its place. */
+static int64_t divide(candidate *all, int64_t n) {
+    candidate *first = all, *middle = all + n / 2, *last = all + n - 1;
+    if (is_better(middle, first)) swap(middle, first);
+    if (is_better(last, middle)) swap(last, middle);
+    if (is_better(middle, first)) swap(middle, first);
+    const candidate pivot = *middle;
+    swap(middle, last); /* to stay apart while the others move */
+    const int64_t at = move_better(first, n - 1, pivot);
+    swap(all + at, last);
+    return at;
+}
+
 /* Moves the best `kept` of n candidates, which are all different, to the front. If kept < n, returns a score that a later candidate must
  * exceed to be among the best: that of the last one kept, or of the first one that is not. */
 static double keep_best(candidate *all, int64_t n, int64_t kept) {
-    candidate pivot = {0};
+    double score = 0;
     for (int64_t begin = 0, end = n; begin < kept && kept < end;) {
-        candidate *first = all + begin, *middle = all + begin + (end - begin) / 2, *last = all + end - 1;
-        if (is_better(middle, first)) swap(middle, first);
-        if (is_better(last, middle)) swap(last, middle);
-        if (is_better(middle, first)) swap(middle, first);
-        pivot = *middle;
-        swap(middle, last); /* to stay apart while the others move */
-        const int64_t at = begin + move_better(first, end - begin - 1, pivot);
-        swap(all + at, last);
+        const int64_t at = begin + divide(all + begin, end - begin);
+        score = all[at].score;
         if (at < kept) begin = at + 1;
         else end = at;
     }
-    return pivot.score;
+    return score;
 }
 
 /* Sorts candidates, the best first or, by_key, the lowest key first: by a heap whose root is the candidate that comes last. */
@@ -165,6 +172,23 @@ static void sort(candidate *all, int64_t n, bool by_key) {
             swap(all + at, all + child);
         }
     }
+}
+
+/* Sorts candidates, which are all different, the best first. Where `depth` divisions have been so uneven that n is still large, a heap sorts the
+ * rest. */
+static void sort_best(candidate *all, int64_t n, int depth) {
+    enum { FEW = 12 };
+    for (; n > FEW && depth > 0; depth--) {
+        const int64_t at = divide(all, n);
+        sort_best(all + at + 1, n - at - 1, depth - 1);
+        n = at;
+    }
+    if (n > FEW) {
+        sort(all, n, false);
+        return;
+    }
+    for (int64_t i = 1; i < n; i++)
+        for (int64_t at = i; at > 0 && is_better(all + at, all + at - 1); at--) swap(all + at, all + at - 1);
 }
 
 /* Makes room for n more candidates of a query. */
@@ -341,7 +365,8 @@ static void write_row(const select_tokens_call *c, const select_tokens_scratch *
         for (int64_t w = 0; n < kept; w++)
             for (; s->chosen[w]; s->chosen[w] &= s->chosen[w] - 1) keys[n++ * step] = (int32_t)(w * 64 + __builtin_ctzll(s->chosen[w]));
     } else {
-        sort(all, kept, c->args->ascending);
+        if (c->args->ascending) sort(all, kept, true);
+        else sort_best(all, kept, 64);
         for (int64_t i = 0; i < kept; i++) keys[i * step] = all[i].key;
     }
     for (int64_t i = kept; i < c->width; i++) keys[i * step] = -1;
