@@ -10,7 +10,7 @@ import pytest
 
 from blitz_attn import nsa, reference, testing
 from cases import bits_option, dtype_of, same_bits
-from cases_nsa import GRADIENTS, MODES, MSLK, PAPER, UPSTREAM, WEIGHTS, alone, both_modes, every_mode, gradients, one_hot, problem, run, tensors
+from cases_nsa import GRADIENTS, MODES, PAPER, UPSTREAM, WEIGHTS, alone, both_modes, every_mode, gradients, one_hot, problem, run, tensors
 
 
 def wide(x):
@@ -206,7 +206,7 @@ def test_gradients_of_weights_are_sums_in_the_order_of_the_blocks(size):
 @pytest.mark.parametrize("elements", [1, 1 << 14])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("weights", [(), WEIGHTS[:3], (*WEIGHTS[:2], "gates")], ids=["none", "weights", "gates"])
-@pytest.mark.parametrize("rules", [PAPER, MSLK, {**MSLK, "num_cmp_selected_blocks": 1}], ids=["paper", "mslk", "mslk_groups"])
+@pytest.mark.parametrize("rules", [*MODES.values(), {**MODES["mslk"], "num_cmp_selected_blocks": 1}], ids=[*MODES, "mslk_groups"])
 def test_pieces_change_nothing(rules, weights, packed, elements, monkeypatch):
     """Gradients are computed in pieces of some KV heads. The bits are the same, and one thread more changes how many heads a piece has."""
     q, k, v, options = problem(240, 12, 3, 16, 24, batch=1 if packed else 2, weights=weights)
