@@ -34,7 +34,7 @@ from ._nsa.compression import compress_gradients, compress_kv, compress_kv_backw
 from ._nsa.gates import check_gate_weight, compute_gates, gate_and_combine, gating_backward
 from ._nsa.rules import scale_of, threads_of, window_and_groups
 from ._nsa.selection import score_and_select_blocks
-from ._nsa.sequences import pieces
+from ._nsa.sequences import pieces, pieces_of_heads
 from ._nsa.store import Store
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ RULES = (
 
 SHOWN = 8  # lengths of sequences in the repr of a cache
 
-PIECE_ELEMENTS = 1 << 22  # elements of one branch's output that a call without a context holds at a time
+PIECE_ELEMENTS = 1 << 22  # elements of one branch's output, or of its gradient for each thread, that a call holds at a time
 
 
 def __dir__() -> list[str]:
@@ -687,36 +687,50 @@ def nsa_backward(dout: Array, ctx: NSAContext[AnyKind], *, num_threads: int | No
     q_like, k_like, v_like, *weight_likes = ctx.like
     dq, dk, dv = (Result(x.shape, kind, like) for x, like in zip((call.q, call.k, call.v), (q_like, k_like, v_like), strict=True))
 
-    douts: list[Any] = [np.empty(ctx.shape, storage(kind)) for _ in BRANCHES]
     w_gate, gates = call.w_gate.array, call.gates.array
     dgates = None if gates is None else np.empty(gates.shape, real_of(kind))
-    dw_gate = dq_gate = None
-    if w_gate is not None:
-        dw_gate, dq_gate = np.empty(w_gate.shape, real_of(kind)), np.empty(call.q.shape, storage(kind))
-    _core.gate_backward(
-        None if w_gate is None else call.q, w_gate, gates=None if gates is None and w_gate is None else ctx.gates,
-        branches=tuple(ctx.branches), dout=gradient, dbranches=tuple(douts), dgates=dgates, dq=dq_gate, dgate_proj_weight=dw_gate,
-        dtype=kind, num_threads=common.threads,
-    )  # fmt: skip
-
-    dqs: list[Any] = []
+    dw_gate = None if w_gate is None else np.empty(w_gate.shape, real_of(kind))
+    weight_grads = [None if w.array is None else np.empty(w.array.shape, real_of(kind)) for w in (call.w_k, call.w_v)]
     sums = [sums_for(x.array, kind) for x in (dk, dv)]
-    weight_grads: list[Any] = []
-    for c, (keys, values, branch) in enumerate(call.branches(ctx.block_indices, ctx.groups)):
-        into = [np.zeros(x.shape, real_of(kind)) for x in (keys, values)] if c == 0 else sums
-        dqs.append(np.empty(call.q.shape, storage(kind)))
-        grads = (dqs[-1], into[0], into[1])
-        attend_backward(douts[c], call.q, keys, values, ctx.branches[c], ctx.lse[BRANCHES[c]], grads, common, branch, accumulate=True)
-        douts[c] = None  # frees the array
-        if c == 0:  # from compressed keys and values back to the tokens, where the other branches add theirs
-            sizes = call.rules.size, call.rules.stride, call.sequences
-            for n, (x, w) in enumerate(((call.k, call.w_k), (call.v, call.w_v))):
-                weight_grads.append(compress_gradients(into[n], x, w.array, sums[n], kind, *sizes, common.threads))
-    if dq_gate is not None:
-        dqs.append(dq_gate)
+    heads, threads = (call.q.shape[-2], call.k.shape[-2]), common.threads or _core.get_num_threads()
+    most = PIECE_ELEMENTS * threads // max(call.q.shape[-1], call.v.shape[-1])  # enough heads to keep all threads at work
+    memory: dict[str, np.ndarray] = {}  # of results that each piece needs while it is computed
+
+    def room(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name not in memory:  # the first piece is the largest
+            memory[name] = np.empty(shape, storage(kind))
+        return memory[name][..., : shape[-2], :]
+
+    for piece in pieces_of_heads(call.sequences, call.q[..., 0, 0].size, most, heads):
+        part, at = call.of_piece(piece), piece.queries
+        douts = [room(f"dout {name}", gradient[at].shape) for name in BRANCHES]
+        dqs = [room(f"dq {name}", part.q.shape) for name in BRANCHES]
+        if w_gate is not None:
+            dqs.append(room("dq", part.q.shape))
+        _core.gate_backward(
+            None if w_gate is None else part.q, part.w_gate.array, gates=None if gates is None and w_gate is None else ctx.gates[at],
+            branches=tuple(x[at] for x in ctx.branches), dout=gradient[at], dbranches=tuple(douts),
+            dgates=None if dgates is None else dgates[at], dq=None if w_gate is None else dqs[-1],
+            dgate_proj_weight=None if dw_gate is None else dw_gate[piece.heads[0]], dtype=kind, num_threads=common.threads,
+        )  # fmt: skip
+        own = [x[piece.keys] for x in sums]
+        lists = piece.lists(ctx.block_indices, heads[1])
+        groups = None if ctx.groups is None else piece.lists(ctx.groups, heads[1])
+        for c, (keys, values, branch) in enumerate(part.branches(lists, groups)):
+            into = [np.zeros(x.shape, real_of(kind)) for x in (keys, values)] if c == 0 else own
+            grads = (dqs[c], into[0], into[1])
+            lse = ctx.lse[BRANCHES[c]][at]
+            attend_backward(douts[c], part.q, keys, values, ctx.branches[c][at], lse, grads, common, branch, accumulate=True)
+            if c == 0:  # from compressed keys and values back to the tokens, where the other branches add theirs
+                sizes = call.rules.size, call.rules.stride, call.sequences
+                for n, (x, w) in enumerate(((part.k, call.w_k.array), (part.v, call.w_v.array))):
+                    weight = None if w is None else w[piece.heads[1]]
+                    dweight, all_dweights = compress_gradients(into[n], x, weight, own[n], kind, *sizes, common.threads), weight_grads[n]
+                    if all_dweights is not None:
+                        all_dweights[piece.heads[1]] = dweight
+        add_rounded(dqs, dq.array[at], kind, common.threads)
     for result, total in zip((dk, dv), sums, strict=True):
         round_into(result.array, total, kind)
-    add_rounded(dqs, dq.array, kind, common.threads)
     kinds = (call.w_k.kind, call.w_v.kind, call.w_gate.kind, call.gates.kind)
     made = [
         None if x is None else rounded(x, real_of(kind), own, like)

@@ -3,6 +3,8 @@
 test_nsa.py compares gradients with the float64 reference, and tests/fuzz/nsa_problems.py with its oracle.
 """
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -199,6 +201,26 @@ def test_gradients_of_weights_are_sums_in_the_order_of_the_blocks(size):
         nsa.compress_kv_backward(d[:, : x.shape[1] // size], d[:, : x.shape[1] // size], x, x, size, w, w) for x, d in ((k, dk_cmp), longer)
     )
     assert all(map(same_bits, one[2:], two[2:]))
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 14])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("weights", [(), WEIGHTS[:3], (*WEIGHTS[:2], "gates")], ids=["none", "weights", "gates"])
+@pytest.mark.parametrize("rules", [*MODES.values(), {**MODES["mslk"], "num_cmp_selected_blocks": 1}], ids=[*MODES, "mslk_groups"])
+def test_pieces_change_nothing(rules, weights, packed, elements, monkeypatch):
+    """Gradients are computed in pieces of some KV heads. The bits are the same, and one thread more changes how many heads a piece has."""
+    q, k, v, options = problem(240, 12, 3, 16, 24, batch=1 if packed else 2, weights=weights)
+    if packed:
+        q, k, v = (x[0] for x in (q, k, v))
+        options = {name: x[0] if name == "gates" else x for name, x in options.items()}
+        options["cu_seqlens"] = [0, 48, 144, 144, 240]
+    out, context = run(q, k, v, **rules, **options)
+    dout = tensors(out.shape, dtype="float32", seed=1)
+    expected = nsa.nsa_backward(dout, context)
+    monkeypatch.setattr(sys.modules["blitz_attn.nsa"], "PIECE_ELEMENTS", elements)
+    for threads in (1, 2):
+        for x, y in zip(nsa.nsa_backward(dout, context, num_threads=threads), expected, strict=True):
+            assert (x is None and y is None) or same_bits(x, y)
 
 
 @both_modes

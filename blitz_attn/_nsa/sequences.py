@@ -171,6 +171,18 @@ def _pieces_of_one(tokens: int, tile: int, most: int, heads: tuple[int, int]) ->
             yield (slice(head * group, end * group), slice(head, end)), begin, min(stop, tokens)
 
 
+def pieces_of_heads(sequences: Sequences, rows: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
+    """The whole call in pieces of some KV heads with all of their queries: about `most` rows of queries, of which each head has `rows`."""
+    kv_heads, group = heads[1], heads[0] // heads[1]
+    once = min(max(1, most // max(1, group * rows)), kv_heads)
+    before = (ALL,) if sequences.queries is None else ()
+    for head in range(0, kv_heads, once):
+        end = min(head + once, kv_heads)
+        cut = (slice(head * group, end * group), slice(head, end))
+        keys = (*before, ALL, cut[1])
+        yield Piece((*before, ALL, cut[0]), keys, keys, cut, (before, ALL), sequences)
+
+
 def pieces(batch: int, sequences: Sequences, tile: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
     """The whole call in pieces of about `most` rows of queries, cut between heads and between tiles.
 

@@ -104,6 +104,7 @@ const ba_work_tuning ba_work = {
     .few_items = 4,
     .by_block_items = 4,
     .by_block_keys = 8,
+    .by_block_young = 3,
     .alike_keys = 8,
     .few_keys = 64,
     .most_entries = 1 << 20,

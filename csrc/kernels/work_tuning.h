@@ -12,6 +12,7 @@ typedef struct ba_work_tuning {
     int64_t few_items;      /* the same of few queries, where an item may have several heads */
     int64_t by_block_items; /* the same where queries are attended block by block */
     int64_t by_block_keys;  /* keys of a block for which that pays: smaller blocks cost a kernel call for a few keys */
+    int64_t by_block_young; /* list rows that have attended fewer blocks attend a block after the others: their weights need residuals, on tiles */
     int64_t alike_keys;     /* keys per query: where a sequence has at least so many, its tiles take the same time */
     int64_t few_keys;       /* keys per query: with at least so many, more queries than the kernel for few queries takes at once are still few */
     int64_t most_entries;   /* entries of an item's lists at most, where these are inverted: they bound its scratch memory */

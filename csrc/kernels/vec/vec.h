@@ -205,6 +205,15 @@ BA_INLINE ivec NAME(v_pair_rounded)(vec even, vec odd, const NAME(rounding) * by
     return ((NAME(v_add_bits)((ivec)even, 0x8000) >> 16) & by->lower) | (NAME(v_add_bits)((ivec)odd, 0x8000) & ~by->lower);
 }
 #if BA_LANES == 16
+/* The numbers p[at[0]], p[at[1]], ... are loaded, or stored: the last one, where several go to the same place. */
+BA_INLINE vec NAME(v_gather)(const float *p, ivec at) {
+    vec x;
+    for (int i = 0; i < BA_LANES; i++) x[i] = p[at[i]];
+    return x;
+}
+BA_INLINE void NAME(v_scatter)(float *p, ivec at, vec x) {
+    for (int i = 0; i < BA_LANES; i++) p[at[i]] = x[i];
+}
 /* Loads four pieces of 16 bytes into one vector, in this order. */
 BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
     const void *const from[4] = {a, b, c, d};

@@ -41,6 +41,8 @@ BA_INLINE ivec NAME(v_pair_rounded)(vec even, vec odd, const NAME(rounding) * by
      * again: 0xe4 takes the bits of the first where those of the third are set, else those of the second. */
     return (ivec)_mm512_ternarylogic_epi32(_mm512_alignr_epi8(a, a, 2), b, (__m512i)by->lower, 0xe4);
 }
+BA_INLINE vec NAME(v_gather)(const float *p, ivec at) { return (vec)_mm512_i32gather_ps((__m512i)at, p, sizeof *p); }
+BA_INLINE void NAME(v_scatter)(float *p, ivec at, vec x) { _mm512_i32scatter_ps(p, (__m512i)at, (__m512)x, sizeof *p); }
 BA_INLINE vec NAME(v_load_quarters)(const void *a, const void *b, const void *c, const void *d) {
     __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)a));
     x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)b), 1);

@@ -8,6 +8,7 @@
 
 #include "core/arena.h"
 #include "core/status.h"
+#include "kernels/work_tuning.h"
 #include "ops/plan/plan.h"
 #include "ops/reals.h"
 #include "ops/scratch.h"
@@ -30,6 +31,7 @@ typedef struct block_scratch {
     char *q;            /* the packed queries of all lanes. In the caller's array, the queries of a head may compete for few lines of the cache */
     int32_t *begin;     /* [columns + 1]: list_rows[begin[c] .. begin[c + 1] - 1] list column c */
     int32_t *list_rows; /* list rows of the item, ordered by column */
+    int32_t *attended;  /* [list row]: chunks that it has attended */
     int32_t *chosen;    /* lanes that attend the current chunk. From the front: lanes that see all its keys. From the back: lanes that see some */
     char *packed_k, *packed_v;
     const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows;
@@ -57,6 +59,7 @@ static int64_t lay_out_by_block(const call *c, char *base, block_scratch *s) {
     s->q = ba_take(base, &used, lanes * q_bytes(c));
     s->begin = ba_take(base, &used, (p->block_columns + 1) * (int64_t)sizeof(int32_t));
     s->list_rows = ba_take(base, &used, c->plan.grouping.tiles * p->blocks.dims[3] * (int64_t)sizeof(int32_t));
+    s->attended = ba_take(base, &used, c->plan.grouping.tiles * (int64_t)sizeof(int32_t));
     s->chosen = ba_take(base, &used, lanes * (int64_t)sizeof(int32_t));
     s->packed_k = ba_take(base, &used, c->packed_k);
     s->packed_v = ba_take(base, &used, c->packed_v);
@@ -82,6 +85,7 @@ static void open_list_rows(const call *c, const block_scratch *s, const ba_item 
     const int64_t real = c->family->real_size, lanes = item->tiles * c->list_row_lanes, bytes = p->head_dim * p->element_size;
     memset(s->o, 0, (size_t)(lanes * BA_FEW_PAD(p->v_dim) * real));
     memset(s->l, 0, (size_t)(lanes * real));
+    memset(s->attended, 0, (size_t)item->tiles * sizeof *s->attended);
     for (int64_t row = 0; row < item->tiles; row++) {
         const ba_tile tile = list_row_at(c, item, row);
         for (int64_t i = 0; i < c->list_row_lanes; i++) {
@@ -181,18 +185,22 @@ static ba_chunk open_chunk(const call *c, const block_scratch *s, const ba_item 
                       .softcap = p->softcap * BA_LOG2_E};
 }
 
-/* The list rows of the item that name a column attend its keys [begin, end). */
+/* The list rows of the item that name a column attend its keys [begin, end). Rows that have attended little come last, side by side: on tiles, the
+ * weights of a whole set of queries get residuals where one of them needs some. */
 static void attend_chunk(const call *c, const block_scratch *s, const ba_item *item, int64_t column, int64_t begin, int64_t end) {
     const int64_t room = item->tiles * c->list_row_lanes;
     int64_t unbounded = 0, bounded = 0;
-    for (int64_t n = s->begin[column]; n < s->begin[column + 1]; n++) {
-        const int32_t first = s->list_rows[n] * (int32_t)c->list_row_lanes;
-        for (int32_t lane = first; lane < first + (int32_t)c->list_row_lanes; lane++) {
-            if (s->lo[lane] >= end || s->hi[lane] <= begin) continue;
-            if (s->lo[lane] > begin || s->hi[lane] < end) s->chosen[room - ++bounded] = lane;
-            else s->chosen[unbounded++] = lane;
+    for (int young = 0; young < 2; young++)
+        for (int64_t n = s->begin[column]; n < s->begin[column + 1]; n++) {
+            const int32_t row = s->list_rows[n], first = row * (int32_t)c->list_row_lanes;
+            if ((s->attended[row] < ba_work.by_block_young) != young) continue;
+            s->attended[row] += young;
+            for (int32_t lane = first; lane < first + (int32_t)c->list_row_lanes; lane++) {
+                if (s->lo[lane] >= end || s->hi[lane] <= begin) continue;
+                if (s->lo[lane] > begin || s->hi[lane] < end) s->chosen[room - ++bounded] = lane;
+                else s->chosen[unbounded++] = lane;
+            }
         }
-    }
     if (unbounded + bounded == 0) return;
     const ba_chunk chunk = open_chunk(c, s, item, column, begin, end);
     ba_panel panel = {.q = s->q, .o = s->o, .m = s->m, .l = s->l};

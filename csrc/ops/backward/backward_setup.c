@@ -90,14 +90,19 @@ static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
 
 /* Decides whether items may share packed K and V, and how much memory that takes. Whether it pays is known once the plan has its cost
  * (ba_share_kv). Only families over tiles pack K here; those over pairs read it in place. V is packed like K; K is packed once more, in columns. */
-static void choose_sharing(ba_backward_call *c) {
+static void choose_sharing(ba_backward_call *c, bool by_block) {
     const ba_problem *p = c->problem;
     const ba_pack_kernels *pack = c->family->pack;
     if (!pack->keys || !c->family->gradient->gradient_tile || !ba_may_share(p, c->family)) return;
-    const int64_t heads = p->listed && p->blocks.dims[1] == p->heads ? 1 : p->group;
-    const int64_t alike = (p->listed ? p->block_q : p->q_len) * heads; /* queries that see the same keys, or are in the same row of the lists */
-    const int64_t queries =
-        ba_min(alike, ba_plan_tile_lanes(&c->plan) * c->tuning->gradient_item_tiles); /* so many queries attend each key that an item packs */
+    /* so many queries attend each key that an item packs, on average */
+    int64_t queries;
+    if (by_block) {
+        queries = c->plan.grouping.tiles * c->list_row_lanes * ba_min(p->block_columns, p->blocks.dims[3]) / ba_max(1, p->block_columns);
+    } else {
+        const int64_t heads = p->listed && p->blocks.dims[1] == p->heads ? 1 : p->group;
+        const int64_t alike = (p->listed ? p->block_q : p->q_len) * heads; /* queries that see the same keys, or are in the same row of the lists */
+        queries = ba_min(alike, ba_plan_tile_lanes(&c->plan) * c->tuning->gradient_item_tiles);
+    }
     c->sharing = (ba_sharing){.plan = &c->plan,
                               .family = c->family,
                               .chunk_keys = c->tuning->gradient_keys,
@@ -155,7 +160,7 @@ ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *grad
     const bool by_block = ba_runs_by_block(problem);
     c.plan = by_block ? ba_plan_gradients_by_block(problem, c.tuning) : ba_plan_gradients(problem, c.tuning);
     c.list_row_lanes = ba_min(problem->block_q, problem->q_len) * c.plan.tiling.shared_heads;
-    if (!by_block) choose_sharing(&c);
+    choose_sharing(&c, by_block);
     threads = (int)ba_min(threads, ba_max(1, c.plan.items)); /* threads that would find no item need no scratch memory */
     c.scratch_bytes = by_block ? ba_backward_by_block_bytes(&c) : ba_backward_by_tile_bytes(&c);
     char *memory;

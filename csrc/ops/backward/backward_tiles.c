@@ -32,7 +32,7 @@ int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, ch
     w->packed_k = ba_take(base, &used, f->pack->keys ? keys * pad_k * f->pack_bytes : 0);
     w->packed_v = ba_take(base, &used, f->pack->values ? keys * pad_v * f->pack_bytes : 0);
     w->packed_columns = ba_take(base, &used, f->gradient->gradient_tile ? keys * pad_k * f->pack_bytes : 0);
-    w->reals = ba_take(base, &used, 4 * BA_MAX_LANES * f->real_size);
+    w->reals = ba_take(base, &used, 2 * BA_MAX_LANES * f->real_size);
     for (int i = 0; i < 2; i++) {
         ba_gradient_rows *rows = &w->chunk_rows[i];
         rows->key_index = ba_take(base, &used, keys * (int64_t)sizeof(int32_t));
@@ -107,14 +107,16 @@ ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backwa
     return s;
 }
 
-void ba_pack_gradient_panels(const ba_backward_call *c, const ba_backward_scratch *w, const ba_tile_state *t, double scale) {
+/* Packs the queries of one panel as columns, those of dout times `scale`. */
+static void pack_panel(const ba_backward_call *c, const ba_backward_scratch *w, const ba_panel_state *s, double scale) {
     const ba_problem *p = c->problem;
-    const ba_pack_kernels *pack = c->family->pack;
-    for (int n = 0; n < t->panels; n++) {
-        const ba_panel_state *s = &t->panel[n];
-        pack->queries[s->width]((void *)s->gradient.q, w->rows + s->lane, s->lanes, p->head_dim, p->scale * BA_LOG2_E);
-        pack->queries[s->width]((void *)s->gradient.dout, w->more_rows + s->lane, s->lanes, p->v_dim, scale);
-    }
+    const ba_pack_queries_fn pack = c->family->pack->queries[s->width];
+    pack((void *)s->gradient.q, w->rows + s->lane, s->lanes, p->head_dim, p->scale * BA_LOG2_E);
+    pack((void *)s->gradient.dout, w->more_rows + s->lane, s->lanes, p->v_dim, scale);
+}
+
+void ba_pack_gradient_panels(const ba_backward_call *c, const ba_backward_scratch *w, const ba_tile_state *t, double scale) {
+    for (int n = 0; n < t->panels; n++) pack_panel(c, w, &t->panel[n], scale);
 }
 
 void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t) {
@@ -123,12 +125,13 @@ void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch 
     /* add_tile takes rows that are packed panel by panel, add_rows those of a whole tile */
     const int64_t some = f->gradient_tile ? c->family->lanes[BA_PANEL_WIDE] : t->tile.lanes, real = c->family->real_size;
     t->finite_q = t->finite_dout = true;
+    int n = 0;
     for (int64_t lane = 0; lane < t->tile.lanes; lane += some) {
         const int64_t lanes = ba_min(some, t->tile.lanes - lane);
         t->finite_q &= f->pack_tile(t->q + lane * ba_padded(c, p->head_dim) * real, w->rows + lane, lanes, p->head_dim);
         t->finite_dout &= f->pack_tile(t->dout + lane * ba_padded(c, p->v_dim) * real, w->more_rows + lane, lanes, p->v_dim);
+        for (; n < t->panels && t->panel[n].lane < lane + lanes; n++) pack_panel(c, w, &t->panel[n], p->scale); /* while the rows are in L1 */
     }
-    ba_pack_gradient_panels(c, w, t, p->scale);
 }
 
 void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t) {
@@ -139,13 +142,13 @@ void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t) {
 
 void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, ba_finish_fn finish, const ba_panel_state *s, void *const *rows) {
     const int64_t real = c->family->real_size;
-    char *const zeros = w->reals, *const ones = zeros + BA_MAX_LANES * real, *const unused = ones + BA_MAX_LANES * real;
+    char *const zeros = w->reals, *const ones = zeros + BA_MAX_LANES * real;
     for (int64_t i = 0; i < c->family->lanes[BA_PANEL_WIDE]; i++) {
         ba_set_real(zeros, i, 0, real);
         ba_set_real(ones, i, 1, real);
     }
     const ba_panel panel = {.o = s->gradient.dq, .m = zeros, .l = ones};
-    finish(&panel, s->lanes, c->problem->head_dim, rows, unused);
+    finish(&panel, s->lanes, c->problem->head_dim, rows, NULL);
 }
 
 /* ---- Chunks ----------------------------------------------------------------------------------------------------------- */
