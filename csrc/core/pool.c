@@ -217,6 +217,8 @@ static pthread_once_t fork_handler = PTHREAD_ONCE_INIT;
 static bool children_are_reset;
 static void register_fork_handler(void) { children_are_reset = pthread_atfork(NULL, NULL, reset_in_child) == 0; }
 
+static const size_t LEAST_STACK = 1 << 20; /* of a worker: kernels over tiles take some 130 KiB, and musl gives new threads 128 */
+
 /* Starts threads until there are `workers` workers, or until the system refuses one. Called with the lock held. */
 static void grow(int workers) {
     if (pool.workers >= workers) return;
@@ -231,6 +233,8 @@ static void grow(int workers) {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    size_t stack = 0;
+    if (pthread_attr_getstacksize(&attributes, &stack) == 0 && stack < LEAST_STACK) pthread_attr_setstacksize(&attributes, LEAST_STACK);
     while (pool.workers < workers) {
         pthread_t thread;
         if (ba_fault(BA_FAULT_THREAD) || pthread_create(&thread, &attributes, worker_main, NULL) != 0) break;
