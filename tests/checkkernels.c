@@ -73,9 +73,9 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 10 && FUNCTIONS(ba_panel_kernels, attend) == 15 &&
+_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 10 && FUNCTIONS(ba_panel_kernels, attend) == 16 &&
                    FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_routed_kernels, attend) == 5 &&
-                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 9 + BA_CELL_DTYPES &&
+                   FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 10 + BA_CELL_DTYPES &&
                    FUNCTIONS(ba_probes, flops) == 3,
                "a kernel that is not checked");
 
@@ -130,6 +130,7 @@ static void clear_records(void) {
         [PROBABILITIES] = "add_probabilities",
         [SCORES] = "scores",
         [BLOCK_SUMS] = "sum_blocks",
+        [JOIN_LANES] = "join_lanes",
         [HEAD_SUMS] = "sum_heads",
         [SOFTMAX] = "softmax",
         [VALUES] = "values",
@@ -139,6 +140,7 @@ static void clear_records(void) {
         [FINISH] = "finish",
         [CHOOSE] = "choose",
         [SUMMARISE] = "summarise",
+        [POOL] = "pool",
         [SCORE_HEADS] = "score_heads",
         [QUANTISE] = "magnitude, quantise",
         [FILL_BIAS] = "fill_bias",
@@ -609,51 +611,93 @@ static void check_probabilities(test_case *c) {
     }
 }
 
-/* The keys are cut into two chunks anywhere. A block that is cut is continued in the second chunk. */
+/* The keys are cut into two chunks, anywhere or where the family can. A block that is cut is continued in the second chunk. Families without the
+ * kernel scores find references, above which no weight is large, and not the largest scores; lanes with a score that is not finite are left out then.
+ */
 static void check_block_sums(test_case *c) {
+    static double errors[BA_MAX_CHUNK][BA_MAX_LANES];
     record *r = &records[BLOCK_SUMS];
     const ba_panel_kernels *kernels = c->s.f->panel;
+    const bool has_scores = kernels->scores[WIDE];
     for (int64_t n = 0; n < 2 * DIMS * FILLS; n++) {
         make_case(c, n % FILLS, n % MASKS, 1 + pick(c->s.f->lanes[WIDE]), 2 + pick(n % 7 ? 100 : BA_MAX_CHUNK - 1), dim_at(n / FILLS % DIMS), 1);
-        const int64_t block = 1 + pick(n % 2 ? 8 : 200), cut = 1 + pick(c->keys - 1), real = c->s.f->real_size;
+        if (!has_scores) drop_options(c);
+        const int64_t block = 1 + pick(n % 2 ? 8 : 200), real = c->s.f->real_size;
+        const int64_t cut = ba_min(c->keys, ba_round_up(1 + pick(c->keys - 1), has_scores ? 1 : c->s.f->key_align));
         const ba_panel panel = open_panel(c);
         void *row_max = place(ROW_MAX, c->lanes * real), *alpha = place(ALPHA, c->lanes * real);
         char *sums = place(WEIGHTS, ba_ceil_div(c->keys, block) * c->lanes * real);
-        for (int part = 0; part < 2; part++) {
-            const int64_t first = part ? cut : 0, keys = part ? c->keys - cut : cut;
+        for (int64_t first = 0, keys = cut; keys > 0; first += keys, keys = c->keys - first) {
             const ba_chunk chunk = open_chunk(c, first, keys);
-            const ba_block_sums blocks = {sums + first / block * c->lanes * real, block, first % block};
+            const ba_block_sums blocks = {.sums = sums + first / block * c->lanes * real, .block = block, .begun = first % block, .alpha = alpha};
             double begun[BA_MAX_LANES], m_before[BA_MAX_LANES], l_before[BA_MAX_LANES];
-            kernels->scores[WIDE](&panel, &chunk, row_max);
-            check_scores(c, &chunk, first, row_max);
+            if (has_scores) {
+                kernels->scores[WIDE](&panel, &chunk, row_max);
+                check_scores(c, &chunk, first, row_max);
+            }
             for (int64_t i = 0; i < c->lanes; i++) {
                 begun[i] = blocks.begun ? real_at(c, blocks.sums, i) : 0;
                 m_before[i] = real_at(c, panel.m, i);
                 l_before[i] = real_at(c, panel.l, i);
+                for (int64_t j = 0; j < keys; j++) {
+                    const plain_number s = has_scores || i >= c->queries ? (plain_number){scores[j][i], 0} : score_of(c, i, first + j);
+                    scores[j][i] = s.value;
+                    errors[j][i] = s.error;
+                }
             }
-            kernels->sum_blocks(&panel, &chunk, row_max, alpha, &blocks);
+            kernels->sum_blocks(&panel, &chunk, &blocks);
             require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
-            for (int64_t i = 0; i < c->lanes; i++) {
+            for (int64_t i = 0; i < (has_scores ? c->lanes : c->queries); i++) {
                 const double m = real_at(c, panel.m, i), shrink = real_at(c, alpha, i);
                 const bool stands = m == m_before[i];
-                compare(r, m, fmax(m_before[i], real_at(c, row_max, i)), 0, "m [.][lane]", 0, i);
-                compare(r, shrink, stands ? 1 : exp2(m_before[i] - m), stands ? 0 : weight_error(c, m_before[i] - m), "alpha [.][lane]", 0, i);
-                double all = l_before[i] * shrink, slack = 0;
+                const double raised = stands ? 0 : weight_error(c, m_before[i] - m) * (has_scores ? 1 : 16); /* m may rise more than once */
+                bool finite = true;
+                for (int64_t j = 0; j < c->keys && !has_scores; j++) finite &= isfinite(score_of(c, i, j).value);
+                if (!finite) continue;
+                if (has_scores) compare(r, m, fmax(m_before[i], real_at(c, row_max, i)), 0, "m [.][lane]", 0, i);
+                compare(r, shrink, stands ? 1 : exp2(m_before[i] - m), raised, "alpha [.][lane]", 0, i);
+                double all = l_before[i] * shrink, slack = l_before[i] * raised;
                 for (int64_t j = 0, end, b = 0; j < keys; j = end, b++) {
                     end = ba_min(keys, (b + 1) * block - blocks.begun);
-                    double sum = b == 0 && blocks.begun ? begun[i] * shrink : 0, own = 0;
+                    double sum = b == 0 && blocks.begun ? begun[i] * shrink : 0, own = sum > 0 ? begun[i] * raised : 0;
                     for (int64_t k = j; k < end; k++) {
                         const double x = sees(c, i, first + k) ? scores[k][i] - m : -INFINITY;
+                        require(r, has_scores || x <= 10 + errors[k][i] + 1e-3, "large weight [key][lane]", first + k, i);
                         sum += exp2(x);
                         all += exp2(x);
-                        own += x == -INFINITY ? 0 : weight_error(c, x);
+                        own += x == -INFINITY ? 0 : weight_error(c, x) + exp2(x) * expm1(0.7 * fmin(errors[k][i], 100));
                     }
+                    own += has_scores || stands ? 0 : sum * (exp2(weight_error(c, 0) * 16) - 1);
                     slack += own;
                     compare(r, real_at(c, blocks.sums, b * c->lanes + i), sum, own + sum_error(c, end - j) * sum + tiny(c), "sum [block][lane]", b,
                             i);
                 }
                 compare(r, real_at(c, panel.l, i), all, slack + sum_error(c, keys) * all + tiny(c), "l [.][lane]", 0, i);
             }
+        }
+    }
+}
+
+static void check_join_lanes(test_case *c) {
+    record *r = &records[JOIN_LANES];
+    const int64_t real = c->s.f->real_size, lanes = c->s.f->lanes[WIDE];
+    for (int64_t n = 0; n < 50; n++) {
+        const int64_t blocks = 1 + pick(40), together = INT64_C(1) << pick(63 - __builtin_clzll((uint64_t)lanes) + 1);
+        const bool largest = pick(2);
+        make_case(c, 0, NO_MASK, 1, 1, 1, 1);
+        void *sums = place(WEIGHTS, blocks * lanes * real), *factor = place(ALPHA, lanes * real);
+        static double shares[40 * BA_MAX_LANES];
+        for (int64_t i = 0; i < lanes; i++) set_element(real_dtype(c), factor, i, fabs(uniform()));
+        for (int64_t i = 0; i < blocks * lanes; i++) {
+            set_element(real_dtype(c), sums, i, pick(9) ? fabs(uniform()) : NAN);
+            shares[i] = fmax(0, real_at(c, sums, i) * real_at(c, factor, i % lanes)); /* fmax ignores NaN */
+        }
+        c->s.f->panel->join_lanes(sums, factor, blocks, lanes, together, largest);
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        for (int64_t at = 0; at < blocks * lanes / together; at++) {
+            double joined = 0;
+            for (int64_t i = at * together; i < (at + 1) * together; i++) joined = largest ? fmax(joined, shares[i]) : joined + shares[i];
+            compare(r, real_at(c, sums, at), joined, sum_error(c, together) * joined + tiny(c), "joined [share]", -1, at);
         }
     }
 }
@@ -796,7 +840,32 @@ static void check_score_heads(test_case *c) {
     }
 }
 
+/* The pooled numbers of rows whose mean, largest and smallest elements are known, and the error of that mean. */
+static void check_pool(const test_case *c, const void *const *rows, const double (*known)[BA_MAX_HEAD_DIM]) {
+    record *r = &records[POOL];
+    const ba_dtype dtype = c->s.kv_dtype;
+    for (int form = BA_POOLED_MEAN; form <= BA_POOLED_BOTH; form++) {
+        const int64_t dim = c->v_dim, parts = form == BA_POOLED_MEAN ? 1 : 2;
+        void *to = place_tight(WEIGHTS, parts * dim * ba_dtype_size(dtype), ba_dtype_size(dtype));
+        c->s.cache->pool(rows, c->keys, dim, (ba_pooled)form, to);
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        for (int64_t d = 0; d < dim; d++) {
+            const double mean = known[0][d], high = known[1][d], low = known[2][d], middle = (high + low) / 2, size = (high - low) / 2;
+            const double want[][2] = {{mean}, {mean, fabs(mean)}, {middle, size}, {mean / 2 + middle / 2, size / 2}};
+            const double error = form == BA_POOLED_BOUND ? 0 : known[3][d];
+            for (int64_t i = 0; i < parts; i++) {
+                const double x = want[form][i], got = get_element(dtype, to, i * dim + d);
+                const double slack =
+                    error + unit_of(dtype) * (fabs(x) + fabs(mean) + error) + 8 * unit(c) * (fabs(high) + fabs(low)) + 4 * smallest_of(dtype);
+                if (isfinite(x) && isfinite(slack)) compare(r, got, x, slack, "pooled [part][dim]", i, d);
+                else require(r, !isfinite(got) || !isfinite(slack), "finite [part][dim]", i, d);
+            }
+        }
+    }
+}
+
 static void check_summarise(test_case *c) {
+    static double known[4][BA_MAX_HEAD_DIM];
     static double replaced[3][BA_MAX_HEAD_DIM];
     record *r = &records[SUMMARISE];
     const ba_dtype dtype = c->s.kv_dtype;
@@ -820,6 +889,10 @@ static void check_summarise(test_case *c) {
                 size += fabs(v.value[j][d]);
             }
             const double mean = sum / (double)c->keys, error = (sum_error(c, c->keys) * size + tiny(c)) / (double)c->keys;
+            known[0][d] = mean;
+            known[1][d] = largest;
+            known[2][d] = smallest;
+            known[3][d] = error;
             if (to[0] && !isnan(largest)) compare(r, get_element(dtype, to[0], d), largest, 0, "largest [.][dim]", 0, d);
             if (to[1] && !isnan(smallest)) compare(r, get_element(dtype, to[1], d), smallest, 0, "smallest [.][dim]", 0, d);
             if (to[0] && isnan(largest)) require(r, isnan(get_element(dtype, to[0], d)), "NaN as the largest [dim]", -1, d);
@@ -828,6 +901,7 @@ static void check_summarise(test_case *c) {
                 compare(r, get_element(dtype, to[2], d), mean, error + unit_of(dtype) * (fabs(mean) + error) + smallest_of(dtype), "mean [.][dim]", 0,
                         d);
         }
+        if (c->s.cache->pool) check_pool(c, rows, known);
     }
 }
 
@@ -844,6 +918,7 @@ static void check_variant(void *context) {
     if (c->variant <= 1 && c->s.f->panel->attend_many[c->variant]) check_together(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->add_probabilities) check_probabilities(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->sum_blocks) check_block_sums(c);
+    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->join_lanes) check_join_lanes(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->sum_heads) check_head_sums(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->routed && c->s.f->routed->choose) check_choose(c);
     if (c->variant == WIDE && !c->s.cache && c->s.f->panel->fill_bias) check_fill_bias(c);

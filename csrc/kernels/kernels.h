@@ -244,15 +244,23 @@ typedef BA_VALUES((*ba_values_fn));
 #define BA_ADD_PROBABILITIES(name) void name(const ba_panel *panel, const ba_chunk *chunk, float *sums)
 typedef BA_ADD_PROBABILITIES((*ba_add_probabilities_fn));
 
-/* The same as softmax, except that weights are not kept, but added up by blocks of keys. The chunk begins `begun` keys after the beginning of a
- * block; where begun is not 0, sums[0] holds the block's sum so far, which is multiplied by alpha and continued. The panel is wide. With block 1,
- * sums may be the chunk's scratch. */
+/* Scores and weights, as attend has them, but the weights are not kept: they are added up by blocks of keys. m and l become those of all keys so far,
+ * and alpha[lanes] = exp2(m_old - m_new). The chunk begins `begun` keys after the beginning of a block; where begun is not 0, sums[0] holds the
+ * block's sum so far, which is multiplied by alpha and continued. The panel is wide. Families on tiles read neither softcap, biases nor scales. */
 typedef struct ba_block_sums {
-    void *sums; /* real [block][lanes] */
+    void *sums; /* real [block][lanes]; with block 1, it may be the chunk's scratch */
     int64_t block, begun;
+    void *alpha;
+    bool keeps_m; /* m stays as it is: no score, less what rounding adds to it, is larger */
 } ba_block_sums;
-#define BA_SUM_BLOCKS(name) void name(const ba_panel *panel, const ba_chunk *chunk, const void *row_max, void *alpha, const ba_block_sums *blocks)
+#define BA_SUM_BLOCKS(name) void name(const ba_panel *panel, const ba_chunk *chunk, const ba_block_sums *blocks)
 typedef BA_SUM_BLOCKS((*ba_sum_blocks_fn));
+
+/* Turns the sums of blocks into shares, and joins those of each `together` lanes that stand side by side, a power of two: joined[block][lanes /
+ * together] = the largest, or the sum, of max(0, sum * factor). NaN counts as 0. It is written where the sums begin; lanes is a multiple of two
+ * vectors. */
+#define BA_JOIN_LANES(name) void name(void *sums, const void *factor, int64_t blocks, int64_t lanes, int64_t together, bool largest)
+typedef BA_JOIN_LANES((*ba_join_lanes_fn));
 
 /* The scores of an indexer, whose keys are the lanes of the panel, and whose heads are the keys of the chunk: [query][head].
  * sums[query][lane] = the sum over heads of weights[query][head] * max(0, scales[lane] * S^T[query][head][lane]). NaN stays NaN. The panel is wide.
@@ -270,8 +278,9 @@ typedef struct ba_panel_kernels {
     ba_attend_fn attend[BA_PANEL_WIDTHS];
     ba_attend_many_fn attend_many[BA_PANEL_WIDTHS]; /* NULL: the family gains nothing by it */
     ba_sum_heads_fn sum_heads;                      /* NULL: that of the vector family */
+    ba_sum_blocks_fn sum_blocks;                    /* NULL in families whose elements are several pieces */
+    ba_join_lanes_fn join_lanes;                    /* NULL: that of the vector family, which takes the lanes of any */
     ba_scores_fn scores[BA_PANEL_WIDTHS];           /* NULL, like all that follow, where a family has the fused kernel only */
-    ba_sum_blocks_fn sum_blocks;                    /* NULL where scores is */
     ba_softmax_fn softmax[BA_PANEL_WIDTHS];         /* NULL, like values, where weights are kept in another format */
     ba_values_fn values[BA_PANEL_WIDTHS];
     ba_add_probabilities_fn add_probabilities; /* NULL: scores and softmax do this work */
@@ -513,6 +522,22 @@ typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 #define BA_SUMMARISE(name) void name(const void *const *rows, int64_t n, int64_t dim, void *largest, void *smallest, void *mean)
 typedef BA_SUMMARISE((*ba_summarise_fn));
 
+/* Pools n >= 1 rows into `dim` or 2 * dim elements of the rows' dtype: their mean, or a pooled query or key, whose product is a score. For a mean
+ * query q, and the largest and the smallest elements of some keys, no product of q and a key is above
+ *
+ *     max(q, 0) . largest + min(q, 0) . smallest = q . (largest + smallest) / 2 + |q| . (largest - smallest) / 2,
+ *
+ * so that this bound, or the mean of it and of q . mean key, is one product. Means are rounded to the dtype before they are used. Largest and
+ * smallest are as for summarise. */
+typedef enum ba_pooled {
+    BA_POOLED_MEAN,  /* mean */
+    BA_POOLED_QUERY, /* mean, |mean| */
+    BA_POOLED_BOUND, /* (largest + smallest) / 2, (largest - smallest) / 2 */
+    BA_POOLED_BOTH,  /* mean / 2 + (largest + smallest) / 4, (largest - smallest) / 4 */
+} ba_pooled;
+#define BA_POOL(name) void name(const void *const *rows, int64_t n, int64_t dim, ba_pooled form, void *to)
+typedef BA_POOL((*ba_pool_fn));
+
 /* The largest magnitude of a row; NaN where the row has one. */
 #define BA_MAGNITUDE(name) double name(const double *row, int64_t dim)
 typedef BA_MAGNITUDE((*ba_magnitude_fn));
@@ -540,6 +565,7 @@ typedef struct ba_cache_kernels {
     ba_scores_few_fn scores;
     ba_score_heads_fn score_heads; /* NULL, like summarise, for quantised dtypes */
     ba_summarise_fn summarise;
+    ba_pool_fn pool; /* NULL for float16, too */
 } ba_cache_kernels;
 
 /* Probes of the machine. flops makes about `rounds` passes over independent chains of multiply-adds, and returns the number of floating-point

@@ -184,21 +184,33 @@ static int32_t bits_of(float x) {
     return bits;
 }
 
+static inline void raise_and_lower(float score, int32_t *high, int32_t *low) {
+    const int32_t bits = bits_of(score), free_bits = bits < 0 ? INT32_MAX : bits;
+    *high = bits > *high ? bits : *high;
+    *low = free_bits < *low ? free_bits : *low;
+}
+
 /* The outline of the blocks [lo, hi) with these scores; blocks that do not compete have score -1. `counts` is set to the numbers of blocks in the
  * buckets. */
 static void draw_outline(ba_outline *o, const float *scores, int64_t lo, int64_t hi, int32_t *counts) {
-    int32_t highest = 0, lowest = INT32_MAX, out = 0;
-    for (int64_t b = lo; b < hi; b++) {
-        const int32_t bits = bits_of(scores[b]), free_bits = bits < 0 ? INT32_MAX : bits;
-        highest = bits > highest ? bits : highest;
-        lowest = free_bits < lowest ? free_bits : lowest;
+    enum { APART = 8 }; /* so many extremes are found side by side, of which a compiler makes vectors */
+    int32_t high[APART] = {0}, low[APART], out = 0;
+    for (int i = 0; i < APART; i++) low[i] = INT32_MAX;
+    int64_t b = lo;
+    for (; b + APART <= hi; b += APART)
+        for (int i = 0; i < APART; i++) raise_and_lower(scores[b + i], &high[i], &low[i]);
+    for (; b < hi; b++) raise_and_lower(scores[b], &high[0], &low[0]);
+    int32_t highest = 0, lowest = INT32_MAX;
+    for (int i = 0; i < APART; i++) {
+        highest = high[i] > highest ? high[i] : highest;
+        lowest = low[i] < lowest ? low[i] : lowest;
     }
     const int32_t range = lowest < highest ? (int32_t)ba_min(highest - lowest, RANGE) : 0;
     o->highest = highest;
     for (o->shift = 0; range >> o->shift >= BUCKETS;) o->shift++;
     double sums[BUCKETS] = {0}, sum = 0;
     memset(counts, 0, BUCKETS * sizeof *counts);
-    for (int64_t b = lo; b < hi; b++) { /* without branches, which would be mispredicted */
+    for (b = lo; b < hi; b++) { /* without branches, which would be mispredicted */
         const int32_t bits = bits_of(scores[b]), is_out = bits < 0;
         const uint32_t below = ((uint32_t)highest - (uint32_t)bits) >> o->shift, bucket = below < BUCKETS - 1 ? below : BUCKETS - 1;
         sums[bucket] += is_out ? 0 : (double)scores[b];

@@ -54,16 +54,16 @@ bool ba_lines_find(const ba_prefill *c, const ba_band_scratch *s, int64_t batch,
     memset(l.slash, 0, (size_t)l.distances * sizeof *l.slash);
     for (int64_t first = q_valid - queries; first < q_valid; first += c->lanes) {
         const int64_t lanes = ba_min(c->lanes, q_valid - first);
-        ba_panel_sight at = ba_panel_open(c, s, batch, head, first, lanes);
+        const ba_panel_sight at = ba_panel_open(c, s, batch, head, first, lanes);
         for (int pass = 0; pass < 2 && at.hi > 0; pass++) {
-            for (int64_t begin = at.lo, end; begin < at.hi; begin = end) {
+            for (int64_t begin = at.lo - at.lo % c->align, end; begin < at.hi; begin = end) {
                 if (ba_stopped()) return false;
                 end = ba_min(begin + c->chunk, at.hi);
                 ba_point_to_pooled_keys(c, s, pooled_keys, begin, end);
-                ba_panel_score(c, s, &at, &(ba_pooled_range){begin, begin, end, end, end}, 1, s->chunk, s->alphas);
+                ba_panel_score(c, s, &at, &(ba_pooled_range){begin, begin, end, end, end},
+                               &(ba_block_sums){.sums = s->chunk, .block = 1, .alpha = s->alphas, .keeps_m = pass == 1});
                 if (pass == 1) add_weights(c, s, &l, lanes, first + l.shift, begin, end, 1 / (double)queries);
             }
-            at.known = true;
             if (pass == 0)
                 for (int64_t i = 0; i < c->lanes; i++) {
                     const double sum = ba_get_real(s->l, i, c->real_size), m = ba_get_real(s->m, i, c->real_size);

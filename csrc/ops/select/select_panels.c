@@ -11,6 +11,7 @@
  * of whole blocks, the panel's first chunk may be shorter than the others, so that there is one more. */
 static int64_t most_chunks(const ba_prefill *c) {
     const int64_t per_block = c->k_per_block;
+    if (c->align > 1) return ba_ceil_div(ba_ceil_div(c->p.kv_len, c->k_tokens), c->chunk);
     if (per_block > c->chunk) return ba_ceil_div(c->p.kv_len, c->k_tokens) / c->chunk + c->p.block_columns;
     return ba_ceil_div(c->p.block_columns * per_block, c->chunk - c->chunk % per_block) + 1;
 }
@@ -53,7 +54,6 @@ int64_t ba_band_lay_out(const ba_prefill *c, char *base, ba_band_scratch *s) {
     s->q = ba_take(base, &used, c->panels * sizes.q);
     s->m = ba_take(base, &used, c->panels * sizes.reals);
     s->l = ba_take(base, &used, c->panels * sizes.reals);
-    s->row_max = ba_take(base, &used, lanes * real);
     s->lo = ba_take(base, &used, c->panels * sizes.bounds);
     s->hi = ba_take(base, &used, c->panels * sizes.bounds);
     s->key_index = ba_take(base, &used, 2 * c->chunk * (int64_t)sizeof(int32_t));
@@ -108,8 +108,8 @@ void ba_point_to_pooled_keys(const ba_prefill *c, const ba_band_scratch *s, cons
     }
 }
 
-void ba_panel_score(const ba_prefill *c, const ba_band_scratch *s, const ba_panel_sight *at, const ba_pooled_range *range, int64_t block, void *sums,
-                    void *alpha) {
+void ba_panel_score(const ba_prefill *c, const ba_band_scratch *s, const ba_panel_sight *at, const ba_pooled_range *range,
+                    const ba_block_sums *blocks) {
     const int64_t begin = range->begin, end = range->end;
     const bool all_see = begin >= at->all_lo && end <= at->all_hi;
     const ba_panel panel = {.q = s->q, .m = s->m, .l = s->l, .lo = all_see ? NULL : s->lo, .hi = all_see ? NULL : s->hi};
@@ -126,8 +126,5 @@ void ba_panel_score(const ba_prefill *c, const ba_band_scratch *s, const ba_pane
                             .key_index = s->key_index + (begin - range->first),
                             .scale = c->scale,
                             .scratch = s->chunk};
-    c->family->panel->scores[0](&panel, &chunk, s->row_max);
-    if (at->known) /* no score may raise m */
-        for (int64_t i = 0; i < c->lanes; i++) ba_set_real(s->row_max, i, ba_initial_m(c->real_size), c->real_size);
-    c->family->panel->sum_blocks(&panel, &chunk, s->row_max, alpha, &(ba_block_sums){sums, block, begin % block});
+    c->family->panel->sum_blocks(&panel, &chunk, blocks);
 }

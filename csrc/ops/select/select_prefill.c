@@ -172,9 +172,18 @@ static void make_pooled_keys(void *context, int64_t item, int worker) {
                   end = ba_min(begin + ba_work.choose.pooled_keys, pooled_keys_of(c, batch));
     ba_band_scratch s;
     ba_band_lay_out(c, c->scratch + worker * c->scratch_bytes, &s);
-    for (int64_t g = begin; g < end; g++)
-        ba_features_of_key(c, &s.features, batch, batch_head % c->p.kv_heads, g,
-                           c->pooled_keys + here * c->batch_head_bytes + g * c->pitch * c->number_size);
+    const int64_t bytes = c->pitch * c->number_size;
+    char *to = c->pooled_keys + here * c->batch_head_bytes + begin * bytes;
+    const ba_pack_rows_fn pack = c->family->pack->keys;
+    for (int64_t g = begin, n; g < end; g += n, to += n * bytes) {
+        n = pack ? ba_min(c->family->key_pad, end - g) : 1;
+        for (int64_t i = 0; i < n; i++) {
+            char *key = pack ? s.queries + i * bytes : to;
+            ba_features_of_key(c, &s.features, batch, batch_head % c->p.kv_heads, g + i, key);
+            s.pointers[i] = key;
+        }
+        if (pack) pack(to, s.k_rows, s.pointers, NULL, n, c->depth);
+    }
 }
 
 /* Scores one band of a list head and decides what its block rows keep. The last bands come first, because they take the longest in causal calls. */
@@ -278,16 +287,17 @@ ba_status ba_run_prefill(ba_prefill *c) {
     const ba_isa level = ba_level_with_parts(ba_isa_active(), c->real);
     c->kernels = ba_kernels_at(level);
     const ba_attend_family *own = c->kernels->attend[c->p.dtype];
-    const bool pairs = c->p.dtype == BA_BFLOAT16 && own->panel->sum_blocks && !own->pack->keys;
+    const bool pairs = c->p.dtype == BA_BFLOAT16 && own->panel->sum_blocks && (!own->pack->keys || own->pack_bytes == sizeof(uint16_t));
     c->family = pairs ? own : c->kernels->vector[c->real];
     c->real_size = c->family->real_size;
     c->number_size = pairs ? (int64_t)sizeof(uint16_t) : c->real_size;
     c->scale = c->p.scale / (c->args->chooser == BA_CHOOSER_ANTIDIAGONAL ? (double)c->q_tokens : 1) * BA_LOG2_E;
     c->lanes = c->family->lanes[0];
     c->chunk = ba_tuning_at(level)->chunk_keys;
-    c->pitch = ba_round_up(c->depth, BA_PACK_PAD);
+    c->align = c->family->pack->keys ? c->family->key_align : 1;
+    c->pitch = ba_round_up(c->depth, ba_max(BA_PACK_PAD, c->family->dim_pad));
     const int64_t pooled_keys = ba_ceil_div(c->p.kv_len, c->k_tokens), pooled_queries = ba_ceil_div(c->p.q_len, c->q_tokens);
-    c->batch_head_bytes = given ? 0 : pooled_keys * c->pitch * c->number_size;
+    c->batch_head_bytes = given ? 0 : ba_round_up(pooled_keys, c->family->key_pad) * c->pitch * c->number_size;
     c->batch_heads = ba_min(c->p.batch * c->p.kv_heads, ba_max(1, ba_work.choose.pooled_bytes / ba_max(1, c->batch_head_bytes + lines_bytes(c))));
     const double work = (double)c->p.batch * (double)c->p.heads *
                         ((double)pooled_queries * (double)pooled_keys * (double)c->depth + (double)c->p.q_len * (double)c->p.head_dim);

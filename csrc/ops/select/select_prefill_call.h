@@ -52,6 +52,7 @@ typedef struct ba_prefill {
     ba_dtype real;
     int64_t real_size, number_size; /* a number of a pooled query or key is a real, or bfloat16 where the family multiplies pairs of these */
     int64_t lanes, chunk;           /* pooled queries, and pooled keys, that are scored together */
+    int64_t align;                  /* pooled keys of a panel, and of a chunk, begin at a multiple of it; 1: where the driver likes */
     /* The KV heads, counted over the batch, whose pooled keys are in memory, and the bytes of those of each. */
     int64_t first_batch_head, batch_heads, batch_head_bytes;
     char *pooled_keys;
@@ -114,7 +115,7 @@ void ba_note_block_row(void *context, int64_t item, int worker);
 /* ---- Pooled queries and keys, whose product is the score (select_features.c) ---------------------------------- */
 
 typedef struct ba_features {
-    char *wide, *pooled, *narrow;
+    char *wide, *narrow;
     const void **pointers, **wide_rows;
 } ba_features;
 
@@ -127,7 +128,7 @@ void ba_features_of_query(const ba_prefill *c, const ba_features *s, int64_t bat
 
 /* ---- A worker's scratch memory, and a panel of pooled queries (select_panels.c) -------------------------------- */
 
-enum { BA_BAND_PANELS = 4 };
+enum { BA_BAND_PANELS = 8 };
 
 typedef struct ba_band {
     int64_t batch, list_head, first, block_rows; /* the first block row, and how many */
@@ -135,7 +136,7 @@ typedef struct ba_band {
 
 typedef struct ba_band_scratch {
     ba_features features;
-    char *queries, *q, *m, *l, *row_max, *chunk;
+    char *queries, *q, *m, *l, *chunk;
     int32_t *lo, *hi, *key_index; /* key_index, k_rows: of consecutive pooled keys, two chunks of them at most */
     const void **k_rows, **pointers;
     char *sums;      /* [column][lane] of a panel: sums of weights, relative to the maximum at the end of the column's last chunk */
@@ -157,7 +158,6 @@ ba_band_scratch ba_band_of_panel(const ba_prefill *c, const ba_band_scratch *s, 
 /* What the pooled queries of a panel see: some see pooled keys [lo, hi), and all see pooled keys [all_lo, all_hi). */
 typedef struct ba_panel_sight {
     int64_t lo, hi, all_lo, all_hi;
-    bool known; /* s->m is the log-sum-exp already, so that weights are final */
 } ba_panel_sight;
 
 /* Packs pooled queries first .. first + queries - 1 of a query head into s->q, and returns what they see. */
@@ -169,11 +169,10 @@ typedef struct ba_pooled_range {
 } ba_pooled_range;
 /* Sets s->k_rows and s->key_index for pooled keys [begin, end) of a KV head. */
 void ba_point_to_pooled_keys(const ba_prefill *c, const ba_band_scratch *s, const char *pooled_keys, int64_t begin, int64_t end);
-/* Computes the weights of a range of pooled keys, relative to the largest score so far or, where at->known, to s->m as it is, and adds them up by
- * blocks of `block` pooled keys, whose sums begin at `sums`, [block][lane]: a block that began in an earlier chunk is continued. `alpha` is set, for
- * each lane, as the kernel sum_blocks says. */
-void ba_panel_score(const ba_prefill *c, const ba_band_scratch *s, const ba_panel_sight *at, const ba_pooled_range *range, int64_t block, void *sums,
-                    void *alpha);
+/* Computes the weights of a range of pooled keys, and adds them up by blocks, as the kernel sum_blocks says. The range begins at a multiple of
+ * c->align. */
+void ba_panel_score(const ba_prefill *c, const ba_band_scratch *s, const ba_panel_sight *at, const ba_pooled_range *range,
+                    const ba_block_sums *blocks);
 
 /* ---- Scores of a band (select_scores.c) ------------------------------------------------------------------------ */
 

@@ -1,16 +1,19 @@
 /* Scores of blocks. Pooled queries are the lanes of a panel, as queries are in attention, and are multiplied by one chunk of pooled keys after the
- * other. The weights of a chunk are relative to the maximum so far. Each block has its sum of weights. Each chunk has the factor by which
- * earlier weights become smaller where the chunk raises the maximum. When all chunks are done, these factors and the sum of all weights turn the
- * blocks' sums into shares. */
+ * other. The weights of a chunk are relative to a reference, such as the maximum so far. Each block has its sum of weights. Each chunk has the factor
+ * by which earlier weights become smaller where the chunk raises the reference. When all chunks are done, these factors and the sum of all weights
+ * turn the blocks' sums into shares. */
 #include <math.h>
 #include <string.h>
 
 #include "core/pool.h"
+#include "ops/reals.h"
 #include "ops/select/select_prefill_call.h"
 
-/* The end of the chunk of pooled keys that begins at `begin`: a chunk is some whole blocks, or a part of one block. */
+/* The end of the chunk of pooled keys that begins at `begin`: a chunk is some whole blocks, or a part of one block; or, where pooled keys are packed
+ * in groups, some of these. */
 static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
     const int64_t per_block = c->k_per_block;
+    if (c->align > 1) return (begin / c->chunk + 1) * c->chunk;
     const int64_t in_blocks = c->chunk - c->chunk % per_block;
     if (per_block <= c->chunk) return (begin / in_blocks + 1) * in_blocks; /* the same borders for every panel */
     return ba_min(begin + c->chunk, (begin / per_block + 1) * per_block);
@@ -21,60 +24,73 @@ typedef struct scored_panel {
     ba_band_scratch s;
     ba_panel_sight at;
     int64_t first, queries; /* pooled queries of the head */
+    int64_t begin;          /* the first pooled key that is scored */
     int64_t first_block, end_block;
     int32_t chunks;
 } scored_panel;
 
-/* Makes one number of each two neighbours: the larger of them, or their sum. */
-#define DEFINE_CLOSE(real)                                                                                                                           \
-    static void halve_##real(real *restrict to, const real *restrict from, int64_t n, bool largest) {                                                \
-        if (largest)                                                                                                                                 \
-            for (int64_t i = 0; i < n; i++) to[i] = from[2 * i] > from[2 * i + 1] ? from[2 * i] : from[2 * i + 1];                                   \
-        else                                                                                                                                         \
-            for (int64_t i = 0; i < n; i++) to[i] = from[2 * i] + from[2 * i + 1];                                                                   \
+/* Joins shares[block * pitch + i], of `size` lanes or groups of lanes of one block row, to the scores of its blocks. */
+#define DEFINE_JOIN(real)                                                                                                                            \
+    static inline void join_row_##real(const bool largest, const int64_t size, const real *restrict shares, int64_t pitch, int64_t blocks,           \
+                                       double *restrict scores) {                                                                                    \
+        for (int64_t b = 0; b < blocks; b++) {                                                                                                       \
+            real joined = shares[b * pitch];                                                                                                         \
+            for (int64_t i = 1; i < size; i++) {                                                                                                     \
+                const real share = shares[b * pitch + i];                                                                                            \
+                joined = !largest ? joined + share : share > joined ? share : joined;                                                                \
+            }                                                                                                                                        \
+            scores[b] = !largest ? scores[b] + (double)joined : (double)joined > scores[b] ? (double)joined : scores[b];                             \
+        }                                                                                                                                            \
     }                                                                                                                                                \
-    /* Turns the sums of a panel into shares, and joins those of each block row's lanes to the scores of the band. It goes backwards, because        \
-     * the factor of a chunk's sums is the product of the alphas of all chunks behind it, divided by the sum of all weights. */                      \
-    static void close_panel_##real(const ba_prefill *c, const scored_panel *p, const ba_band *band, double *scores) {                                \
-        const int64_t lanes = c->lanes, pitch = ba_head_pitch(c), together = ba_min(c->q_per_block, lanes); /* lanes of a block row */               \
-        const bool largest = c->args->largest != 0;                                                                                                  \
-        real factor[BA_MAX_LANES], shares[2][BA_MAX_LANES];                                                                                          \
-        for (int64_t i = 0; i < lanes; i++) {                                                                                                        \
-            const real l = ((const real *)p->s.l)[i];                                                                                                \
-            factor[i] = i >= p->queries || l == 0 ? 0 : 1 / l;                                                                                       \
-        }                                                                                                                                            \
-        int32_t chunk = p->chunks - 1;                                                                                                               \
-        for (int64_t block = p->end_block - 1; block >= p->first_block; block--) {                                                                   \
-            const real *sum = (const real *)p->s.sums + (block - p->first_block) * lanes;                                                            \
-            for (; chunk > p->s.chunks[block - p->first_block]; chunk--)                                                                             \
-                for (int64_t i = 0; i < lanes; i++) factor[i] *= ((const real *)p->s.alphas)[chunk * lanes + i];                                     \
-            for (int64_t i = 0; i < lanes; i++) {                                                                                                    \
-                const real share = sum[i] * factor[i];                                                                                               \
-                shares[0][i] = share > 0 ? share : 0; /* what is not a number counts as 0 */                                                         \
-            }                                                                                                                                        \
-            int64_t size = together;                                                                                                                 \
-            int at = 0;                                                                                                                              \
-            for (int64_t n = lanes / 2; size % 2 == 0; n /= 2, size /= 2, at = !at) halve_##real(shares[!at], shares[at], n, largest);               \
-            double *score = scores + (p->first / c->q_per_block - band->first) * pitch + block;                                                      \
-            for (int64_t lane = 0; lane * together < p->queries * size; lane += size, score += pitch) {                                              \
-                real joined = shares[at][lane];                                                                                                      \
-                for (int64_t i = lane + 1; i < lane + size; i++)                                                                                     \
-                    joined = !largest ? joined + shares[at][i] : shares[at][i] > joined ? shares[at][i] : joined;                                    \
-                *score = !largest ? *score + (double)joined : (double)joined > *score ? (double)joined : *score;                                     \
-            }                                                                                                                                        \
-        }                                                                                                                                            \
+    static void join_rows_##real(const ba_prefill *c, int64_t rows, int64_t size, const real *shares, int64_t pitch, int64_t blocks,                 \
+                                 double *scores) {                                                                                                   \
+        for (int64_t row = 0; row < rows; row++, shares += size, scores += ba_head_pitch(c))                                                         \
+            if (c->args->largest && size == 1) join_row_##real(true, 1, shares, pitch, blocks, scores);                                              \
+            else if (size == 1) join_row_##real(false, 1, shares, pitch, blocks, scores);                                                            \
+            else join_row_##real(c->args->largest != 0, size, shares, pitch, blocks, scores);                                                        \
     }
-DEFINE_CLOSE(float)
-DEFINE_CLOSE(double)
+DEFINE_JOIN(float)
+DEFINE_JOIN(double)
+
+/* Turns the sums of a panel into shares, and joins those of each block row's lanes to the scores of the band. It goes backwards, because the factor
+ * of a chunk's sums is the product of the alphas of all chunks behind it, divided by the sum of all weights. */
+static void close_panel(const ba_prefill *c, const scored_panel *p, const ba_band *band, double *scores) {
+    const int64_t lanes = c->lanes, line = lanes * c->real_size, together = ba_min(c->q_per_block, lanes); /* together: lanes of a block row */
+    const int64_t joined = together & -together, rows = ba_ceil_div(p->queries, together);
+    const int32_t *last = p->s.chunks - p->first_block;
+    double factor[BA_MAX_LANES]; /* reals */
+    for (int64_t i = 0; i < lanes; i++) {
+        const double l = ba_get_real(p->s.l, i, c->real_size);
+        ba_set_real(factor, i, i >= p->queries || l == 0 ? 0 : c->real_size == 4 ? (double)(1 / (float)l) : 1 / l, c->real_size);
+    }
+    scores += (p->first / c->q_per_block - band->first) * ba_head_pitch(c);
+    int32_t chunk = p->chunks - 1;
+    for (int64_t end = p->end_block, begin; end > p->first_block; end = begin) { /* blocks that end in the same chunk */
+        for (begin = end - 1; begin > p->first_block && last[begin - 1] == last[end - 1];) begin--;
+        for (; chunk > last[begin]; chunk--)
+            for (int64_t i = 0; i < lanes; i++) {
+                const double alpha = ba_get_real(p->s.alphas, chunk * lanes + i, c->real_size);
+                ba_set_real(factor, i, ba_get_real(factor, i, c->real_size) * alpha, c->real_size);
+            }
+        char *sums = p->s.sums + (begin - p->first_block) * line;
+        c->kernels->vector[c->real]->panel->join_lanes(sums, factor, end - begin, lanes, joined, c->args->largest != 0);
+        if (c->real_size == 4) join_rows_float(c, rows, together / joined, (const float *)sums, lanes / joined, end - begin, scores + begin);
+        else join_rows_double(c, rows, together / joined, (const double *)sums, lanes / joined, end - begin, scores + begin);
+    }
+}
 
 /* Scores the pooled keys of a range that the panel sees, and adds up their blocks. */
 static void score_chunk(const ba_prefill *c, scored_panel *p, const ba_pooled_range *range) {
     const int64_t per_block = c->k_per_block, line = c->lanes * c->real_size;
     ba_pooled_range own = *range;
-    own.begin = ba_max(own.begin, p->first_block * per_block);
+    own.begin = ba_max(own.begin, p->begin);
     own.end = ba_min(own.end, p->at.hi);
     if (own.begin >= own.end) return;
-    ba_panel_score(c, &p->s, &p->at, &own, per_block, p->s.sums + (own.begin / per_block - p->first_block) * line, p->s.alphas + p->chunks * line);
+    ba_panel_score(c, &p->s, &p->at, &own,
+                   &(ba_block_sums){.sums = p->s.sums + (own.begin / per_block - p->first_block) * line,
+                                    .block = per_block,
+                                    .begun = own.begin % per_block,
+                                    .alpha = p->s.alphas + p->chunks * line});
     for (int64_t b = own.begin / per_block; b < ba_ceil_div(own.end, per_block); b++) p->s.chunks[b - p->first_block] = p->chunks;
     p->chunks++;
 }
@@ -91,9 +107,11 @@ static void score_panels(const ba_prefill *c, const ba_band_scratch *s, const ba
         *p = (scored_panel){.s = ba_band_of_panel(c, s, n), .first = first + at, .queries = ba_min(c->panel_queries, queries - at)};
         p->at = ba_panel_open(c, &p->s, band->batch, head, p->first, p->queries);
         if (p->at.hi == 0) continue;
-        p->first_block = p->at.lo / per_block;
+        p->begin = p->at.lo - p->at.lo % (c->align > 1 ? c->align : per_block);
+        p->first_block = p->begin / per_block;
         p->end_block = ba_ceil_div(p->at.hi, per_block);
-        lo = ba_min(lo, p->first_block * per_block);
+        if (p->begin % per_block) memset(p->s.sums, 0, (size_t)(c->lanes * c->real_size)); /* the kernel goes on with this block */
+        lo = ba_min(lo, p->begin);
         hi = ba_max(hi, p->at.hi);
     }
     for (int64_t begin = lo, end; begin < hi; begin = end) {
@@ -105,7 +123,7 @@ static void score_panels(const ba_prefill *c, const ba_band_scratch *s, const ba
             score_chunk(c, &panels[i], &(ba_pooled_range){begin, begin, end, next, end + (next_end - end) * (i + 1) / n});
         }
     }
-    for (int64_t i = 0; i < n; i++) (c->real_size == 4 ? close_panel_float : close_panel_double)(c, &panels[i], band, s->head);
+    for (int64_t i = 0; i < n; i++) close_panel(c, &panels[i], band, s->head);
 }
 
 /* ---- A band ----------------------------------------------------------------------------------------------------- */
