@@ -48,7 +48,7 @@ def fastest_peer(row: Row) -> float:
 def expected_in_readme() -> dict[str, list[list[float]]]:
     """First cell of a row -> the values in each of its other cells; a cell with the name of a CPU has none."""
     found: dict[str, list[list[float]]] = {}
-    for name in ("AMD EPYC, Zen 5 (AVX-512)", "AMD EPYC, Zen 4 (AVX-512)", "Intel Xeon, Emerald Rapids (AMX)"):
+    for name in ("AMD EPYC, Zen 5 (AVX-512)", "AMD EPYC, Zen 4 (AVX-512)", "Intel Xeon, L3 of 480 MiB (AMX)"):
         blocks = [row for row in rows(f"{MACHINES[name]}/headline.txt") if row["block_shape"] == "64x64"]
         found[name] = [[(1 - float(row["sparsity"])) / float(row["Share_of_ideal"])] for row in blocks]
     dense = [row for row in rows(f"{ZEN3}/peers.txt") if row["S"] == "2048"]

@@ -21,7 +21,7 @@ from blitz_attn import plot, sabi, video  # noqa: E402
 
 IMAGES = Path(__file__).resolve().parent / "images"
 TOKENS = 4096
-COLOURS = {"AMD EPYC, Zen 5 (AVX-512)": "#56B4E9", "AMD EPYC, Zen 4 (AVX-512)": "#0072B2", "Intel Xeon, Emerald Rapids (AMX)": "#D55E00"}
+COLOURS = {"AMD EPYC, Zen 5 (AVX-512)": "#56B4E9", "AMD EPYC, Zen 4 (AVX-512)": "#0072B2", "Intel Xeon, L3 of 480 MiB (AMX)": "#D55E00"}
 
 
 def save(figure: Figure, name: str) -> None:

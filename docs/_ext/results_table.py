@@ -29,6 +29,7 @@ MACHINES = {
     "AMD EPYC, Zen 4 (AVX-512)": "amd-epyc-2-avx512-bf16-l1.32k-l2.1024k-l3.32768k",
     "AMD EPYC, Zen 5 (AVX-512)": "amd-epyc-2-avx512-bf16-l1.48k-l2.1024k-l3.32768k",
     "Intel Xeon, Emerald Rapids (AMX)": "intel-xeon-processor-2-amx-l1.48k-l2.2048k-l3.307200k",
+    "Intel Xeon, L3 of 480 MiB (AMX)": "intel-xeon-processor-2-amx-l1.48k-l2.2048k-l3.491520k",
 }
 
 
