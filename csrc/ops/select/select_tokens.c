@@ -135,7 +135,8 @@ static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
     return better;
 }
 
-/* Chooses one of n >= 2 candidates, which are all different, moves those that are better to the front, and puts it behind them. Returns its place. */
+/* Picks a pivot among n >= 2 candidates, which are all different, and moves all candidates that are better to the front, with the pivot right behind
+ * them. Returns the place of the pivot. */
 static int64_t divide(candidate *all, int64_t n) {
     candidate *first = all, *middle = all + n / 2, *last = all + n - 1;
     if (is_better(middle, first)) swap(middle, first);
