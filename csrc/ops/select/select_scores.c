@@ -29,28 +29,22 @@ typedef struct scored_panel {
     int32_t chunks;
 } scored_panel;
 
-/* Joins shares[block * pitch + i], of `size` lanes or groups of lanes of one block row, to the scores of its blocks. */
-#define DEFINE_JOIN(real)                                                                                                                            \
-    static inline void join_row_##real(const bool largest, const int64_t size, const real *restrict shares, int64_t pitch, int64_t blocks,           \
-                                       double *restrict scores) {                                                                                    \
-        for (int64_t b = 0; b < blocks; b++) {                                                                                                       \
-            real joined = shares[b * pitch];                                                                                                         \
-            for (int64_t i = 1; i < size; i++) {                                                                                                     \
-                const real share = shares[b * pitch + i];                                                                                            \
-                joined = !largest ? joined + share : share > joined ? share : joined;                                                                \
-            }                                                                                                                                        \
-            scores[b] = !largest ? scores[b] + (double)joined : (double)joined > scores[b] ? (double)joined : scores[b];                             \
-        }                                                                                                                                            \
-    }                                                                                                                                                \
-    static void join_rows_##real(const ba_prefill *c, int64_t rows, int64_t size, const real *shares, int64_t pitch, int64_t blocks,                 \
-                                 double *scores) {                                                                                                   \
-        for (int64_t row = 0; row < rows; row++, shares += size, scores += ba_head_pitch(c))                                                         \
-            if (c->args->largest && size == 1) join_row_##real(true, 1, shares, pitch, blocks, scores);                                              \
-            else if (size == 1) join_row_##real(false, 1, shares, pitch, blocks, scores);                                                            \
-            else join_row_##real(c->args->largest != 0, size, shares, pitch, blocks, scores);                                                        \
-    }
-DEFINE_JOIN(float)
-DEFINE_JOIN(double)
+/* Two shares of a block become one: their sum or, if `largest`, the larger one. */
+static double join(bool largest, double a, double b) { return !largest ? a + b : b > a ? b : a; }
+
+/* Joins the shares that a panel's block rows have of some blocks to the scores of these blocks. Each block row has `size` shares of block b, side by
+ * side in shares[b * pitch ..], as reals. First these are joined in the place of the first one. (The sum of two floats has the same bits if it is
+ * rounded to a double before it is rounded to a float.) */
+static void join_rows(const ba_prefill *c, int64_t rows, int64_t size, void *shares, int64_t pitch, int64_t blocks, double *scores) {
+    const bool largest = c->args->largest != 0;
+    const int64_t real_size = c->real_size;
+    for (int64_t b = 0; b < blocks && size > 1; b++)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t first = b * pitch + row * size, i = first + 1; i < first + size; i++)
+                ba_set_real(shares, first, join(largest, ba_get_real(shares, first, real_size), ba_get_real(shares, i, real_size)), real_size);
+    for (int64_t row = 0; row < rows; row++, scores += ba_head_pitch(c))
+        for (int64_t b = 0; b < blocks; b++) scores[b] = join(largest, scores[b], ba_get_real(shares, b * pitch + row * size, real_size));
+}
 
 /* Turns the sums of a panel into shares, and joins those of each block row's lanes to the scores of the band. It goes backwards, because the factor
  * of a chunk's sums is the product of the alphas of all chunks behind it, divided by the sum of all weights. */
@@ -74,8 +68,7 @@ static void close_panel(const ba_prefill *c, const scored_panel *p, const ba_ban
             }
         char *sums = p->s.sums + (begin - p->first_block) * line;
         c->kernels->vector[c->real]->panel->join_lanes(sums, factor, end - begin, lanes, joined, c->args->largest != 0);
-        if (c->real_size == 4) join_rows_float(c, rows, together / joined, (const float *)sums, lanes / joined, end - begin, scores + begin);
-        else join_rows_double(c, rows, together / joined, (const double *)sums, lanes / joined, end - begin, scores + begin);
+        join_rows(c, rows, together / joined, sums, lanes / joined, end - begin, scores + begin);
     }
 }
 
