@@ -37,7 +37,7 @@ typedef struct ba_thread {
 ba_thread *ba_thread_make(void);
 /* The same, but NULL where this thread has none yet. */
 ba_thread *ba_thread_find(void);
-/* Makes `own` the ba_thread of the calling thread. (Where there is no pthread key, that is a static variable of the thread, and `own` is not used.)
+/* Makes `own` the ba_thread of the calling thread. (Where there is no pthread key, each thread has a static variable instead, and `own` is not used.)
  * It is freed when the thread ends, so unless it comes from malloc, the thread must never end once this has returned true. `own` is all zeros but for
  * program_mode, which a thread that polls must have set. Returns false where the system has no memory to store the pointer. */
 bool ba_thread_adopt(ba_thread *own);

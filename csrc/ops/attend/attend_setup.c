@@ -55,7 +55,7 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
 
 /* Chooses the size of chunks. Where a block row fits into one panel, chunks are small, so that neighbouring block rows attend a key while it is in
  * cache. Where a block row takes several panels, chunks are large, because every chunk loads the states of all panels. Where a block row has fewer
- * panels than a kernel call takes, the call takes panels of several chunks. */
+ * panels than a kernel call takes, panels of several chunks are collected for one kernel call. */
 static void choose_chunks(ba_attend_call *c) {
     c->chunk_keys = c->tuning->chunk_keys;
     c->chunks = 2;

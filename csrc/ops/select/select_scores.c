@@ -9,8 +9,8 @@
 #include "ops/reals.h"
 #include "ops/select/select_prefill_call.h"
 
-/* The end of the chunk of pooled keys that begins at `begin`: a chunk is some whole blocks, or a part of one block; or, where pooled keys are packed
- * in groups, some of these. */
+/* The end of the chunk of pooled keys that begins at `begin`. A chunk is some whole blocks, or a part of one block. Where pooled keys are packed in
+ * groups, it is some whole groups instead. */
 static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
     const int64_t per_block = c->k_per_block;
     if (c->align > 1) return (begin / c->chunk + 1) * c->chunk;
