@@ -185,8 +185,8 @@ def select_blocks_prefill(
     A row that sees any block keeps at least one: the best, where none is forced. Of blocks that tie, the lower column is kept;
     under `density`, the lower head, then row, then column. A NaN score counts as 0; if all scores of a row are NaN, the blocks that it
     sees count alike. Scores are computed in float32 (float64 for float64) and kept as float32; they, and the list, are the same bit for bit
-    whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens, and under `density`
-    with the number of pairs of blocks, by four bytes per pair and 600 bytes per row of blocks.
+    whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens and, by one bit
+    per pair and list, with the number of pairs of blocks; under `density` by four bytes more per pair and 600 bytes per row of blocks.
 
     With `kv_ranges`, blocks that no query of a row sees are neither kept nor counted as visible, even where they lie between blocks that
     it sees. Queries that a chooser pools into one see all keys from the first to the last that any of them sees, and pools are not cut
