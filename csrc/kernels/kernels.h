@@ -627,6 +627,7 @@ typedef struct ba_tuning {
     int64_t gradient_keys;        /* keys of a chunk of the backward pass */
     int64_t gradient_queries;     /* queries of a query tile of the backward pass */
     int64_t gradient_item_tiles;  /* query tiles of an item of the backward pass */
+    int64_t gradient_list_tiles;  /* the same where its tiles would have different lists */
     int64_t by_block_lanes;       /* queries of an item that is attended block by block: their states stay in L2 */
     int64_t by_block_most_lanes;  /* the same at most, where a block would otherwise be attended by fewer than by_block_least_lanes queries */
     int64_t by_block_least_lanes; /* queries that must attend a block for fetching it to pay */

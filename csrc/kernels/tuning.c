@@ -38,7 +38,8 @@ enum { KIB = 1 << 10, MIB = 1 << 20 };
     N(most_item_tiles,                 4,         4,         4,         4,        4,         4,           32) \
     N(gradient_keys,                   128,       128,       128,       128,      128,       128,         128) \
     N(gradient_queries,                128,       128,       128,       128,      128,       128,         128) \
-    N(gradient_item_tiles,             4,         4,         4,         4,        4,         4,           2) \
+    N(gradient_item_tiles,             4,         4,         4,         4,        4,         4,           4) \
+    N(gradient_list_tiles,             4,         4,         4,         4,        4,         4,           2) \
     N(by_block_lanes,                  2048,      2048,      2048,      2048,     2048,      1024,        2048) \
     N(by_block_most_lanes,             8192,      8192,      8192,      8192,     8192,      8192,        8192) \
     N(by_block_least_lanes,            64,        64,        64,        64,       64,        64,          64) \

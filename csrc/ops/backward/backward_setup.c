@@ -101,7 +101,7 @@ static void choose_sharing(ba_backward_call *c, bool by_block) {
     } else {
         const int64_t heads = p->listed && p->blocks.dims[1] == p->heads ? 1 : p->group;
         const int64_t alike = (p->listed ? p->block_q : p->q_len) * heads; /* queries that see the same keys, or are in the same row of the lists */
-        queries = ba_min(alike, ba_plan_tile_lanes(&c->plan) * c->tuning->gradient_item_tiles);
+        queries = ba_min(alike, ba_plan_tile_lanes(&c->plan) * c->plan.grouping.tiles);
     }
     c->sharing = (ba_sharing){.plan = &c->plan,
                               .family = c->family,

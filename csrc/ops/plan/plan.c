@@ -451,7 +451,8 @@ static ba_tiling gradient_tiling(const ba_problem *p, const ba_tuning *tuning) {
 }
 
 ba_plan ba_plan_gradients(const ba_problem *p, const ba_tuning *tuning) {
-    const ba_grouping grouping = {.tiles = tuning->gradient_item_tiles, .few_heads = 1};
+    const bool differ = p->listed && p->block_q < tuning->gradient_item_tiles * tuning->gradient_queries;
+    const ba_grouping grouping = {.tiles = differ ? tuning->gradient_list_tiles : tuning->gradient_item_tiles, .few_heads = 1};
     return plan_of(p, gradient_tiling(p, tuning), unsplit, grouping);
 }
 
