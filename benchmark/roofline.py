@@ -10,8 +10,8 @@ The first rows are limits, of all threads together: `flops` rows give F, the flo
 four tiles of changing random operands from L1, and the first milliseconds, in which the clock is still higher, do not count. `read` rows
 give GB/s when every thread repeatedly reads memory of its own, small enough to stay in the named cache. Then each operation of a small
 fixed set has a row: its flops over the bytes of its operands and results counted once, its rates, and its share of the limit that binds it
-(F or P_sustained for arithmetic, R for reading). F and R are measured in the same turns; P is measured by the same threads right before and
-right after each sample. Columns are split by white space.
+(F or P_sustained for arithmetic, R for reading). F and R take turns with the operations; P is measured by the same threads right before and
+right after each sample of an operation. Columns are split by white space.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Stages:
     routes : Routes
     comm : communicator
     keys : list of ndarray
-        This rank's shards of the arrays that are looked up by key, as (entries, KV heads, tokens, dims).
+        This rank's shards of the arrays that have a row for each key (K and V), as (entries, KV heads, tokens, dims).
     inputs, outputs : list of ndarray
         The arrays that rows are computed from and into: shards as (entries, query heads, tokens, dims).
     comm_type : {"auto", "p2p", "all_gather", "a2a"}

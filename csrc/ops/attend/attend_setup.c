@@ -1,5 +1,5 @@
 /* Sets a forward call up: chooses the kernels, makes the plan, hands out memory, and runs the items. It looks kernels and numbers up by the call's
- * level and by dtype, but branches on neither. attend_entry.c reads the level, and decides which batch entries this is called for. */
+ * level and by dtype, and no branch names a level or a dtype. attend_entry.c reads the level, and decides which batch entries this is called for. */
 #include "core/arena.h"
 #include "core/status.h"
 #include "kernels/prefetch_rows.h"

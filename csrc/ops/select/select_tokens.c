@@ -2,9 +2,9 @@
  *
  * The keys are the lanes of a panel, and the rows that it is multiplied by are the heads of some queries, so that the sum over heads is vertical:
  * scores[query][lane] by the kernel sum_heads. What may be among a query's best goes into a buffer that has room for a little more than twice as many
- * candidates as the result has places. A full buffer is cut to as many of its best as there are places, and from then on only scores above the least
- * of these are taken in. So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal score. Where blocks
- * of keys are chosen, the largest score so far of one block waits until the block ends. */
+ * candidates as the result has places. A full buffer is cut to as many of its best as there are places, and from then on a score is left out if
+ * keep_best() has shown that it is too low. So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal
+ * score. Where blocks of keys are chosen, the largest score so far of one block waits until the block ends. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -75,7 +75,7 @@ typedef struct select_tokens_scratch {
 
 static int64_t dim_pad(const select_tokens_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->panel_family->dim_pad); }
 
-/* Bytes of the packed rows of the queries that are scored together. Each query begins a group of rows of its own. */
+/* Bytes of the packed rows of the queries that are scored together. Rows follow each other, so that a group may have rows of several queries. */
 static int64_t packed_bytes(const select_tokens_call *c) {
     const ba_attend_family *f = c->family;
     return f->pack->keys ? ba_round_up(c->at_once * c->heads, f->key_pad) * ba_round_up(c->dim, f->dim_pad) * f->pack_bytes : 0;
