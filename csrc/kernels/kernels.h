@@ -117,9 +117,9 @@ typedef struct ba_panel {
     const int32_t *hi;
 } ba_panel;
 
-/* Rows to prefetch: `bytes` bytes of each, from `offset` on, or of the last `others` rows `other_bytes` bytes. A few kernel prefetches them while it
- * works, a little at every step, in up to BA_PREFETCH_PASSES passes over them: pass i begins at row skip[i]. skip[0] is 0, and later passes begin
- * farther on; -1: there is no such pass. */
+/* Rows to prefetch: `bytes` bytes of each, from `offset` on; of the last `others` rows, `other_bytes` bytes instead. A few kernel prefetches them
+ * while it works, a little at every step, in up to BA_PREFETCH_PASSES passes over them: pass i begins at row skip[i]. skip[0] is 0, and later passes
+ * begin farther on; -1: there is no such pass. */
 enum { BA_PREFETCH_PASSES = 3 };
 typedef struct ba_prefetch_rows {
     const void *const *rows;
@@ -251,14 +251,14 @@ typedef struct ba_block_sums {
     void *sums; /* real [block][lanes]; with block 1, it may be the chunk's scratch */
     int64_t block, begun;
     void *alpha;
-    bool keeps_m; /* m stays as it is: no score, less what rounding adds to it, is larger */
+    bool keeps_m; /* m stays as it is: the caller promises that no score is larger than m, except by rounding */
 } ba_block_sums;
 #define BA_SUM_BLOCKS(name) void name(const ba_panel *panel, const ba_chunk *chunk, const ba_block_sums *blocks)
 typedef BA_SUM_BLOCKS((*ba_sum_blocks_fn));
 
-/* Turns the sums of blocks into shares, and joins those of each `together` lanes that stand side by side, a power of two: joined[block][lanes /
- * together] = the largest, or the sum, of max(0, sum * factor). NaN counts as 0. It is written where the sums begin; lanes is a multiple of two
- * vectors. */
+/* Turns the sums of blocks into shares, and joins those of each `together` lanes that stand side by side: joined[block][lanes / together] = the
+ * largest, or the sum, of max(0, sum * factor). NaN counts as 0. `joined` is written where the sums begin. `together` is a power of two, and `lanes`
+ * a multiple of two vectors. */
 #define BA_JOIN_LANES(name) void name(void *sums, const void *factor, int64_t blocks, int64_t lanes, int64_t together, bool largest)
 typedef BA_JOIN_LANES((*ba_join_lanes_fn));
 
@@ -279,7 +279,7 @@ typedef struct ba_panel_kernels {
     ba_attend_many_fn attend_many[BA_PANEL_WIDTHS]; /* NULL: the family gains nothing by it */
     ba_sum_heads_fn sum_heads;                      /* NULL: that of the vector family */
     ba_sum_blocks_fn sum_blocks;                    /* NULL in families whose elements are several pieces */
-    ba_join_lanes_fn join_lanes;                    /* NULL: that of the vector family, which takes the lanes of any */
+    ba_join_lanes_fn join_lanes;                    /* NULL: that of the vector family, which takes any family's panels */
     ba_scores_fn scores[BA_PANEL_WIDTHS];           /* NULL, like all that follow, where a family has the fused kernel only */
     ba_softmax_fn softmax[BA_PANEL_WIDTHS];         /* NULL, like values, where weights are kept in another format */
     ba_values_fn values[BA_PANEL_WIDTHS];
