@@ -39,7 +39,7 @@ from machine import cache_sizes  # noqa: E402
 
 
 def checked(convert: Callable[[str], Any], holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """A type for argparse: refuses values that do not hold with "expected X, got Y", which argparse puts behind the name of the option."""
+    """A type for argparse. Values for which `holds` is false are refused with "expected X, got Y", and argparse adds the option's name."""
 
     def value_of(text: str) -> Any:
         try:

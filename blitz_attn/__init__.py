@@ -64,4 +64,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "compat", "integrations"]  # which are imported by name, because they need other packages
+    return [*__all__, "compat", "integrations"]  # which are imported by name, because few programs need them

@@ -419,8 +419,8 @@ def block_sparse_attention_backward(
         take a pass of their own: the call takes 1.5 to 3 times as long. Default: False.
     accumulate : bool
         Add the gradients of k and v to what `dk` and `dv` of `grads` hold, which must then be given and be float32 (float64 for float64),
-        whatever the dtype of k and v. Rows of blocks that no list names are neither read nor written. Sums over several calls are then
-        rounded only once, by the caller.
+        whatever the dtype of k and v. Rows of `dk` and `dv` in blocks that no list names are neither read nor written. Sums over several
+        calls are then rounded only once, by the caller.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
     num_threads : int, optional
