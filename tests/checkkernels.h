@@ -239,6 +239,7 @@ enum {
     BLOCK_SUMS,
     JOIN_LANES,
     HEAD_SUMS,
+    APPEND_KEYS,
     SCORES,
     SOFTMAX,
     VALUES,

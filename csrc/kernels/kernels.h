@@ -274,12 +274,24 @@ typedef struct ba_head_sums {
 #define BA_SUM_HEADS(name) void name(const ba_panel *panel, const ba_chunk *chunk, const ba_head_sums *heads)
 typedef BA_SUM_HEADS((*ba_sum_heads_fn));
 
+/* A key of an indexer, and its score: a real, which a double holds exactly, and minus infinity for NaN. */
+typedef struct ba_scored_key {
+    double score;
+    int32_t key;
+} ba_scored_key;
+
+/* Writes the keys `first`, first + 1, .. to first + n - 1 whose scores are above `least` to `to`, in their order, and returns how many these are. NaN
+ * counts as minus infinity; with NaN as `least` all keys are written. `to` has room for all. */
+#define BA_APPEND_KEYS(name) int64_t name(ba_scored_key *to, const void *scores, int64_t n, int64_t first, double least)
+typedef BA_APPEND_KEYS((*ba_append_keys_fn));
+
 typedef struct ba_panel_kernels {
     ba_attend_fn attend[BA_PANEL_WIDTHS];
     ba_attend_many_fn attend_many[BA_PANEL_WIDTHS]; /* NULL: the family gains nothing by it */
     ba_sum_heads_fn sum_heads;                      /* NULL: that of the vector family */
     ba_sum_blocks_fn sum_blocks;                    /* NULL in families whose elements are several pieces */
     ba_join_lanes_fn join_lanes;                    /* NULL: that of the vector family, which takes the lanes of any */
+    ba_append_keys_fn append_keys;                  /* NULL: that of the vector family */
     ba_scores_fn scores[BA_PANEL_WIDTHS];           /* NULL, like all that follow, where a family has the fused kernel only */
     ba_softmax_fn softmax[BA_PANEL_WIDTHS];         /* NULL, like values, where weights are kept in another format */
     ba_values_fn values[BA_PANEL_WIDTHS];

@@ -2,9 +2,9 @@
  *
  * The keys are the lanes of a panel, and the rows that it is multiplied by are the heads of some queries, so that the sum over heads is vertical:
  * scores[query][lane] by the kernel sum_heads. What may be among a query's best goes into a buffer that has room for a little more than twice as many
- * candidates as the result has places. A full buffer is cut to as many of its best as there are places, and from then on only scores above the least
- * of these are taken in. So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal score. Where blocks
- * of keys are chosen, the largest score so far of one block waits until the block ends. */
+ * candidates as the result has places. From a full buffer the worst are dropped, and from then on only scores above the best of these are taken in.
+ * So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal score. Where blocks of keys are
+ * chosen, the largest score so far of one block waits until the block ends. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -21,10 +21,7 @@
 #include "ops/reals.h"
 #include "ops/scratch.h"
 
-typedef struct candidate {
-    double score; /* a real, which a double holds exactly; minus infinity for NaN */
-    int32_t key;
-} candidate;
+typedef ba_scored_key candidate;
 
 typedef struct select_tokens_call {
     const ba_select_tokens_args *args;
@@ -45,9 +42,10 @@ typedef struct select_tokens_call {
     int64_t at_once;                               /* queries whose heads are scored together */
     int64_t *first_tile;                           /* [sequences + 1] */
     const ba_attend_family *panel_family, *family; /* the family that packs keys, and the one that packs queries and computes scores */
-    ba_pack_rows_fn widen;                         /* makes rows for panel_family from 8-bit keys: reals, or bfloat16 where scales_scores */
-    bool scales_scores;                            /* scores are multiplied by the scales of 8-bit keys, which the widened keys do not carry */
-    int next_level;                                /* where rows are prefetched to */
+    ba_append_keys_fn append_keys;
+    ba_pack_rows_fn widen; /* makes rows for panel_family from 8-bit keys: reals, or bfloat16 where scales_scores */
+    bool scales_scores;    /* scores are multiplied by the scales of 8-bit keys, which the widened keys do not carry */
+    int next_level;        /* where rows are prefetched to */
     int64_t real_size, lanes, scratch_bytes;
     char *scratch;
     candidate *best; /* with several parts: [tile][query][part][most] */
@@ -135,31 +133,43 @@ static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
     return better;
 }
 
-/* Picks a pivot among n >= 2 candidates, which are all different, and moves all candidates that are better to the front, with the pivot right behind
- * them. Returns the place of the pivot. */
-static int64_t divide(candidate *all, int64_t n) {
-    candidate *first = all, *middle = all + n / 2, *last = all + n - 1;
-    if (is_better(middle, first)) swap(middle, first);
-    if (is_better(last, middle)) swap(last, middle);
-    if (is_better(middle, first)) swap(middle, first);
-    const candidate pivot = *middle;
-    swap(middle, last); /* to stay apart while the others move */
-    const int64_t at = move_better(first, n - 1, pivot);
+static int64_t split(candidate *all, int64_t n, int64_t low, int64_t high);
+
+/* Picks a pivot among n candidates, which are all different, and moves all candidates that are better to the front, with the pivot right behind
+ * them. Returns the place of the pivot, which is near `wanted`. */
+static int64_t divide(candidate *all, int64_t n, int64_t wanted) {
+    enum { SAMPLE = 32, LEAST_SAMPLED = 8 * SAMPLE };
+    int64_t of_pivot = n / 2;
+    candidate *last = all + n - 1;
+    if (n >= LEAST_SAMPLED) { /* the pivot comes from a sample, which is moved to the front */
+        for (int64_t i = 0; i < SAMPLE; i++) swap(all + i, all + i * (n / SAMPLE));
+        of_pivot = split(all, SAMPLE, wanted * SAMPLE / n, wanted * SAMPLE / n);
+    } else {
+        if (is_better(all + of_pivot, all)) swap(all + of_pivot, all);
+        if (is_better(last, all + of_pivot)) swap(last, all + of_pivot);
+        if (is_better(all + of_pivot, all)) swap(all + of_pivot, all);
+    }
+    const candidate pivot = all[of_pivot];
+    swap(all + of_pivot, last); /* to stay apart while the others move */
+    const int64_t at = move_better(all, n - 1, pivot);
     swap(all + at, last);
     return at;
 }
 
-/* Moves the best `kept` of n candidates, which are all different, to the front. If kept < n, returns a score that a later candidate must
- * exceed to be among the best: that of the last one kept, or of the first one that is not. */
-static double keep_best(candidate *all, int64_t n, int64_t kept) {
-    double score = 0;
-    for (int64_t begin = 0, end = n; begin < kept && kept < end;) {
-        const int64_t at = begin + divide(all + begin, end - begin);
-        score = all[at].score;
-        if (at < kept) begin = at + 1;
-        else end = at;
+/* Finds a place from `low` to `high`, and moves candidates so that those before it are better than the one at this place, and those behind it are
+ * not. All are different; 0 <= low <= high < n. */
+static int64_t split(candidate *all, int64_t n, int64_t low, int64_t high) {
+    for (int64_t begin = 0, end = n;;) {
+        const int64_t at = begin + divide(all + begin, end - begin, (low + high) / 2 - begin);
+        if (at < low) begin = at + 1;
+        else if (at > high) end = at;
+        else return at;
     }
-    return score;
+}
+
+/* Moves the best `kept` of n candidates, which are all different, to the front. */
+static void keep_best(candidate *all, int64_t n, int64_t kept) {
+    if (kept > 0 && kept < n) split(all, n, kept - 1, kept);
 }
 
 /* Sorts candidates, the best first or, by_key, the lowest key first: by a heap whose root is the candidate that comes last. */
@@ -180,7 +190,7 @@ static void sort(candidate *all, int64_t n, bool by_key) {
 static void sort_best(candidate *all, int64_t n, int depth) {
     enum { FEW = 12 };
     for (; n > FEW && depth > 0; depth--) {
-        const int64_t at = divide(all, n);
+        const int64_t at = divide(all, n, n / 2);
         sort_best(all + at + 1, n - at - 1, depth - 1);
         n = at;
     }
@@ -192,33 +202,19 @@ static void sort_best(candidate *all, int64_t n, int depth) {
         for (int64_t at = i; at > 0 && is_better(all + at, all + at - 1); at--) swap(all + at, all + at - 1);
 }
 
-/* Makes room for n more candidates of a query. */
+/* Makes room for n more candidates of a query. How many stay is left open, so that dividing them once is enough most of the time. */
 static void make_room(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, int64_t n) {
     if (s->counts[query] + n <= c->room) return;
-    s->least[query] = keep_best(s->candidates + query * c->room, s->counts[query], c->most);
-    s->counts[query] = c->most;
-}
-
-/* Adds the keys whose scores are above `least` behind `count` candidates, all of which have lower keys, and returns how many there are now. There is
- * no branch for each key, since the scores of a panel are hard to predict. */
-static inline int64_t append_keys(const int64_t real_size, candidate *all, int64_t count, double least, const void *scores, int64_t n,
-                                  int64_t first) {
-    for (int64_t i = 0; i < n; i++) {
-        const double score = ba_get_real(scores, i, real_size), known = score == score ? score : -INFINITY;
-        all[count] = (candidate){known, (int32_t)(first + i)};
-        count += !(known <= least);
-    }
-    return count;
-}
-
-/* Takes the scores of the first n lanes, of which lane 0 is key `first`. */
-static void add_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
     candidate *all = s->candidates + query * c->room;
+    const int64_t kept = split(all, s->counts[query], c->most, ba_min(c->most + c->most / 4, c->room - n));
+    s->counts[query] = kept;
+    s->least[query] = all[kept].score;
+}
+
+/* Takes the scores of the first n lanes, of which lane 0 is key `first`. All candidates so far have lower keys. */
+static void add_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
     make_room(c, s, query, n);
-    const int64_t count = s->counts[query];
-    const double least = s->least[query];
-    s->counts[query] = c->real_size == sizeof(float) ? append_keys(sizeof(float), all, count, least, scores, n, first)
-                                                     : append_keys(sizeof(double), all, count, least, scores, n, first);
+    s->counts[query] += c->append_keys(s->candidates + query * c->room + s->counts[query], scores, n, first, s->least[query]);
 }
 
 /* The same where blocks are chosen: one is a candidate when its last key has come. `end` is the end of the query's keys in this part. */
@@ -641,6 +637,7 @@ ba_status ba_select_tokens(const ba_select_tokens_args *args) {
     c.family = own->panel->sum_heads && (!c.quantised || c.scales_scores) ? own : kernels->vector[args->q.dtype];
     c.panel_family = c.quantised && !c.scales_scores ? kernels->vector[real] : c.family;
     c.widen = c.scales_scores ? cache->widen : cache->pack;
+    c.append_keys = kernels->vector[real]->panel->append_keys;
     c.next_level = cache->prefetch_level;
     c.real_size = c.family->real_size;
     c.lanes = c.family->lanes[0];
