@@ -264,7 +264,7 @@ typedef BA_JOIN_LANES((*ba_join_lanes_fn));
 
 /* The scores of an indexer, whose keys are the lanes of the panel, and whose heads are the keys of the chunk: [query][head].
  * sums[query][lane] = the sum over heads of weights[query][head] * max(0, scales[lane] * S^T[query][head][lane]). NaN stays NaN. The panel is wide.
- * Bounds, biases, softcap and scales of the chunk are not read. */
+ * Bounds, biases, softcap and scales of the chunk are not read. In families without scratch_per_key the chunk may have any number of keys. */
 typedef struct ba_head_sums {
     void *sums;          /* real [queries][lanes] */
     const void *weights; /* real [queries][heads] */

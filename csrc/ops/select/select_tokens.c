@@ -602,7 +602,9 @@ static int cut_call(select_tokens_call *c, int64_t *tiles) {
         most_queries = ba_max(most_queries, queries_of(c, b));
         work += (double)queries_of(c, b) * (double)keys_of(c, b) * (double)(c->heads * c->dim);
     }
-    c->at_once = ba_min(most_queries, ba_max(1, ba_work.tokens.rows / c->heads));
+    /* kernels that leave no scores in scratch score all queries of an item in one call */
+    const int64_t rows = c->family->scratch_per_key ? ba_work.tokens.rows : ba_work.tokens.tile_rows;
+    c->at_once = ba_min(most_queries, ba_max(1, rows / c->heads));
     c->tile = ba_min(most_queries, c->at_once * ba_max(1, ba_work.tokens.tile_rows / (c->at_once * c->heads)));
     *tiles = 0;
     for (int64_t b = 0; b < c->sequences; b++) *tiles += tiles_of(c, b);
