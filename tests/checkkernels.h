@@ -240,6 +240,7 @@ enum {
     JOIN_LANES,
     HEAD_SUMS,
     APPEND_KEYS,
+    MOVE_BETTER,
     SCORES,
     SOFTMAX,
     VALUES,

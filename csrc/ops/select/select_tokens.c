@@ -43,6 +43,7 @@ typedef struct select_tokens_call {
     int64_t *first_tile;                           /* [sequences + 1] */
     const ba_attend_family *panel_family, *family; /* the family that packs keys, and the one that packs queries and computes scores */
     ba_append_keys_fn append_keys;
+    ba_move_better_fn move_better;
     ba_pack_rows_fn widen; /* makes rows for panel_family from 8-bit keys: reals, or bfloat16 where scales_scores */
     bool scales_scores;    /* scores are multiplied by the scales of 8-bit keys, which the widened keys do not carry */
     int next_level;        /* where rows are prefetched to */
@@ -59,16 +60,23 @@ typedef struct panel_keys {
     float *scales; /* of 8-bit keys */
 } panel_keys;
 
+/* What divides candidates. */
+typedef struct divider {
+    ba_move_better_fn move_better;
+    candidate *spare; /* room for as many as a query has */
+} divider;
+
 typedef struct select_tokens_scratch {
     const void **pointers, **rows, **wide_rows;
     panel_keys keys[2]; /* of the panel at hand and of the next one, which take turns */
     char *panel, *wide, *packed, *chunk, *sums, *weights;
     candidate *candidates; /* [query][room] */
-    int64_t *counts;       /* [query] */
-    int64_t *seen;         /* [query]: how many keys, from the first on, it may choose from */
-    double *least;         /* [query]: only scores above this one are taken in; NAN: all are */
-    double *largest;       /* [query]: the largest score so far of the block that has begun */
-    uint64_t *chosen;      /* a bit per block */
+    divider divider;
+    int64_t *counts;  /* [query] */
+    int64_t *seen;    /* [query]: how many keys, from the first on, it may choose from */
+    double *least;    /* [query]: only scores above this one are taken in; NAN: all are */
+    double *largest;  /* [query]: the largest score so far of the block that has begun */
+    uint64_t *chosen; /* a bit per block */
 } select_tokens_scratch;
 
 static int64_t dim_pad(const select_tokens_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->panel_family->dim_pad); }
@@ -96,6 +104,7 @@ static int64_t lay_out_worker(const select_tokens_call *c, char *base, select_to
     s->sums = ba_take(base, &used, c->at_once * c->lanes * real);
     s->weights = ba_take(base, &used, tile_rows * real);
     s->candidates = ba_take(base, &used, c->tile * c->room * (int64_t)sizeof *s->candidates);
+    s->divider = (divider){c->move_better, ba_take(base, &used, ba_max(c->room, 2 * c->most) * (int64_t)sizeof(candidate))};
     s->counts = ba_take(base, &used, c->tile * (int64_t)sizeof *s->counts);
     s->seen = ba_take(base, &used, c->tile * (int64_t)sizeof *s->seen);
     s->least = ba_take(base, &used, c->tile * (int64_t)sizeof *s->least);
@@ -116,34 +125,17 @@ static void swap(candidate *a, candidate *b) {
     *b = other;
 }
 
-/* Moves the candidates that are better than `pivot` to the front and returns their number. The only branch is on equal scores, which are either
- * rare or frequent, and so predictable. A branch on which of two scores is larger would be mispredicted half of the time. */
-static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
-    int64_t better = 0;
-    for (int64_t i = 0; i < n; i++) {
-        const double score = all[i].score; /* member by member: a load of both would wait for the two stores before it */
-        const int32_t key = all[i].key;
-        all[i].score = all[better].score;
-        all[i].key = all[better].key;
-        all[better].score = score;
-        all[better].key = key;
-        if (score == pivot.score) better += key < pivot.key;
-        else better += score > pivot.score;
-    }
-    return better;
-}
-
-static int64_t split(candidate *all, int64_t n, int64_t low, int64_t high);
+static int64_t split(const divider *d, candidate *all, int64_t n, int64_t low, int64_t high);
 
 /* Picks a pivot among n candidates, which are all different, and moves all candidates that are better to the front, with the pivot right behind
  * them. Returns the place of the pivot, which is near `wanted`. */
-static int64_t divide(candidate *all, int64_t n, int64_t wanted) {
+static int64_t divide(const divider *d, candidate *all, int64_t n, int64_t wanted) {
     enum { SAMPLE = 32, LEAST_SAMPLED = 8 * SAMPLE };
     int64_t of_pivot = n / 2;
     candidate *last = all + n - 1;
     if (n >= LEAST_SAMPLED) { /* the pivot comes from a sample, which is moved to the front */
         for (int64_t i = 0; i < SAMPLE; i++) swap(all + i, all + i * (n / SAMPLE));
-        of_pivot = split(all, SAMPLE, wanted * SAMPLE / n, wanted * SAMPLE / n);
+        of_pivot = split(d, all, SAMPLE, wanted * SAMPLE / n, wanted * SAMPLE / n);
     } else {
         if (is_better(all + of_pivot, all)) swap(all + of_pivot, all);
         if (is_better(last, all + of_pivot)) swap(last, all + of_pivot);
@@ -151,16 +143,16 @@ static int64_t divide(candidate *all, int64_t n, int64_t wanted) {
     }
     const candidate pivot = all[of_pivot];
     swap(all + of_pivot, last); /* to stay apart while the others move */
-    const int64_t at = move_better(all, n - 1, pivot);
+    const int64_t at = d->move_better(all, n - 1, pivot, d->spare);
     swap(all + at, last);
     return at;
 }
 
 /* Finds a place from `low` to `high`, and moves candidates so that those before it are better than the one at this place, and those behind it are
  * not. All are different; 0 <= low <= high < n. */
-static int64_t split(candidate *all, int64_t n, int64_t low, int64_t high) {
+static int64_t split(const divider *d, candidate *all, int64_t n, int64_t low, int64_t high) {
     for (int64_t begin = 0, end = n;;) {
-        const int64_t at = begin + divide(all + begin, end - begin, (low + high) / 2 - begin);
+        const int64_t at = begin + divide(d, all + begin, end - begin, (low + high) / 2 - begin);
         if (at < low) begin = at + 1;
         else if (at > high) end = at;
         else return at;
@@ -168,8 +160,8 @@ static int64_t split(candidate *all, int64_t n, int64_t low, int64_t high) {
 }
 
 /* Moves the best `kept` of n candidates, which are all different, to the front. */
-static void keep_best(candidate *all, int64_t n, int64_t kept) {
-    if (kept > 0 && kept < n) split(all, n, kept - 1, kept);
+static void keep_best(const divider *d, candidate *all, int64_t n, int64_t kept) {
+    if (kept > 0 && kept < n) split(d, all, n, kept - 1, kept);
 }
 
 /* Sorts candidates, the best first or, by_key, the lowest key first: by a heap whose root is the candidate that comes last. */
@@ -187,11 +179,11 @@ static void sort(candidate *all, int64_t n, bool by_key) {
 
 /* Sorts candidates, which are all different, the best first. Where `depth` divisions have been so uneven that n is still large, a heap sorts the
  * rest. */
-static void sort_best(candidate *all, int64_t n, int depth) {
+static void sort_best(const divider *d, candidate *all, int64_t n, int depth) {
     enum { FEW = 12 };
     for (; n > FEW && depth > 0; depth--) {
-        const int64_t at = divide(all, n, n / 2);
-        sort_best(all + at + 1, n - at - 1, depth - 1);
+        const int64_t at = divide(d, all, n, n / 2);
+        sort_best(d, all + at + 1, n - at - 1, depth - 1);
         n = at;
     }
     if (n > FEW) {
@@ -206,7 +198,7 @@ static void sort_best(candidate *all, int64_t n, int depth) {
 static void make_room(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, int64_t n) {
     if (s->counts[query] + n <= c->room) return;
     candidate *all = s->candidates + query * c->room;
-    const int64_t kept = split(all, s->counts[query], c->most, ba_min(c->most + c->most / 4, c->room - n));
+    const int64_t kept = split(&s->divider, all, s->counts[query], c->most, ba_min(c->most + c->most / 4, c->room - n));
     s->counts[query] = kept;
     s->least[query] = all[kept].score;
 }
@@ -355,7 +347,7 @@ static void write_row(const select_tokens_call *c, const select_tokens_scratch *
     const ba_tensor *selected = &c->args->selected, *scores = &c->args->scores;
     const int64_t kept = ba_min(count, c->most), to = row_of(c, selected, sequence, query), step = ba_step(selected, selected->ndim - 1);
     int32_t *keys = (int32_t *)selected->data + to;
-    keep_best(all, count, kept);
+    keep_best(&s->divider, all, count, kept);
     if (c->args->ascending && !ba_given(scores)) { /* by a bit per key, which is quicker than sorting */
         int64_t n = 0;
         for (int64_t i = 0; i < kept; i++) s->chosen[all[i].key / 64] |= UINT64_C(1) << all[i].key % 64;
@@ -363,7 +355,7 @@ static void write_row(const select_tokens_call *c, const select_tokens_scratch *
             for (; s->chosen[w]; s->chosen[w] &= s->chosen[w] - 1) keys[n++ * step] = (int32_t)(w * 64 + __builtin_ctzll(s->chosen[w]));
     } else {
         if (c->args->ascending) sort(all, kept, true);
-        else sort_best(all, kept, 64);
+        else sort_best(&s->divider, all, kept, 64);
         for (int64_t i = 0; i < kept; i++) keys[i * step] = all[i].key;
     }
     for (int64_t i = kept; i < c->width; i++) keys[i * step] = -1;
@@ -416,7 +408,7 @@ static void score_item(void *context, int64_t item, int worker) {
             continue;
         }
         const int64_t place = (at.tile * c->tile + i) * c->parts + at.part, kept = ba_min(s.counts[i], c->most);
-        keep_best(all, s.counts[i], kept);
+        keep_best(&s.divider, all, s.counts[i], kept);
         c->counts[place] = kept;
         memcpy(c->best + place * c->most, all, (size_t)kept * sizeof *all);
     }
@@ -433,10 +425,11 @@ static void join_item(void *context, int64_t item, int worker) {
     memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_blocks, 64) * sizeof *s.chosen);
     candidate *all = c->best + item * c->parts * c->most;
     int64_t count = 0;
-    for (int64_t part = 0; part < c->parts; part++) { /* moves their candidates together */
-        const int64_t kept = c->counts[item * c->parts + part];
-        memmove(all + count, all + part * c->most, (size_t)kept * sizeof *all);
-        count += kept;
+    for (int64_t part = 0; part < c->parts; part++) { /* moves their candidates together, and keeps the best */
+        const int64_t some = c->counts[item * c->parts + part];
+        memmove(all + count, all + part * c->most, (size_t)some * sizeof *all);
+        keep_best(&s.divider, all, count + some, c->most);
+        count = ba_min(count + some, c->most);
     }
     write_row(c, &s, at.sequence, at.first + query, all, count);
 }
@@ -640,6 +633,7 @@ ba_status ba_select_tokens(const ba_select_tokens_args *args) {
     c.panel_family = c.quantised && !c.scales_scores ? kernels->vector[real] : c.family;
     c.widen = c.scales_scores ? cache->widen : cache->pack;
     c.append_keys = kernels->vector[real]->panel->append_keys;
+    c.move_better = kernels->vector[real]->panel->move_better;
     c.next_level = cache->prefetch_level;
     c.real_size = c.family->real_size;
     c.lanes = c.family->lanes[0];
