@@ -73,7 +73,7 @@ enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof 
 
 /* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
-_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 10 && FUNCTIONS(ba_panel_kernels, attend) == 16 &&
+_Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 10 && FUNCTIONS(ba_panel_kernels, attend) == 18 &&
                    FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_routed_kernels, attend) == 5 &&
                    FUNCTIONS(ba_gradient_kernels, gradient) == 8 && FUNCTIONS(ba_cache_kernels, pack) == 10 + BA_CELL_DTYPES &&
                    FUNCTIONS(ba_probes, flops) == 3,
@@ -132,6 +132,8 @@ static void clear_records(void) {
         [BLOCK_SUMS] = "sum_blocks",
         [JOIN_LANES] = "join_lanes",
         [HEAD_SUMS] = "sum_heads",
+        [APPEND_KEYS] = "append_keys",
+        [MOVE_BETTER] = "move_better",
         [SOFTMAX] = "softmax",
         [VALUES] = "values",
         [COMPOSED] = "its parts one by one",
@@ -741,6 +743,58 @@ static void check_head_sums(test_case *c) {
     }
 }
 
+static void check_append_keys(test_case *c) {
+    record *r = &records[APPEND_KEYS];
+    const int64_t real = c->s.f->real_size;
+    for (int64_t round = 0; round < 200; round++) {
+        const int64_t n = pick(3 * BA_MAX_LANES), first = pick(1000000);
+        void *scores = place_tight(ALPHA, ba_max(1, n) * real, real);
+        ba_scored_key *to = place_tight(WEIGHTS, ba_max(1, n) * (int64_t)sizeof *to, (int64_t)sizeof *to);
+        for (int64_t i = 0; i < n; i++) set_element(real_dtype(c), scores, i, pick(9) ? floor(8 * uniform()) / 8 : pick(2) ? NAN : -INFINITY);
+        const double bounds[] = {NAN, -INFINITY, floor(8 * uniform()) / 8, uniform(), nextafter(0.125, -1)}, least = bounds[pick(5)];
+        const int64_t count = c->s.f->panel->append_keys(to, scores, n, first, least);
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        int64_t at = 0;
+        for (int64_t i = 0; i < n; i++) {
+            const double score = real_at(c, scores, i), known = isnan(score) ? -INFINITY : score;
+            if (known <= least) continue;
+            require(r, at < count && to[at].score == known && to[at].key == first + i, "is not the next key [.][place]", -1, at);
+            at++;
+        }
+        require(r, at == count, "number of keys", -1, count);
+    }
+}
+
+static bool is_better(ba_scored_key a, ba_scored_key b) { return a.score > b.score || (a.score == b.score && a.key < b.key); }
+
+static void check_move_better(const test_case *c) {
+    record *r = &records[MOVE_BETTER];
+    for (int64_t round = 0; round < 200; round++) {
+        enum { MOST = 100 };
+        const int64_t n = pick(MOST), bytes = ba_max(1, n) * (int64_t)sizeof(ba_scored_key), align = (int64_t)sizeof(ba_scored_key);
+        ba_scored_key *all = place_tight(WEIGHTS, bytes, align), *spare = place_tight(ALPHA, bytes, align);
+        ba_scored_key pivot = {floor(4 * uniform()) / 4, (int32_t)pick(n + 1)};
+        double score[MOST + 1];
+        int64_t expected = 0;
+        bool seen[MOST + 1] = {false};
+        memset(all, 0xff, (size_t)bytes); /* what is between the members may be anything */
+        for (int64_t i = 0; i < n; i++) { /* all keys but the pivot's */
+            all[i].key = (int32_t)(i + (i >= pivot.key));
+            all[i].score = score[all[i].key] = pick(9) ? floor(4 * uniform()) / 4 : -INFINITY;
+            expected += is_better(all[i], pivot);
+        }
+        const int64_t better = c->s.f->panel->move_better(all, n, pivot, spare);
+        require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
+        require(r, better == expected, "number of keys", -1, better);
+        for (int64_t i = 0; i < n; i++) {
+            const int32_t key = all[i].key;
+            const bool is_one = key >= 0 && key <= n && key != pivot.key && !seen[key];
+            require(r, is_one && all[i].score == score[key] && is_better(all[i], pivot) == (i < better), "key [.][place]", -1, i);
+            if (is_one) seen[key] = true;
+        }
+    }
+}
+
 /* The next block to choose among those that are not taken yet: one that is always chosen, else the one with the highest score; -1 if no block is
  * left. */
 static int64_t next_choice(const ba_choice *choice, const double *score, const bool *taken, int64_t row) {
@@ -920,6 +974,8 @@ static void check_variant(void *context) {
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->sum_blocks) check_block_sums(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->join_lanes) check_join_lanes(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->sum_heads) check_head_sums(c);
+    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->append_keys) check_append_keys(c);
+    if (c->variant == WIDE && !c->s.cache && !over && c->s.f->panel->move_better) check_move_better(c);
     if (c->variant == WIDE && !c->s.cache && !over && c->s.f->routed && c->s.f->routed->choose) check_choose(c);
     if (c->variant == WIDE && !c->s.cache && c->s.f->panel->fill_bias) check_fill_bias(c);
     if (c->variant == FEW) check_empty_join(c);

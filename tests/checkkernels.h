@@ -239,6 +239,8 @@ enum {
     BLOCK_SUMS,
     JOIN_LANES,
     HEAD_SUMS,
+    APPEND_KEYS,
+    MOVE_BETTER,
     SCORES,
     SOFTMAX,
     VALUES,

@@ -43,6 +43,19 @@ def test_levels_and_dtypes(dtype, level):
             check(q, k, weights, 16, causal=causal, **options)
 
 
+@pytest.mark.parametrize(("queries", "heads", "dim"), [(37, 64, 128), (40, 70, 40), (5, 300, 64), (3, 512, 20)])
+@pytest.mark.parametrize("level", blitz_attn.isa_levels(available=True))
+def test_many_rows(level, queries, heads, dim):
+    """Kernels on tiles score more rows together than others."""
+    q, k, weights, options = problem("bfloat16", queries, 150, heads, dim, 1)
+    with blitz_attn.isa(level):
+        found, scores = check(q, k, weights, 16, causal=True, **options)
+        for one in range(0, queries, 7):
+            alone = select.select_tokens(q[:, one : one + 1], k[:, : 150 - queries + one + 1], weights[:, one : one + 1], 16, return_scores=True, **options)
+            assert np.array_equal(alone[0][0, 0], found[0, one])
+            assert np.array_equal(alone[1][0, 0], scores[0, one])
+
+
 @pytest.mark.parametrize(("queries", "keys", "heads", "dim", "top_k"), [
     (1, 1, 1, 1, 1), (3, 700, 64, 128, 256), (70, 33, 1, 16, 40), (2, 2000, 3, 64, 1999), (1, 5000, 16, 32, 64), (9, 40, 512, 8, 7),
     (5, 64, 2, 576, 64), (40, 40, 300, 3, 1),

@@ -264,7 +264,7 @@ typedef BA_JOIN_LANES((*ba_join_lanes_fn));
 
 /* The scores of an indexer, whose keys are the lanes of the panel, and whose heads are the keys of the chunk: [query][head].
  * sums[query][lane] = the sum over heads of weights[query][head] * max(0, scales[lane] * S^T[query][head][lane]). NaN stays NaN. The panel is wide.
- * Bounds, biases, softcap and scales of the chunk are not read. */
+ * Bounds, biases, softcap and scales of the chunk are not read. In families without scratch_per_key the chunk may have any number of keys. */
 typedef struct ba_head_sums {
     void *sums;          /* real [queries][lanes] */
     const void *weights; /* real [queries][heads] */
@@ -274,14 +274,32 @@ typedef struct ba_head_sums {
 #define BA_SUM_HEADS(name) void name(const ba_panel *panel, const ba_chunk *chunk, const ba_head_sums *heads)
 typedef BA_SUM_HEADS((*ba_sum_heads_fn));
 
+/* A key of an indexer, and its score: a real, which a double holds exactly, and minus infinity for NaN. */
+typedef struct ba_scored_key {
+    double score;
+    int32_t key;
+} ba_scored_key;
+
+/* Writes the keys `first`, first + 1, .. to first + n - 1 whose scores are above `least` to `to`, in their order, and returns how many these are. NaN
+ * counts as minus infinity; with NaN as `least` all keys are written. `to` has room for all. */
+#define BA_APPEND_KEYS(name) int64_t name(ba_scored_key *to, const void *scores, int64_t n, int64_t first, double least)
+typedef BA_APPEND_KEYS((*ba_append_keys_fn));
+
+/* Moves the keys that are better than `pivot`, which is none of them, to the front, and returns their number. Better is a higher score and, of equal
+ * scores, the lower key. No score is NaN. `spare` has room for n keys. */
+#define BA_MOVE_BETTER(name) int64_t name(ba_scored_key *all, int64_t n, ba_scored_key pivot, ba_scored_key *spare)
+typedef BA_MOVE_BETTER((*ba_move_better_fn));
+
 typedef struct ba_panel_kernels {
     ba_attend_fn attend[BA_PANEL_WIDTHS];
     ba_attend_many_fn attend_many[BA_PANEL_WIDTHS]; /* NULL: the family gains nothing by it */
     ba_sum_heads_fn sum_heads;                      /* NULL: that of the vector family */
     ba_sum_blocks_fn sum_blocks;                    /* NULL in families whose elements are several pieces */
     ba_join_lanes_fn join_lanes;                    /* NULL: that of the vector family, which takes any family's panels */
-    ba_scores_fn scores[BA_PANEL_WIDTHS];           /* NULL, like all that follow, where a family has the fused kernel only */
-    ba_softmax_fn softmax[BA_PANEL_WIDTHS];         /* NULL, like values, where weights are kept in another format */
+    ba_append_keys_fn append_keys;                  /* NULL, like move_better: that of the vector family */
+    ba_move_better_fn move_better;
+    ba_scores_fn scores[BA_PANEL_WIDTHS];   /* NULL, like all that follow, where a family has the fused kernel only */
+    ba_softmax_fn softmax[BA_PANEL_WIDTHS]; /* NULL, like values, where weights are kept in another format */
     ba_values_fn values[BA_PANEL_WIDTHS];
     ba_add_probabilities_fn add_probabilities; /* NULL: scores and softmax do this work */
     ba_fill_bias_fn fill_bias, fill_few_bias;  /* NULL: those of the vector family */

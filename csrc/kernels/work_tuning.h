@@ -53,7 +53,7 @@ typedef struct ba_work_tuning {
 
     /* Choosing tokens */
     struct {
-        int64_t rows;      /* query rows (queries times heads) that are scored together, at most, or those of one query */
+        int64_t rows;      /* query rows (queries times heads) that are scored together, at most, or those of one query; without scratch tile_rows */
         int64_t tile_rows; /* query rows of an item, at most, or those that are scored together: a panel of keys is packed once per item */
         int64_t tiles;     /* per thread: where there are fewer, the keys of each are cut into parts */
         int64_t part_keys; /* of a part, at least */

@@ -224,6 +224,42 @@ BA_INLINE vec NAME(v_sum_paired)(vec *pairs, const int count) {
     return (vec)(_mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
+/* append_keys (kernels.h) for the scores of as many keys as there are lanes. */
+#define BA_HAVE_V_SCORED_KEYS 1
+BA_INLINE int64_t NAME(v_append)(ba_scored_key *to, vec scores, int64_t first, double least) {
+    const __m512 known = (__m512)NAME(v_select)((ivec)(scores == scores), scores, NAME(v_set1)(-(float)INFINITY));
+    const __m512d halves[] = {_mm512_cvtps_pd(_mm512_castps512_ps256(known)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(known, 1))};
+    ba_scored_key *at = to;
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) { /* each half is packed, and then interleaved with its keys */
+        const __m512i key = _mm512_add_epi64(_mm512_set1_epi64(first + 8 * i), _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0));
+        const __mmask8 above = _mm512_cmp_pd_mask(halves[i], _mm512_set1_pd(least), _CMP_NLE_UQ);
+        const __m512i score = _mm512_castpd_si512(_mm512_maskz_compress_pd(above, halves[i])), packed = _mm512_maskz_compress_epi64(above, key);
+        _mm512_storeu_si512(at, _mm512_permutex2var_epi64(score, _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0), packed));
+        _mm512_storeu_si512(at + 4, _mm512_permutex2var_epi64(score, _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4), packed));
+        at += __builtin_popcount(above);
+    }
+    return at - to;
+}
+
+/* move_better (kernels.h) for the BA_SCORED_KEYS keys of a register, of which those that are better go to `better`, and the others to `worse`. What
+ * is written behind them is not defined. */
+#define BA_SCORED_KEYS 4
+BA_INLINE int64_t NAME(v_part)(const ba_scored_key *from, ba_scored_key pivot, ba_scored_key *better, ba_scored_key *worse) {
+    const __m512i keys = _mm512_loadu_si512(from);
+    const __m512d score = _mm512_castsi512_pd(keys), bound = _mm512_set1_pd(pivot.score);
+    const __mmask8 is_score = 0x55, is_equal = _mm512_mask_cmp_pd_mask(is_score, score, bound, _CMP_EQ_OQ);
+    unsigned is_better = _mm512_mask_cmp_pd_mask(is_score, score, bound, _CMP_GT_OQ);
+    if (is_equal) { /* compares the keys, in the upper halves of elements whose lower halves are 0 */
+        const __m512i key = _mm512_slli_epi64(_mm512_bsrli_epi128(keys, 8), 32), key_bound = _mm512_set1_epi64((int64_t)pivot.key << 32);
+        is_better |= _mm512_mask_cmplt_epi64_mask(is_equal, key, key_bound);
+    }
+    const unsigned both = is_better * 3; /* the elements of these keys */
+    _mm512_storeu_si512(better, _mm512_maskz_compress_epi64((__mmask8)both, keys));
+    _mm512_storeu_si512(worse, _mm512_maskz_compress_epi64((__mmask8)~both, keys));
+    return __builtin_popcount(is_better);
+}
+
 #define BA_HAVE_V_REPEAT 1
 BA_INLINE vec NAME(v_repeat)(const float *p, const int n) {
     if (n == 16) return (vec)_mm512_loadu_ps(p);

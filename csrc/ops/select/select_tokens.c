@@ -2,9 +2,9 @@
  *
  * The keys are the lanes of a panel, and the rows that it is multiplied by are the heads of some queries, so that the sum over heads is vertical:
  * scores[query][lane] by the kernel sum_heads. What may be among a query's best goes into a buffer that has room for a little more than twice as many
- * candidates as the result has places. A full buffer is cut to as many of its best as there are places, and from then on a score is left out if
- * keep_best() has shown that it is too low. So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal
- * score. Where blocks of keys are chosen, the largest score so far of one block waits until the block ends. */
+ * candidates as the result has places. From a full buffer the worst are dropped, and from then on only scores above the best of these are taken in.
+ * So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal score. Where blocks of keys are
+ * chosen, the largest score so far of one block waits until the block ends. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -21,10 +21,7 @@
 #include "ops/reals.h"
 #include "ops/scratch.h"
 
-typedef struct candidate {
-    double score; /* a real, which a double holds exactly; minus infinity for NaN */
-    int32_t key;
-} candidate;
+typedef ba_scored_key candidate;
 
 typedef struct select_tokens_call {
     const ba_select_tokens_args *args;
@@ -45,9 +42,11 @@ typedef struct select_tokens_call {
     int64_t at_once;                               /* queries whose heads are scored together */
     int64_t *first_tile;                           /* [sequences + 1] */
     const ba_attend_family *panel_family, *family; /* the family that packs keys, and the one that packs queries and computes scores */
-    ba_pack_rows_fn widen;                         /* makes rows for panel_family from 8-bit keys: reals, or bfloat16 where scales_scores */
-    bool scales_scores;                            /* scores are multiplied by the scales of 8-bit keys, which the widened keys do not carry */
-    int next_level;                                /* where rows are prefetched to */
+    ba_append_keys_fn append_keys;
+    ba_move_better_fn move_better;
+    ba_pack_rows_fn widen; /* makes rows for panel_family from 8-bit keys: reals, or bfloat16 where scales_scores */
+    bool scales_scores;    /* scores are multiplied by the scales of 8-bit keys, which the widened keys do not carry */
+    int next_level;        /* where rows are prefetched to */
     int64_t real_size, lanes, scratch_bytes;
     char *scratch;
     candidate *best; /* with several parts: [tile][query][part][most] */
@@ -61,16 +60,23 @@ typedef struct panel_keys {
     float *scales; /* of 8-bit keys */
 } panel_keys;
 
+/* What divides candidates. */
+typedef struct divider {
+    ba_move_better_fn move_better;
+    candidate *spare; /* room for as many as a query has */
+} divider;
+
 typedef struct select_tokens_scratch {
     const void **pointers, **rows, **wide_rows;
     panel_keys keys[2]; /* of the panel at hand and of the next one, which take turns */
     char *panel, *wide, *packed, *chunk, *sums, *weights;
     candidate *candidates; /* [query][room] */
-    int64_t *counts;       /* [query] */
-    int64_t *seen;         /* [query]: how many keys, from the first on, it may choose from */
-    double *least;         /* [query]: only scores above this one are taken in; NAN: all are */
-    double *largest;       /* [query]: the largest score so far of the block that has begun */
-    uint64_t *chosen;      /* a bit per block */
+    divider divider;
+    int64_t *counts;  /* [query] */
+    int64_t *seen;    /* [query]: how many keys, from the first on, it may choose from */
+    double *least;    /* [query]: only scores above this one are taken in; NAN: all are */
+    double *largest;  /* [query]: the largest score so far of the block that has begun */
+    uint64_t *chosen; /* a bit per block */
 } select_tokens_scratch;
 
 static int64_t dim_pad(const select_tokens_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->panel_family->dim_pad); }
@@ -98,6 +104,7 @@ static int64_t lay_out_worker(const select_tokens_call *c, char *base, select_to
     s->sums = ba_take(base, &used, c->at_once * c->lanes * real);
     s->weights = ba_take(base, &used, tile_rows * real);
     s->candidates = ba_take(base, &used, c->tile * c->room * (int64_t)sizeof *s->candidates);
+    s->divider = (divider){c->move_better, ba_take(base, &used, ba_max(c->room, 2 * c->most) * (int64_t)sizeof(candidate))};
     s->counts = ba_take(base, &used, c->tile * (int64_t)sizeof *s->counts);
     s->seen = ba_take(base, &used, c->tile * (int64_t)sizeof *s->seen);
     s->least = ba_take(base, &used, c->tile * (int64_t)sizeof *s->least);
@@ -118,48 +125,43 @@ static void swap(candidate *a, candidate *b) {
     *b = other;
 }
 
-/* Moves the candidates that are better than `pivot` to the front and returns their number. The only branch is on equal scores, which are either
- * rare or frequent, and so predictable. A branch on which of two scores is larger would be mispredicted half of the time. */
-static int64_t move_better(candidate *all, int64_t n, const candidate pivot) {
-    int64_t better = 0;
-    for (int64_t i = 0; i < n; i++) {
-        const double score = all[i].score; /* member by member: a load of both would wait for the two stores before it */
-        const int32_t key = all[i].key;
-        all[i].score = all[better].score;
-        all[i].key = all[better].key;
-        all[better].score = score;
-        all[better].key = key;
-        if (score == pivot.score) better += key < pivot.key;
-        else better += score > pivot.score;
-    }
-    return better;
-}
+static int64_t split(const divider *d, candidate *all, int64_t n, int64_t low, int64_t high);
 
-/* Picks a pivot among n >= 2 candidates, which are all different, and moves all candidates that are better to the front, with the pivot right behind
- * them. Returns the place of the pivot. */
-static int64_t divide(candidate *all, int64_t n) {
-    candidate *first = all, *middle = all + n / 2, *last = all + n - 1;
-    if (is_better(middle, first)) swap(middle, first);
-    if (is_better(last, middle)) swap(last, middle);
-    if (is_better(middle, first)) swap(middle, first);
-    const candidate pivot = *middle;
-    swap(middle, last); /* to stay apart while the others move */
-    const int64_t at = move_better(first, n - 1, pivot);
+/* Picks a pivot among n candidates, which are all different, and moves all candidates that are better to the front, with the pivot right behind
+ * them. Returns the place of the pivot, which is near `wanted`. */
+static int64_t divide(const divider *d, candidate *all, int64_t n, int64_t wanted) {
+    enum { SAMPLE = 32, LEAST_SAMPLED = 8 * SAMPLE };
+    int64_t of_pivot = n / 2;
+    candidate *last = all + n - 1;
+    if (n >= LEAST_SAMPLED) { /* the pivot comes from a sample, which is moved to the front */
+        for (int64_t i = 0; i < SAMPLE; i++) swap(all + i, all + i * (n / SAMPLE));
+        of_pivot = split(d, all, SAMPLE, wanted * SAMPLE / n, wanted * SAMPLE / n);
+    } else {
+        if (is_better(all + of_pivot, all)) swap(all + of_pivot, all);
+        if (is_better(last, all + of_pivot)) swap(last, all + of_pivot);
+        if (is_better(all + of_pivot, all)) swap(all + of_pivot, all);
+    }
+    const candidate pivot = all[of_pivot];
+    swap(all + of_pivot, last); /* to stay apart while the others move */
+    const int64_t at = d->move_better(all, n - 1, pivot, d->spare);
     swap(all + at, last);
     return at;
 }
 
-/* Moves the best `kept` of n candidates, which are all different, to the front. If kept < n, returns a score that a later candidate must
- * exceed to be among the best: that of the last one kept, or of the first one that is not. */
-static double keep_best(candidate *all, int64_t n, int64_t kept) {
-    double score = 0;
-    for (int64_t begin = 0, end = n; begin < kept && kept < end;) {
-        const int64_t at = begin + divide(all + begin, end - begin);
-        score = all[at].score;
-        if (at < kept) begin = at + 1;
-        else end = at;
+/* Finds a place from `low` to `high`, and moves candidates so that those before it are better than the one at this place, and those behind it are
+ * not. All are different; 0 <= low <= high < n. */
+static int64_t split(const divider *d, candidate *all, int64_t n, int64_t low, int64_t high) {
+    for (int64_t begin = 0, end = n;;) {
+        const int64_t at = begin + divide(d, all + begin, end - begin, (low + high) / 2 - begin);
+        if (at < low) begin = at + 1;
+        else if (at > high) end = at;
+        else return at;
     }
-    return score;
+}
+
+/* Moves the best `kept` of n candidates, which are all different, to the front. */
+static void keep_best(const divider *d, candidate *all, int64_t n, int64_t kept) {
+    if (kept > 0 && kept < n) split(d, all, n, kept - 1, kept);
 }
 
 /* Sorts candidates, the best first or, by_key, the lowest key first: by a heap whose root is the candidate that comes last. */
@@ -177,11 +179,11 @@ static void sort(candidate *all, int64_t n, bool by_key) {
 
 /* Sorts candidates, which are all different, the best first. Where `depth` divisions have been so uneven that n is still large, a heap sorts the
  * rest. */
-static void sort_best(candidate *all, int64_t n, int depth) {
+static void sort_best(const divider *d, candidate *all, int64_t n, int depth) {
     enum { FEW = 12 };
     for (; n > FEW && depth > 0; depth--) {
-        const int64_t at = divide(all, n);
-        sort_best(all + at + 1, n - at - 1, depth - 1);
+        const int64_t at = divide(d, all, n, n / 2);
+        sort_best(d, all + at + 1, n - at - 1, depth - 1);
         n = at;
     }
     if (n > FEW) {
@@ -192,33 +194,19 @@ static void sort_best(candidate *all, int64_t n, int depth) {
         for (int64_t at = i; at > 0 && is_better(all + at, all + at - 1); at--) swap(all + at, all + at - 1);
 }
 
-/* Makes room for n more candidates of a query. */
+/* Makes room for n more candidates of a query. How many stay is left open, so that dividing them once is enough most of the time. */
 static void make_room(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, int64_t n) {
     if (s->counts[query] + n <= c->room) return;
-    s->least[query] = keep_best(s->candidates + query * c->room, s->counts[query], c->most);
-    s->counts[query] = c->most;
-}
-
-/* Adds the keys whose scores are above `least` behind `count` candidates, all of which have lower keys, and returns how many there are now. There is
- * no branch for each key, since the scores of a panel are hard to predict. */
-static inline int64_t append_keys(const int64_t real_size, candidate *all, int64_t count, double least, const void *scores, int64_t n,
-                                  int64_t first) {
-    for (int64_t i = 0; i < n; i++) {
-        const double score = ba_get_real(scores, i, real_size), known = score == score ? score : -INFINITY;
-        all[count] = (candidate){known, (int32_t)(first + i)};
-        count += !(known <= least);
-    }
-    return count;
-}
-
-/* Takes the scores of the first n lanes, of which lane 0 is key `first`. */
-static void add_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
     candidate *all = s->candidates + query * c->room;
+    const int64_t kept = split(&s->divider, all, s->counts[query], c->most, ba_min(c->most + c->most / 4, c->room - n));
+    s->counts[query] = kept;
+    s->least[query] = all[kept].score;
+}
+
+/* Takes the scores of the first n lanes, of which lane 0 is key `first`. All candidates so far have lower keys. */
+static void add_keys(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first) {
     make_room(c, s, query, n);
-    const int64_t count = s->counts[query];
-    const double least = s->least[query];
-    s->counts[query] = c->real_size == sizeof(float) ? append_keys(sizeof(float), all, count, least, scores, n, first)
-                                                     : append_keys(sizeof(double), all, count, least, scores, n, first);
+    s->counts[query] += c->append_keys(s->candidates + query * c->room + s->counts[query], scores, n, first, s->least[query]);
 }
 
 /* The same where blocks are chosen: one is a candidate when its last key has come. `end` is the end of the query's keys in this part. */
@@ -359,7 +347,7 @@ static void write_row(const select_tokens_call *c, const select_tokens_scratch *
     const ba_tensor *selected = &c->args->selected, *scores = &c->args->scores;
     const int64_t kept = ba_min(count, c->most), to = row_of(c, selected, sequence, query), step = ba_step(selected, selected->ndim - 1);
     int32_t *keys = (int32_t *)selected->data + to;
-    keep_best(all, count, kept);
+    keep_best(&s->divider, all, count, kept);
     if (c->args->ascending && !ba_given(scores)) { /* by a bit per key, which is quicker than sorting */
         int64_t n = 0;
         for (int64_t i = 0; i < kept; i++) s->chosen[all[i].key / 64] |= UINT64_C(1) << all[i].key % 64;
@@ -367,7 +355,7 @@ static void write_row(const select_tokens_call *c, const select_tokens_scratch *
             for (; s->chosen[w]; s->chosen[w] &= s->chosen[w] - 1) keys[n++ * step] = (int32_t)(w * 64 + __builtin_ctzll(s->chosen[w]));
     } else {
         if (c->args->ascending) sort(all, kept, true);
-        else sort_best(all, kept, 64);
+        else sort_best(&s->divider, all, kept, 64);
         for (int64_t i = 0; i < kept; i++) keys[i * step] = all[i].key;
     }
     for (int64_t i = kept; i < c->width; i++) keys[i * step] = -1;
@@ -420,7 +408,7 @@ static void score_item(void *context, int64_t item, int worker) {
             continue;
         }
         const int64_t place = (at.tile * c->tile + i) * c->parts + at.part, kept = ba_min(s.counts[i], c->most);
-        keep_best(all, s.counts[i], kept);
+        keep_best(&s.divider, all, s.counts[i], kept);
         c->counts[place] = kept;
         memcpy(c->best + place * c->most, all, (size_t)kept * sizeof *all);
     }
@@ -437,10 +425,11 @@ static void join_item(void *context, int64_t item, int worker) {
     memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_blocks, 64) * sizeof *s.chosen);
     candidate *all = c->best + item * c->parts * c->most;
     int64_t count = 0;
-    for (int64_t part = 0; part < c->parts; part++) { /* moves their candidates together */
-        const int64_t kept = c->counts[item * c->parts + part];
-        memmove(all + count, all + part * c->most, (size_t)kept * sizeof *all);
-        count += kept;
+    for (int64_t part = 0; part < c->parts; part++) { /* moves their candidates together, and keeps the best */
+        const int64_t some = c->counts[item * c->parts + part];
+        memmove(all + count, all + part * c->most, (size_t)some * sizeof *all);
+        keep_best(&s.divider, all, count + some, c->most);
+        count = ba_min(count + some, c->most);
     }
     write_row(c, &s, at.sequence, at.first + query, all, count);
 }
@@ -606,7 +595,9 @@ static int cut_call(select_tokens_call *c, int64_t *tiles) {
         most_queries = ba_max(most_queries, queries_of(c, b));
         work += (double)queries_of(c, b) * (double)keys_of(c, b) * (double)(c->heads * c->dim);
     }
-    c->at_once = ba_min(most_queries, ba_max(1, ba_work.tokens.rows / c->heads));
+    /* kernels that leave no scores in scratch score all queries of an item in one call */
+    const int64_t rows = c->family->scratch_per_key ? ba_work.tokens.rows : ba_work.tokens.tile_rows;
+    c->at_once = ba_min(most_queries, ba_max(1, rows / c->heads));
     c->tile = ba_min(most_queries, c->at_once * ba_max(1, ba_work.tokens.tile_rows / (c->at_once * c->heads)));
     *tiles = 0;
     for (int64_t b = 0; b < c->sequences; b++) *tiles += tiles_of(c, b);
@@ -641,6 +632,8 @@ ba_status ba_select_tokens(const ba_select_tokens_args *args) {
     c.family = own->panel->sum_heads && (!c.quantised || c.scales_scores) ? own : kernels->vector[args->q.dtype];
     c.panel_family = c.quantised && !c.scales_scores ? kernels->vector[real] : c.family;
     c.widen = c.scales_scores ? cache->widen : cache->pack;
+    c.append_keys = kernels->vector[real]->panel->append_keys;
+    c.move_better = kernels->vector[real]->panel->move_better;
     c.next_level = cache->prefetch_level;
     c.real_size = c.family->real_size;
     c.lanes = c.family->lanes[0];
