@@ -1,6 +1,7 @@
 """Rules that say which cubes of a grid see each other. Public through `blitz_attn.video`.
 
-Every rule has the same form: of each layer of cubes along the frames, a cube sees nothing, or a window of rows and columns of cubes.
+Every rule has the same form. The cubes of a grid lie in layers along the frames. In each layer, a cube sees either nothing, or a window of
+rows and columns of cubes.
 `_levels` says for each layer which window that is, and `_window` where it lies along one axis.
 """
 

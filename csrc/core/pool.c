@@ -47,8 +47,8 @@ static _Atomic int64_t next_item;
 
 #define POLL_NANOSECONDS 50000000
 /* A check is a call of ba_stopped(). Every check reads the flag `raised` of its job. In the thread of the job's caller some checks also read the
- * clock, to find out whether a poll is due. Where more time than this lay between the last two readings of the clock, checks are rare, and the very
- * next one reads the clock again. Otherwise the 16th does, because reading the clock costs more than reading the flag. */
+ * clock, to find out whether a poll is due. Where more than RARE_NANOSECONDS lay between the last two readings of the clock, checks are rare, and the
+ * very next one reads the clock again. Otherwise the 16th does, because reading the clock costs more than reading the flag. */
 #define RARE_NANOSECONDS 1000000
 enum {
     CHECKS_PER_READ = 16,

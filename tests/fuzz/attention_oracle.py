@@ -27,7 +27,7 @@ class Attention:
     v: np.ndarray  # (B, Hkv, Skv, Dv)
     q_lens: np.ndarray  # (B,)
     kv_lens: np.ndarray
-    blocks: np.ndarray | None  # bool (B or 1, H or 1, ceil(Sq / block_q), ceil(Skv / block_kv))
+    blocks: np.ndarray | None  # bool (B or 1, H or Hkv or 1, ceil(Sq / block_q), ceil(Skv / block_kv))
     block_shape: tuple[int, int]
     scale: float | None
     causal: bool
@@ -139,10 +139,10 @@ def growth(weights: np.ndarray, score_error: np.ndarray, bias_error: np.ndarray)
 def forward(a: Attention) -> Forward:
     """The definition, and the errors that arithmetic in the promised precision may have.
 
-    A score is a sum of D products in float32, times a number: its error is at most (D + 8) eps times the sum of the products'
-    absolute values. So is its exponential, relatively, and hence each weight before and after it is divided by their sum. A result
-    is a sum of n weighted values, with an error of (2 * that + n eps) of the sum of their absolute values, and is rounded to the dtype. The
-    sum of a row has the same error, relatively, and the log-sum-exp absolutely.
+    A score is a sum of D products in float32, times a number: its error is at most (D + 8) eps times the sum of the products' absolute
+    values. The exponential of a score has the same error, relatively, and so has each weight, before and after it is divided by the sum
+    of the row. A result is a sum of n weighted values, with an error of (2 * that + n eps) of the sum of their absolute values, and is
+    rounded to the dtype. The sum of a row has the same error, relatively, and the log-sum-exp absolutely.
 
     The bias of a score is rounded as a number, as its product with log2(e), which is itself rounded, and twice in sums: the score's
     error grows by 6 eps times the sum of the parts' absolute values. This error is bounded for each key separately, because a number

@@ -205,7 +205,7 @@ static void survey_item(void *context, int64_t index, int worker) {
                 const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), ba_list_row(p, item->batch, tile.block_row), at};
                 keep_first_bad_entry(s, bad);
                 marked_row = -1; /* the bitmap is not complete */
-                continue;        /* since lists of later tiles may come earlier in the array, where the first bad entry is looked for */
+                continue;        /* the first bad entry of the array is wanted, and lists of later tiles may come earlier in it */
             }
             marked_row = tile.block_row;
             marked_head = tile.head;

@@ -2,8 +2,8 @@
  *
  * The keys are the lanes of a panel, and the rows that it is multiplied by are the heads of some queries, so that the sum over heads is vertical:
  * scores[query][lane] by the kernel sum_heads. What may be among a query's best goes into a buffer that has room for a little more than twice as many
- * candidates as the result has places. From a full buffer the worst are dropped, and from then on only scores above the best of these are taken in.
- * So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal score. Where blocks of keys are
+ * candidates as the result has places. From a full buffer the worst are dropped, and from then on only scores above the best dropped one are taken
+ * in. So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal score. Where blocks of keys are
  * chosen, the largest score so far of one block waits until the block ends. */
 #include <inttypes.h>
 #include <math.h>
@@ -595,7 +595,7 @@ static int cut_call(select_tokens_call *c, int64_t *tiles) {
         most_queries = ba_max(most_queries, queries_of(c, b));
         work += (double)queries_of(c, b) * (double)keys_of(c, b) * (double)(c->heads * c->dim);
     }
-    /* kernels that leave no scores in scratch score all queries of an item in one call */
+    /* a kernel that needs no scratch for its scores takes all queries of an item in one call */
     const int64_t rows = c->family->scratch_per_key ? ba_work.tokens.rows : ba_work.tokens.tile_rows;
     c->at_once = ba_min(most_queries, ba_max(1, rows / c->heads));
     c->tile = ba_min(most_queries, c->at_once * ba_max(1, ba_work.tokens.tile_rows / (c->at_once * c->heads)));
