@@ -11,13 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(Path(__file__).resolve().parent / "_ext"))
+sys.path[1:1] = [str(ROOT / "docs" / "_ext"), str(ROOT / "benchmark")]
 
 import numpy as np  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from results_table import MACHINES, read_results  # noqa: E402
+from results_table import MACHINES, RESULTS, read_results  # noqa: E402
 
 from blitz_attn import plot, sabi, video  # noqa: E402
+from plot import table_of  # noqa: E402  (benchmark/plot.py)
 
 IMAGES = Path(__file__).resolve().parent / "images"
 TOKENS = 4096
@@ -48,6 +49,13 @@ def speed() -> None:
     axes.set_title("Time of a call by how many blocks it keeps (118806 tokens, blocks of 64 x 64, bfloat16, two cores)", fontsize=10)
     axes.legend(loc="upper right", fontsize=8)
     save(figure, "speed.png")
+
+
+def speed_up() -> None:
+    """The figure of benchmark.py on a CPU with AMX tiles."""
+    text = (RESULTS / MACHINES["Intel Xeon, Emerald Rapids (AMX)"] / "benchmark.txt").read_text(encoding="utf-8")
+    _, rows, draw = table_of(text)
+    save(draw(rows, "Blocks of 16 shapes, 8192 tokens, 3 heads, bfloat16, one thread, AMX", 80), "speed_up_amx.png")
 
 
 def lists() -> None:
@@ -124,6 +132,7 @@ def cubes() -> None:
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     speed()
+    speed_up()
     lists()
     shapes()
     rules()
