@@ -242,8 +242,8 @@ BA_INLINE int64_t NAME(v_append)(ba_scored_key *to, vec scores, int64_t first, d
     return at - to;
 }
 
-/* move_better (kernels.h) for the BA_SCORED_KEYS keys of a register, of which those that are better go to `better`, and the others to `worse`. What
- * is written behind them is not defined. */
+/* move_better (kernels.h) for one register of BA_SCORED_KEYS keys: the better ones go to `better`, and the others to `worse`. Both have room for a
+ * whole register, which is always written. */
 #define BA_SCORED_KEYS 4
 BA_INLINE int64_t NAME(v_part)(const ba_scored_key *from, ba_scored_key pivot, ba_scored_key *better, ba_scored_key *worse) {
     const __m512i keys = _mm512_loadu_si512(from);
