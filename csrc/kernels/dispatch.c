@@ -1,5 +1,5 @@
-/* The tables of all levels. Each begins with the portable kernels; those of the levels above replace them, up to the level itself and to what the CPU
- * supports. */
+/* Builds the tables of all levels. Each table begins with the portable kernels. Kernels of higher levels replace them, up to the table's own level
+ * and the highest level of the CPU. */
 #include "kernels/tables.h"
 
 #include <pthread.h>
@@ -52,9 +52,9 @@ const ba_kernels *ba_kernels_at(ba_isa level) {
 
 const ba_kernels *ba_kernels_active(void) { return ba_kernels_at(ba_isa_active()); }
 
-/* The level of the kernels that do each job of a dtype. Few calls whose family has no kernels for them use those of the cache's dtype, and gradients
- * whose family has none those of the vector family. A cache is listed with its own kernels, though queries of bfloat16 may be attended by those of
- * their family. */
+/* The level of the kernels that do each job of a dtype. Few calls whose family has no few kernels use those of the cache's dtype. Gradients whose
+ * family has no kernels for them use those of the vector family. A cache is listed with its own kernels, although the kernels of their own family may
+ * attend bfloat16 queries. */
 static ba_isa few_isa(const ba_kernels *table, ba_dtype dtype) {
     const ba_attend_family *family = table->attend[dtype];
     return family->few->attend[dtype] != NULL && ba_tuning_at(family->isa)->few_least_heads[dtype] > 0 ? family->isa : table->cache[dtype]->isa;

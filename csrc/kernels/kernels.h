@@ -8,32 +8,32 @@
  *     P^T             = exp2(S^T - m)   m: the number that is subtracted from a lane's scores
  *     O^T[d][lane]    = O^T * exp2(m_old - m) + V^T P^T
  *
- * For panels, all of it is vertical: nothing is reduced across lanes. On vectors, m is the running maximum of each lane. On tiles it is not: there m
- * is the largest score of the first group that the lane sees, rounded up to a whole number, so that rescaling is exact. Later scores may be larger; m
- * is raised only where the weights of a group would sum to too much.
+ * Panel kernels compute all of this vertically: they reduce nothing across lanes. On vectors, m is the running maximum of each lane. On tiles, m is
+ * the largest score of the first group that the lane sees, rounded up to a whole number, so that rescaling is exact. Later scores may be larger than
+ * m, which is raised only where the weights of a group would have too large a sum.
  *
  * Glossary of csrc/kernels and csrc/ops: words with a sense of their own. Files that choose blocks for prefill have some more
  * (ops/select/select_prefill_call.h).
  *
- *     cell         of a row of q8_0, q4_0 or q4_1: 32 dims, which have a factor of their own (BA_Q8_0 in blitz_attn_types.h). ggml says block
+ *     cell         32 dims of a row of q8_0, q4_0 or q4_1, which share one factor (BA_Q8_0 in blitz_attn_types.h). ggml calls a cell a block
  *     real         the type of accumulators: double for float64, float for every other dtype
- *     row          the elements of one token and head: head_dim of Q or K, v_dim of V, the output or a gradient. All else that stands in rows is
- *                  named in full: list rows, block rows, rows of accumulators
+ *     row          the elements of one token and head: head_dim elements in Q and K, v_dim in V and the output, likewise in their gradients. Rows of
+ *                  anything else are named in full: list rows, block rows, rows of accumulators
  *     pack         to copy rows into the order and the dtype in which a kernel reads them
- *     pair         of bfloat16: two elements in one 32-bit lane, whose products one instruction adds
- *     level        one instruction set (ba_isa). It can do what the levels below it on the same architecture can do
+ *     pair         two bfloat16 elements in one 32-bit lane. One instruction multiplies two pairs, and adds both products
+ *     level        one instruction set (ba_isa), which includes those of all lower levels of the same architecture
  *     family       the kernels of one dtype at one level, which share their packed formats
  *     driver       the code in csrc/ops that runs an operation: it finds rows, calls kernels and writes results
  *
  *     query        one token of one query head
  *     KV group     the query heads that share a KV head. A KV head's queries are those of its whole group
- *     slice        some of a sequence's queries, next to each other, which a call has without the others (q_begin, q_total)
- *     panel        queries side by side as lanes, with their states: wide, or narrow where they would not fill a wide one
+ *     slice        consecutive queries of a sequence, where a call has only these and not the sequence's other queries (q_begin, q_total)
+ *     panel        queries side by side as lanes, with their states. Queries that would not fill a wide panel make a narrow one
  *     lane         one query's column of a panel. Lanes of a vector register are called vector lanes where both occur
  *     query tile   at most tile_queries queries that walk the same list and keep their states in cache. It consists of panels. csrc/ops, which knows
  *                  no tile registers, says tile (ba_tile)
- *     few          of queries: so few of a KV head, as in decode, that the kernels for few queries attend them (ba_plan_few_queries). These "few
- *                  kernels" take up to BA_FEW_QUERIES queries at a time, have dims as vector lanes, and read K and V in place
+ *     few          said of a KV head's queries that are so few, as in decode, that the kernels for few queries attend them (ba_plan_few_queries).
+ *                  These "few kernels" take up to BA_FEW_QUERIES queries at a time, have dims as vector lanes, and read K and V in place
  *     set          the queries that a few or a routed kernel computes together: as many as the registers hold sums for
  *     state        m, l and o of a query: the reference, the sum of weights, and the sum of weighted values
  *     reference    m: what is subtracted from a query's scores, so that its weights neither overflow nor all vanish
@@ -46,29 +46,30 @@
  *     list         the block columns that one block row attends, in any order
  *     list row     one list, as a row of the array of lists
  *     run          consecutive keys, rows, pages or tiles
- *     routed       of lists: each is of one query or a small tile of them, and neighbours have little in common. Routed kernels attend any number of
- *                  queries that have just one chunk in common, and pack no panels
+ *     routed       said of lists that have one query or a small tile of queries each, and little in common with the lists beside them. Routed kernels
+ *                  attend any number of queries that have just one chunk in common, and pack no panels
  *     walk         going once over the keys of a list, in rising order
- *     position     of a key in a walk: how many keys of the list come before it (ba_chunk.place counts within a chunk). Of a query: the number of the
- *                  key beside which it stands on the diagonal
+ *     position     of a key in a walk: how many keys of the list come before this key (ba_chunk.place counts within a chunk). Of a query: the number
+ *                  of the key that stands beside the query on the diagonal
  *     chunk        the keys that one kernel call attends, at most BA_MAX_CHUNK. A walk is cut into chunks by positions, not at the borders of blocks
  *     group        key_pad consecutive keys that are packed and multiplied together
  *     key stretch  consecutive keys whose weights are summed before the sum is added to l
  *     unit         the rows of K that a few kernel scores together, for one head and one set
- *     bundle       consecutive keys whose weighted values a few kernel, or one on tiles, adds up before it turns to others
- *     part         in decode, some of a sequence's keys, attended by themselves. The states of all parts are joined
+ *     bundle       consecutive keys whose weighted values a kernel (for few queries or on tiles) adds up before it turns to other keys
+ *     part         in decode, some of a sequence's keys, which are attended separately. The states of all parts are joined
  *     KV split     kv_split consecutive tokens of a request, attended as a sequence of its own
  *
- *     plan         of a call: its items, and how they are cut and sorted (ba_plan)
- *     item         what one thread takes from the plan at a time: some query tiles, or a part
- *     opened       of a call or of page tables: checked, with copies of what must not change (ops/open/open.h, ops/kv_cache/page_tables.h)
- *     pass         of a prefetcher: once over the rows to come. At every step, a few kernel prefetches a little in each of its passes
+ *     plan         of a call: its items, and how the items are cut and sorted (ba_plan)
+ *     item         the work that a thread takes from the plan at a time: some query tiles, or a part
+ *     opened       said of a call or of page tables that have been checked, and that hold copies of everything that must not change (ops/open/open.h,
+ *                  ops/kv_cache/page_tables.h)
+ *     pass         of a prefetcher: it goes over the rows to come once. At every step, a few kernel prefetches a little in each of its passes
  *
  * In csrc/kernels/tiles/ alone:
  *     tile         one tile register: 16 rows of 64 bytes
  *     piece        one of the bfloat16 numbers whose sum is a float16 or float32 element
  *     strip        the 32 dims of V whose sums stand in tile registers at a time
- *     heavy        of a group: its weights need a second piece, since they are a large share of a query's sum so far */
+ *     heavy        said of a group whose weights need a second piece, since they are a large share of a query's sum so far */
 #ifndef BA_KERNELS_H
 #define BA_KERNELS_H
 
@@ -81,7 +82,7 @@ enum {
     BA_MAX_LANES = 64,        /* of a panel */
     BA_FEW_QUERIES = 8,       /* the most queries of a few call */
     BA_MOST_FEW_HEADS = 16,   /* the most heads of a few call */
-    BA_FEW_KEY_ALIGN = 16,    /* a few kernel may be given the keys of a chunk from any multiple of this, and of key_align, on */
+    BA_FEW_KEY_ALIGN = 16,    /* a few kernel may be given a chunk without its first keys, if their number is a multiple of this and of key_align */
     BA_CHOOSE_LIST_ROWS = 16, /* list rows whose best blocks are chosen together */
     BA_ROUTED_KEYS = 64,      /* cutting the chunk of a routed kernel at a multiple of this many keys changes no bit */
     BA_MAX_CHUNK = 512,       /* the most keys of a chunk */
@@ -102,14 +103,14 @@ static inline int64_t ba_cell_bytes(ba_dtype dtype) {
     return dtype == BA_Q8_0 ? BA_Q8_0_BYTES : dtype == BA_Q4_0 ? BA_Q4_0_BYTES : dtype == BA_Q4_1 ? BA_Q4_1_BYTES : 0;
 }
 
-/* Scores are in log2 units: natural ones times this. */
+/* Scores are in log2 units: natural scores times this factor. */
 #define BA_LOG2_E 0x1.71547652b82fep+0
 
 /* The queries and the state of one panel. All arrays are [..][lanes], where lanes is the width of the kernel that is called. */
 typedef struct ba_panel {
     void *q;           /* packed by pack_queries; its format is the family's own */
     void *o;           /* real [round_up(v_dim, dim_pad)][lanes], initially 0; see ba_o_place for the order */
-    int64_t lanes;     /* how many of its first lanes hold queries: kernels may leave the others out. 0: any lane may hold one */
+    int64_t lanes;     /* how many of the first lanes hold queries: kernels may leave out the other lanes. 0: any lane may hold a query */
     bool fresh;        /* o is undefined instead of 0, since the panel has attended nothing: see takes_fresh. The caller clears this after the call */
     void *m;           /* real [lanes], in log2 units: the reference of the weights; initially minus the largest finite number */
     void *l;           /* real [lanes], initially 0 */
@@ -117,9 +118,9 @@ typedef struct ba_panel {
     const int32_t *hi;
 } ba_panel;
 
-/* Rows to prefetch: `bytes` bytes of each, from `offset` on; of the last `others` rows, `other_bytes` bytes instead. A few kernel prefetches them
- * while it works, a little at every step, in up to BA_PREFETCH_PASSES passes over them: pass i begins at row skip[i]. skip[0] is 0, and later passes
- * begin farther on; -1: there is no such pass. */
+/* Rows to prefetch: `bytes` bytes of each row, from `offset` on, but `other_bytes` bytes of each of the last `others` rows. A few kernel prefetches
+ * the rows while it works, a little at every step, in up to BA_PREFETCH_PASSES passes. Pass i begins at row skip[i]: skip[0] is 0, and later passes
+ * begin farther on. Where skip[i] is -1, there is no pass i. */
 enum { BA_PREFETCH_PASSES = 3 };
 typedef struct ba_prefetch_rows {
     const void *const *rows;
@@ -129,8 +130,8 @@ typedef struct ba_prefetch_rows {
 
 /* What is added to the scores of a panel over a chunk, after the softcap. */
 typedef struct ba_bias {
-    const void *numbers; /* NULL: nothing is. Else real [keys of the chunk][lanes], for few [queries][BA_FEW_PAD(keys)], in log2 units */
-    bool hides;          /* some number is -inf: the lane does not see the key */
+    const void *numbers; /* in log2 units: real [keys of the chunk][lanes], for few kernels [queries][BA_FEW_PAD(keys)]. NULL: nothing is added */
+    bool hides;          /* some number is -inf, so that its lane does not see its key */
 } ba_bias;
 
 /* One chunk of keys. Only few kernels read the fields marked "few", and only panel kernels those marked "panel"; the panel kernels of families with
@@ -144,16 +145,16 @@ typedef struct ba_chunk {
     int64_t v_offset;
     ba_prefetch_rows k_prefetch, v_prefetch; /* few */
     void *gathered;            /* few, where there is one head: room for its rows of K and V, which the kernel may copy there first. NULL: none */
-    const void *const *k_next; /* panel: [next_rows] rows in place that will be used next, which the kernel may prefetch. NULL: none */
+    const void *const *k_next; /* panel: [next_rows]: rows, in place, that will be used next and that the kernel may prefetch. NULL: none */
     const void *const *v_next;
     int64_t next_rows, k_next_bytes, v_next_bytes; /* panel: the number of these rows, and the bytes of each */
-    bool fetch_values;        /* panel: v_rows are read in place, and no panel has read them yet: a narrow one may prefetch them, not v_next */
-    int next_level;           /* panel: where they are prefetched to: see ba_prefetch_level */
+    bool fetch_values;        /* panel: v_rows are read in place, and no panel has read them yet: a narrow panel may prefetch v_rows, not v_next */
+    int next_level;           /* panel: the cache into which rows are prefetched: see ba_prefetch_level */
     int64_t place;            /* panel: how many keys come before this chunk's first key in the chunk that it was cut from */
     const int32_t *key_index; /* [keys], rising; read only where the panel has lo and hi */
-    const float *k_scale;     /* few: [keys], factors of K's rows, where every NaN is the usual one (NAN); NULL: 1 */
+    const float *k_scale;     /* few: [keys]: factors of K's rows; every NaN among them is NAN, the usual NaN. NULL: all factors are 1 */
     const float *v_scale;     /* the same for V */
-    double scale;             /* as given to pack_queries: a family whose packed queries do not carry it multiplies the scores by it */
+    double scale;             /* as given to pack_queries. A family whose packed queries do not contain this factor multiplies the scores by it */
     double softcap;           /* in log2 units: scores become softcap * tanh(score / softcap). 0: they stay as they are */
     ba_bias bias;             /* panel, few */
     void *scratch;            /* keys * scratch_per_key bytes, of any content */
@@ -161,8 +162,8 @@ typedef struct ba_chunk {
 
 /* Where the bias of a panel comes from: numbers of a mask, and -slope * |place - key_index|. */
 typedef struct ba_bias_source {
-    const void *const *rows; /* [lanes]: the numbers of each lane from key 0 on, or NULL: there is no mask. Not in log2 units */
-    ba_dtype dtype;          /* of these; of BA_BOOL, 0 hides the key */
+    const void *const *rows; /* [lanes]: the numbers of each lane from key 0 on, not in log2 units. NULL: there is no mask */
+    ba_dtype dtype;          /* of these numbers. In BA_BOOL, 0 hides the key */
     int64_t stride;          /* elements from the number of one key to that of the next */
     const float *slopes;     /* [lanes], or NULL: there are none */
     const int32_t *places;   /* [lanes]: where each query stands among the keys */
@@ -175,8 +176,8 @@ typedef enum ba_bias_effect {
     BA_BIAS_HIDES_ALL, /* all numbers are -inf, so that no lane sees a key */
 } ba_bias_effect;
 
-/* Writes the numbers of a bias for the keys of key_index: fill_bias those of a panel of `lanes` lanes, fill_few_bias those of `lanes` queries of a
- * few call. */
+/* Writes the numbers of a bias for the keys of key_index. fill_bias does so for a panel of `lanes` lanes, fill_few_bias for `lanes` queries of a few
+ * call. */
 #define BA_FILL_BIAS(name) ba_bias_effect name(void *numbers, const ba_bias_source *source, int64_t lanes, const int32_t *key_index, int64_t keys)
 typedef BA_FILL_BIAS((*ba_fill_bias_fn));
 
@@ -209,7 +210,7 @@ typedef BA_ADD_REALS((*ba_add_reals_fn));
 typedef struct ba_pack_kernels {
     ba_pack_rows_fn keys, values; /* NULL: attend reads K (or V) in place */
     ba_pack_queries_fn queries[BA_PANEL_WIDTHS];
-    ba_finish_fn finish[BA_PANEL_WIDTHS], finish_reals[BA_PANEL_WIDTHS]; /* finish_reals: the same as reals, before the rounding to the input dtype */
+    ba_finish_fn finish[BA_PANEL_WIDTHS], finish_reals[BA_PANEL_WIDTHS]; /* finish_reals writes reals, without the rounding to the input dtype */
     ba_merge_row_fn merge_row;
     ba_add_reals_fn add_reals;
 } ba_pack_kernels;
@@ -223,8 +224,9 @@ typedef struct ba_pack_kernels {
 #define BA_ATTEND(name) void name(const ba_panel *panel, const ba_chunk *chunk)
 typedef BA_ATTEND((*ba_attend_fn));
 
-/* The same for n different panels of one width, panel i with chunk i, with the same bits. A family has this kernel where it can overlap the work of
- * consecutive panels. The chunks differ only in keys, rows, scales (which all chunks have, or none) and the rows that will be used next. */
+/* attend for n different panels of one width, panel i with chunk i. The bits are those of n calls of attend. A family has this kernel where it can
+ * overlap the work of consecutive panels. The chunks differ only in keys, rows, scales and the rows that will be used next. Either all chunks have
+ * scales, or none has. */
 #define BA_ATTEND_MANY(name) void name(const ba_panel *panels, const ba_chunk *chunks, int64_t n)
 typedef BA_ATTEND_MANY((*ba_attend_many_fn));
 
@@ -239,14 +241,14 @@ typedef BA_SOFTMAX((*ba_softmax_fn));
 #define BA_VALUES(name) void name(const ba_panel *panel, const ba_chunk *chunk, const void *alpha)
 typedef BA_VALUES((*ba_values_fn));
 
-/* sums[key][lane] += exp2(S^T - m) for the keys that the lane sees. These are the probabilities where m is the log-sum-exp (in log2 units; where it
- * is +infinity they are 0). The panel is wide. Neither o, l, softcap nor scales are read. */
+/* sums[key][lane] += exp2(S^T - m) for the keys that the lane sees. Where m is the log-sum-exp in log2 units, the added numbers are the
+ * probabilities; where m is +infinity, they are 0. The panel is wide. Neither o, l, softcap nor scales are read. */
 #define BA_ADD_PROBABILITIES(name) void name(const ba_panel *panel, const ba_chunk *chunk, float *sums)
 typedef BA_ADD_PROBABILITIES((*ba_add_probabilities_fn));
 
-/* Scores and weights, as attend has them, but the weights are not kept: they are added up by blocks of keys. m and l become those of all keys so far,
- * and alpha[lanes] = exp2(m_old - m_new). The chunk begins `begun` keys after the beginning of a block; where begun is not 0, sums[0] holds the
- * block's sum so far, which is multiplied by alpha and continued. The panel is wide. Families on tiles read neither softcap, biases nor scales. */
+/* Makes scores and weights as attend does, but keeps only the sums of weights over blocks of keys. m and l become those of all keys so far, and
+ * alpha[lanes] = exp2(m_old - m_new). The chunk begins `begun` keys after the beginning of a block; where begun is not 0, sums[0] holds the block's
+ * sum so far, which is multiplied by alpha and continued. The panel is wide. Families on tiles read neither softcap, biases nor scales. */
 typedef struct ba_block_sums {
     void *sums; /* real [block][lanes]; with block 1, it may be the chunk's scratch */
     int64_t block, begun;
@@ -256,13 +258,13 @@ typedef struct ba_block_sums {
 #define BA_SUM_BLOCKS(name) void name(const ba_panel *panel, const ba_chunk *chunk, const ba_block_sums *blocks)
 typedef BA_SUM_BLOCKS((*ba_sum_blocks_fn));
 
-/* Turns the sums of blocks into shares, and joins those of each `together` lanes that stand side by side: joined[block][lanes / together] = the
+/* Turns the sums of blocks into shares, and joins the shares of every `together` lanes that stand side by side: joined[block][lanes / together] = the
  * largest, or the sum, of max(0, sum * factor). NaN counts as 0. `joined` is written where the sums begin. `together` is a power of two, and `lanes`
  * a multiple of two vectors. */
 #define BA_JOIN_LANES(name) void name(void *sums, const void *factor, int64_t blocks, int64_t lanes, int64_t together, bool largest)
 typedef BA_JOIN_LANES((*ba_join_lanes_fn));
 
-/* The scores of an indexer, whose keys are the lanes of the panel, and whose heads are the keys of the chunk: [query][head].
+/* The scores of an indexer. Its keys are the lanes of the panel; its heads, [query][head], take the place of the keys of the chunk.
  * sums[query][lane] = the sum over heads of weights[query][head] * max(0, scales[lane] * S^T[query][head][lane]). NaN stays NaN. The panel is wide.
  * Bounds, biases, softcap and scales of the chunk are not read. In families without scratch_per_key the chunk may have any number of keys. */
 typedef struct ba_head_sums {
@@ -280,13 +282,13 @@ typedef struct ba_scored_key {
     int32_t key;
 } ba_scored_key;
 
-/* Writes the keys `first`, first + 1, .. to first + n - 1 whose scores are above `least` to `to`, in their order, and returns how many these are. NaN
- * counts as minus infinity; with NaN as `least` all keys are written. `to` has room for all. */
+/* Of the keys `first` to first + n - 1, writes those whose scores are above `least` to `to`, in rising order, and returns their number. NaN counts as
+ * minus infinity; with NaN as `least`, all keys are written. `to` has room for n keys. */
 #define BA_APPEND_KEYS(name) int64_t name(ba_scored_key *to, const void *scores, int64_t n, int64_t first, double least)
 typedef BA_APPEND_KEYS((*ba_append_keys_fn));
 
-/* Moves the keys that are better than `pivot`, which is none of them, to the front, and returns their number. Better is a higher score and, of equal
- * scores, the lower key. No score is NaN. `spare` has room for n keys. */
+/* Moves those of the n keys that are better than `pivot` to the front, and returns their number. `pivot` is none of the n keys. Of two keys, the one
+ * with the higher score is better and, if the scores are equal, the lower key. No score is NaN. `spare` has room for n keys. */
 #define BA_MOVE_BETTER(name) int64_t name(ba_scored_key *all, int64_t n, ba_scored_key pivot, ba_scored_key *spare)
 typedef BA_MOVE_BETTER((*ba_move_better_fn));
 
@@ -307,16 +309,16 @@ typedef struct ba_panel_kernels {
 
 /* ---- Few queries -------------------------------------------------------------------------------------------------------- */
 
-/* attend for 1 .. BA_FEW_QUERIES queries of each of 1 .. BA_MOST_FEW_HEADS heads whose rows lie side by side: head i's panel with its chunk.
+/* attend for 1 .. BA_FEW_QUERIES queries of each of 1 .. BA_MOST_FEW_HEADS heads whose rows lie side by side. Panel i and chunk i belong to head i.
  *
  * panel->q has room for BA_FEW_QUERIES * round_up(head_dim, dim_pad) * q_bytes bytes, as pack_queries and order_queries have left it; o is
  * [query][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [BA_FEW_QUERIES]; K and V are read in place, in their own dtype. Each head's scratch has
  * BA_FEW_SCRATCH reals. The chunks differ only in offsets, scales, scratch and the numbers of their bias. All panels have the same lo and hi.
- * The first chunk says what to prefetch. Offsets, scratch, q and o are evenly spaced, so that the address of a row follows from the head's number: a
- * load of it would wait behind loads of rows from memory, and delay the row. A head's bits do not depend on the heads beside it.
+ * The first chunk says what to prefetch. Offsets, scratch, q and o are evenly spaced, so that a row's address is computed from the head's number. A
+ * load of the address would wait behind loads of rows from memory, and delay the row. A head's bits do not depend on the heads beside it.
  *
- * A kernel may use a head's scratch as it likes: those on vectors keep scores behind each other and then sums of V, those on tiles keep scores of
- * whole groups of 32 keys, for which the room is just enough. */
+ * A kernel may use a head's scratch as it likes. Kernels on vectors keep scores there and, behind the scores, sums of V. Kernels on tiles keep scores
+ * of whole groups of 32 keys, for which the room is just enough. */
 #define BA_FEW_PAD(dim) ba_round_up(dim, 16)
 #define BA_FEW_BIAS(keys) (BA_FEW_QUERIES * BA_FEW_PAD(keys)) /* reals that the numbers of a bias need at most */
 #define BA_FEW_SCRATCH(keys, v_dim) (BA_FEW_QUERIES * (ba_round_up(keys, 16) + BA_FEW_PAD(v_dim)))
@@ -327,7 +329,7 @@ typedef BA_ATTEND_FEW((*ba_attend_few_fn));
 #define BA_ORDER_FEW(name) void name(void *q, int64_t n, int64_t dim)
 typedef BA_ORDER_FEW((*ba_order_few_fn));
 
-/* Adds the states `from` to the states `into` of the same queries over other keys. */
+/* Adds the states `from` to the states `into`. Both belong to the same queries, but to different keys. */
 #define BA_JOIN_FEW(name) void name(const ba_panel *into, const ba_panel *from, int64_t queries, int64_t v_dim)
 typedef BA_JOIN_FEW((*ba_join_few_fn));
 
@@ -343,8 +345,8 @@ typedef struct ba_few_kernels {
 
 /* ---- Routed lists ------------------------------------------------------------------------------------------------------- */
 
-/* attend for any number of queries that have just this one chunk in common; each keeps a state of its own, and no panel is packed. `lanes` are the
- * indices of the queries, all different, in the arrays of the panel.
+/* attend for any number of queries that have just this one chunk in common. Each query keeps a state of its own, and no panel is packed. `lanes` are
+ * the indices of the queries, all different, in the arrays of the panel.
  *
  * panel->q is [lane][round_up(head_dim, dim_pad)]: reals, as pack_queries makes them, or, where there is no pack_queries, rows in the input dtype
  * followed by zeros. o is [lane][BA_FEW_PAD(v_dim)]; m, l, lo and hi are [lane]. Rows of K and V are as routed->pack_keys and routed->pack_values
@@ -360,7 +362,7 @@ typedef struct ba_choice {
     int64_t stride, list_rows, blocks, width;
     /* blocks that are always chosen, `width` at most: [0, init) and [local_lo, local_hi) */
     int32_t init[BA_CHOOSE_LIST_ROWS], local_lo[BA_CHOOSE_LIST_ROWS], local_hi[BA_CHOOSE_LIST_ROWS];
-    int32_t hi[BA_CHOOSE_LIST_ROWS];      /* no block from this one on; 0 for list rows that do not exist */
+    int32_t hi[BA_CHOOSE_LIST_ROWS];      /* blocks from this number on are not chosen; 0 for list rows that do not exist */
     void *keys;                           /* scratch: real [blocks][BA_CHOOSE_LIST_ROWS] */
     int32_t *lists;                       /* [BA_CHOOSE_LIST_ROWS][width + 1]: set to the chosen blocks in rising order, with one entry to spare */
     int32_t lengths[BA_CHOOSE_LIST_ROWS]; /* set to the number of chosen blocks */
@@ -380,21 +382,22 @@ typedef struct ba_routed_kernels {
  *
  *     dS^T = P^T (V dO^T - delta)    dQ^T += K^T dS^T    dV += P^T dO    dK += dS^T Q
  *
- * where the elements of dS are multiplied by the derivatives of their scores' softcap, if there is one. What is added to a score after the softcap
- * has the gradient dS without that factor.
- * The first two belong to a panel, as in attend; the other two to a query tile, whose panels stand one after the other. */
+ * where the elements of dS are multiplied by the derivatives of their scores' softcap, if there is one. A bias, which is added to a score after the
+ * softcap, has the gradient dS without this factor.
+ * The first two products belong to a panel, as in attend; the other two belong to a query tile, whose panels stand one after the other. */
 typedef struct ba_gradient_panel {
     const void *q;          /* packed by pack_queries, with scale * log2(e) */
     const void *dout;       /* the gradient of the output, packed by pack_queries, with scale */
     const void *lse;        /* real [lanes], in log2 units; +inf where nothing was attended, so that all weights are 0 */
     const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
-    void *dq;               /* real [round_up(head_dim, dim_pad)][lanes], in the order of o; added to. NULL, for `gradient` only: see there */
+    void *dq;               /* real [round_up(head_dim, dim_pad)][lanes], in the order of o; the kernel adds to it. Only `gradient` takes NULL */
     const int32_t *lo, *hi; /* as in ba_panel */
-    ba_bias bias;           /* that of the chunk is not read */
+    ba_bias bias;           /* the bias of the chunk is not read */
 } ba_gradient_panel;
 
 /* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T. Promises what
- * attend promises. There are no scales. Where dq is NULL, slopes are those of the bias: not multiplied by the derivative of the softcap. */
+ * attend promises. There are no scales. Where dq is NULL, slopes are those for the gradient of the bias, which are not multiplied by the derivative
+ * of the softcap. */
 #define BA_GRADIENT(name) void name(const ba_gradient_panel *panel, const ba_chunk *chunk, void *weights, void *slopes)
 typedef BA_GRADIENT((*ba_gradient_fn));
 
@@ -409,7 +412,7 @@ typedef struct ba_weights {
     const void *data;   /* real [keys][width] */
     int64_t width;      /* lanes of the panel */
     int64_t lanes;      /* lanes in use */
-    int64_t begin, end; /* keys outside [begin, end) have no weight: their weights are 0 or, where begin == end, never read */
+    int64_t begin, end; /* the weights of keys outside [begin, end) are 0 or, where begin == end, never read */
 } ba_weights;
 
 typedef struct ba_add_rows {
@@ -419,7 +422,7 @@ typedef struct ba_add_rows {
     int64_t lanes;      /* of all panels */
     bool finite;        /* whether all of `packed` is finite. If not, a weight of 0 still adds nothing, whatever the row holds */
     int64_t keys, dim;
-    void *const *rows; /* [keys]: real [dim] each, added to */
+    void *const *rows; /* [keys]: real [dim] each; the kernel adds to them */
 } ba_add_rows;
 
 /* rows[key][d] += sum over lanes of weight[key][lane] * packed row [lane][d]. A key's sum depends only on its own weights and the lanes' rows, and
@@ -427,14 +430,14 @@ typedef struct ba_add_rows {
 #define BA_ADD_ROWS(name) void name(const ba_add_rows *a)
 typedef BA_ADD_ROWS((*ba_add_rows_fn));
 
-/* Families whose products combine the panels of a query tile have these two kernels instead of gradient and add_rows: first the weights, slopes and
- * dQ of all panels, then everything that the tile adds to rows of dK and dV. Both promise what gradient and add_rows promise. weights and slopes are
- * rounded as the family rounds weights. With joins_tiles, the panels may be those of several query tiles. */
+/* Families whose products combine the panels of a query tile have the kernels gradient_tile and add_tile instead of gradient and add_rows.
+ * gradient_tile makes the weights, slopes and dQ of all panels; add_tile then adds to the rows of dK and dV. Both promise what gradient and add_rows
+ * promise. weights and slopes are rounded as the family rounds weights. With joins_tiles, the panels may be those of several query tiles. */
 typedef struct ba_tile_panel {
     ba_gradient_panel panel;        /* q and dout as pack_queries leaves them */
-    const void *q_rows, *dout_rows; /* add_tile only: the rows of its lanes, by pack_tile */
+    const void *q_rows, *dout_rows; /* add_tile only: the rows of the panel's lanes, by pack_tile */
     int64_t width, lanes;           /* of the panel, and in use */
-    int64_t begin, end; /* no lane sees a key of the chunk outside [begin, end). Where begin == end, whatever both are, add_tile reads no weight */
+    int64_t begin, end; /* no lane sees a key of the chunk outside [begin, end). Where begin == end, whatever their value, add_tile reads no weight */
 } ba_tile_panel;
 
 enum { BA_MOST_TILE_PANELS = 32 };
@@ -442,12 +445,12 @@ enum { BA_MOST_TILE_PANELS = 32 };
 typedef struct ba_gradient_tile {
     const ba_tile_panel *panel; /* [panels] */
     int64_t panels;
-    double scale;                          /* as given to pack_queries for dout: a family whose packed rows do not carry it multiplies by it */
+    double scale;                          /* as given to pack_queries for dout. Families whose packed rows do not contain it multiply by it */
     const void *const *k_columns;          /* [keys]: K packed by pack->values; the chunk's k_rows and v_rows are packed by pack->keys */
     void *weights, *slopes;                /* of panels * lanes[0] * round_up(keys, key_pad) * pack_bytes bytes each */
     bool finite_q, finite_dout;            /* add_tile only: whether pack_tile has returned true for all panels */
-    void *const *dk_rows, *const *dv_rows; /* add_tile only. [keys]: real [round_up(dim, BA_PACK_PAD)] each, added to */
-    const ba_prefetch_rows *ahead; /* [aheads]: gradient_tile only: rows that are used later. It may prefetch each of them once; `skip` is not read */
+    void *const *dk_rows, *const *dv_rows; /* add_tile only. [keys]: real [round_up(dim, BA_PACK_PAD)] each; the kernel adds to them */
+    const ba_prefetch_rows *ahead; /* gradient_tile only. [aheads]: rows for later use; the kernel may prefetch each once. `skip` is not read */
     int aheads;
 } ba_gradient_tile;
 
@@ -474,7 +477,7 @@ typedef struct ba_gradient_kernels {
 /* ---- Families ----------------------------------------------------------------------------------------------------------- */
 
 /* The kernels of one dtype at one level, by job, and the formats that they share. A job that a family does not do is NULL: the driver takes the
- * kernels of the vector family. A level replaces a family as a whole. */
+ * kernels of the vector family. A higher level replaces a family as a whole. */
 typedef struct ba_attend_family {
     const char *name;
     ba_isa isa;
@@ -484,22 +487,22 @@ typedef struct ba_attend_family {
     const ba_routed_kernels *routed;     /* NULL: by the vector family */
     const ba_gradient_kernels *gradient; /* NULL: by the vector family */
     int64_t lanes[BA_PANEL_WIDTHS];      /* [0] wide, [1] narrow */
-    int64_t dim_pad, key_pad;            /* packed queries, rows and o have room up to a multiple of dim_pad dims, packed rows of key_pad keys */
-    int64_t real_size;                   /* bytes of a real: 4 or 8 */
-    int64_t q_bytes;                     /* bytes of a packed query element */
-    int64_t scratch_per_key;             /* bytes of scratch per key of the chunk, for a wide panel */
-    int64_t pack_bytes;                  /* bytes of a packed K or V element; 0: both are read in place */
-    int64_t lane_block;                  /* dims that pack_tile keeps together */
-    int64_t o_block;   /* o and dq stand in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
-                          [dim][lane] as a whole */
-    bool takes_fresh;  /* attend may be given fresh panels: it sets their o instead of adding to it */
-    bool takes_scales; /* attend and scores read the scales of a chunk: scores are multiplied by those of K, weights by those of V. So such a
-                          family, which is one of bfloat16, may be given rows of a quantised cache that `widen` has made rows of bfloat16 */
+    int64_t dim_pad, key_pad; /* room: packed queries, rows and o up to a multiple of dim_pad dims, packed rows up to one of key_pad keys */
+    int64_t real_size;        /* bytes of a real: 4 or 8 */
+    int64_t q_bytes;          /* bytes of a packed query element */
+    int64_t scratch_per_key;  /* bytes of scratch per key of the chunk, for a wide panel */
+    int64_t pack_bytes;       /* bytes of a packed K or V element; 0: both are read in place */
+    int64_t lane_block;       /* dims that pack_tile keeps together */
+    int64_t o_block;          /* o and dq stand in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
+                                 [dim][lane] as a whole */
+    bool takes_fresh;         /* attend may be given fresh panels: it sets their o instead of adding to it */
+    bool takes_scales; /* attend and scores read the scales of a chunk: scores are multiplied by those of K, weights by those of V. Such a family,
+                          which is always of bfloat16, may therefore be given rows of a quantised cache that `widen` has turned into bfloat16 */
     bool joins_tiles;  /* add_tile starts from the sums in memory and adds one panel after another. So several query tiles may be given to it, and
                           to gradient_tile, as one: no bit changes */
-    bool pack_groups;  /* packing makes each group of key_pad keys independent of the chunk. A group takes key_pad packed rows' bytes, groups follow
-                          each other, and of a group's pointers attend reads only that of the first key */
-    int64_t key_align; /* attend may be given the keys of a chunk from any multiple of this many keys on */
+    bool pack_groups;  /* a packed group of key_pad keys does not depend on the chunk. It takes the bytes of key_pad packed rows, groups follow each
+                          other, and attend reads only the pointer of a group's first key */
+    int64_t key_align; /* attend may be given a chunk without its first keys, if their number is a multiple of this */
     bool has_cuts;     /* cutting a chunk at multiples of BA_CUT_KEYS changes no lane's bits, except those of weights below real's normal range */
 } ba_attend_family;
 
@@ -536,7 +539,7 @@ typedef struct ba_side {
 typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 
 /* The largest, smallest and mean element of each column of n >= 1 rows, in the rows' dtype. Outputs that are NULL are not computed. Largest and
- * smallest are exact elements; they ignore NaN, but where all elements are NaN, so are they. */
+ * smallest are exact elements. They ignore NaN, unless all elements are NaN: then both are NaN. */
 #define BA_SUMMARISE(name) void name(const void *const *rows, int64_t n, int64_t dim, void *largest, void *smallest, void *mean)
 typedef BA_SUMMARISE((*ba_summarise_fn));
 
@@ -545,8 +548,8 @@ typedef BA_SUMMARISE((*ba_summarise_fn));
  *
  *     max(q, 0) . largest + min(q, 0) . smallest = q . (largest + smallest) / 2 + |q| . (largest - smallest) / 2,
  *
- * so that this bound, or the mean of it and of q . mean key, is one product. Means are rounded to the dtype before they are used. Largest and
- * smallest are as for summarise. */
+ * so that one product gives this bound, or the mean of the bound and of q . mean key. Means are rounded to the dtype before they are used. Largest
+ * and smallest are as for summarise. */
 typedef enum ba_pooled {
     BA_POOLED_MEAN,  /* mean */
     BA_POOLED_QUERY, /* mean, |mean| */
@@ -560,14 +563,14 @@ typedef BA_POOL((*ba_pool_fn));
 #define BA_MAGNITUDE(name) double name(const double *row, int64_t dim)
 typedef BA_MAGNITUDE((*ba_magnitude_fn));
 
-/* Quantises a row of finite numbers. Without cells: to[d] = the number of the dtype nearest to row[d] / scale, ties to even. Where that is beyond the
- * dtype's largest number, 127 or 448, or beyond its negative, it is that number. scale is a positive float. With cells: as ggml's reference does,
- * from numbers rounded to float, and scale is not read. No number may be so large that d or m overflows float16. */
+/* Quantises a row of finite numbers. Without cells: to[d] = the number of the dtype nearest to row[d] / scale, ties to even. Quotients beyond the
+ * dtype's largest number, 127 or 448, or beyond its negative become that number. scale is a positive float. With cells, the numbers are first rounded
+ * to float, and then quantised as ggml's reference does; scale is not read. No number may be so large that d or m overflows float16. */
 #define BA_QUANTISE(name) void name(void *to, double scale, const double *row, int64_t dim)
 typedef BA_QUANTISE((*ba_quantise_fn));
 
 /* The kernels for a dtype of K and V that may differ from that of the queries: a quantised cache, or a half-precision one under float32 queries. Such
- * calls use a level's float families, whose attend reads floats: `pack` makes them. Families that take scales attend rows that `widen` has made. Few
+ * calls use a level's float families, whose attend reads floats, which `pack` makes. Families that take scales attend rows that `widen` has made. Few
  * calls use `few`, unless the family of the queries' dtype has a kernel of its own for this dtype. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
@@ -578,7 +581,7 @@ typedef struct ba_cache_kernels {
     ba_magnitude_fn magnitude; /* NULL, like quantise, in float dtypes */
     ba_quantise_fn quantise;
     ba_attend_few_fn few;
-    ba_attend_few_fn few_beside[BA_CELL_DTYPES]; /* dtypes with cells: `few` by the dtype of V, minus BA_Q8_0; else NULL */
+    ba_attend_few_fn few_beside[BA_CELL_DTYPES]; /* dtypes with cells: the few kernels, by dtype of V minus BA_Q8_0; else NULL */
     ba_order_few_fn order_few;                   /* NULL: packed queries are in order */
     ba_scores_few_fn scores;
     ba_score_heads_fn score_heads; /* NULL, like summarise, for quantised dtypes */
@@ -604,12 +607,13 @@ typedef struct ba_probes {
 
 typedef struct ba_kernels {
     const ba_attend_family *attend[BA_FLOAT_DTYPES]; /* by dtype */
-    const ba_attend_family *vector[BA_FLOAT_DTYPES]; /* the highest family that has gradient[0], and packs rows as reals: also for caches */
-    const ba_cache_kernels *cache[BA_DTYPE_COUNT];   /* by dtype of K and V; NULL for dtypes that they cannot have */
+    const ba_attend_family *vector[BA_FLOAT_DTYPES]; /* the highest family that has gradient[0]. It packs rows as reals, and also attends caches */
+    const ba_cache_kernels *cache[BA_DTYPE_COUNT];   /* by dtype of K and V; NULL for dtypes that K and V cannot have */
     const ba_probes *probes;
 } ba_kernels;
 
-/* The table of a level. It has, for each dtype, the kernels of the highest level up to this one that has any and that the CPU supports. */
+/* The table of a level. For each dtype, it has the kernels of the highest level, up to this one, that has kernels for the dtype and is supported by
+ * the CPU. */
 const ba_kernels *ba_kernels_at(ba_isa level);
 /* The table of the level in use. Another thread may change the level at any time, so a call reads it once: by this function or by ba_isa_active(). */
 const ba_kernels *ba_kernels_active(void);
@@ -619,53 +623,54 @@ const ba_kernels *ba_kernels_active(void);
 /* How a few kernel prefetches the rows that it reads later. It changes no bit of a result. */
 typedef struct ba_prefetch_tuning {
     int64_t followed_queries;              /* for up to so many queries per head, rows are left to the hardware's prefetcher: see followed_bytes */
-    int64_t distances[BA_PREFETCH_PASSES]; /* of each pass: bytes of K, or of V, between a prefetch and the use, rising, `keys` keys at most; 0: no
-                                              such pass */
+    int64_t distances[BA_PREFETCH_PASSES]; /* of each pass, in rising order: the bytes of K, or of V, between a prefetch and the use, which are at
+                                              most those of `keys` keys. 0: there is no such pass */
 } ba_prefetch_tuning;
 
 /* Few calls. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */
 typedef struct ba_few_tuning {
     int64_t part_keys;       /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
     int64_t least_part_keys; /* the fewest keys of a part: a multiple of `keys` */
-    int64_t keys;            /* keys of a chunk, where several heads are attended side by side */
-    int64_t bytes;           /* of such a chunk's K and V at most, so that it stays in cache beside the rows that are prefetched */
-    int64_t followed_bytes;  /* where all heads of a token lie side by side, and tokens at least so far apart, nothing is prefetched: the hardware's
-                                prefetcher follows such rows */
+    int64_t keys;            /* keys of a chunk where several heads are attended side by side */
+    int64_t bytes;           /* the most bytes of such a chunk's K and V: the chunk then stays in cache beside the rows that are prefetched */
+    int64_t followed_bytes;  /* where all heads of a token lie side by side, and tokens lie at least so many bytes apart, nothing is prefetched for up
+                                to followed_queries queries: the hardware's prefetcher follows such rows */
     int64_t gathered_bytes;  /* rows of up to so many bytes, of one head among others, are copied side by side first; 0: never */
-    ba_prefetch_tuning into_l1, into_l2; /* for kernels that prefetch into L1, and for those that prefetch into L2;
-                                           ba_prefetch_level says which run. A level with one kind fills in one of the two */
+    ba_prefetch_tuning into_l1, into_l2; /* for kernels that prefetch into L1, and for those that prefetch into L2; ba_prefetch_level says which kind
+                                            runs. A level that has only one kind fills in only one of the two */
 } ba_few_tuning;
 
 typedef struct ba_tuning {
-    int64_t chunk_keys;           /* keys of a chunk */
-    int64_t list_keys;            /* the same where a list row has one panel and the family has cuts: both are then multiples of BA_CUT_KEYS */
-    int64_t tile_queries;         /* queries of a query tile: a multiple of the wide panel */
-    int64_t item_tiles;           /* query tiles of an item, which walk their lists side by side and find K and V in cache */
-    int64_t most_item_tiles;      /* the same at most, where short list rows make the query tiles smaller: an item keeps its number of queries */
-    int64_t gradient_keys;        /* keys of a chunk of the backward pass */
-    int64_t gradient_queries;     /* queries of a query tile of the backward pass */
-    int64_t gradient_item_tiles;  /* query tiles of an item of the backward pass */
-    int64_t gradient_list_tiles;  /* the same where its tiles would have different lists */
-    int64_t by_block_lanes;       /* queries of an item that is attended block by block: their states stay in L2 */
-    int64_t by_block_most_lanes;  /* the same at most, where a block would otherwise be attended by fewer than by_block_least_lanes queries */
-    int64_t by_block_least_lanes; /* queries that must attend a block for fetching it to pay */
-    double inline_flops;          /* calls of less work run in the caller's thread */
-    int64_t shared_bytes;         /* the most bytes of K and V that are packed once for all items; 0: each item packs its own */
+    int64_t chunk_keys;          /* keys of a chunk */
+    int64_t list_keys;           /* the same where a list row has one panel and the family has_cuts: both numbers are then multiples of BA_CUT_KEYS */
+    int64_t tile_queries;        /* queries of a query tile: a multiple of the wide panel */
+    int64_t item_tiles;          /* query tiles of an item, which walk their lists side by side and find K and V in cache */
+    int64_t most_item_tiles;     /* the most query tiles of an item where short list rows make them smaller: an item keeps its number of queries */
+    int64_t gradient_keys;       /* keys of a chunk of the backward pass */
+    int64_t gradient_queries;    /* queries of a query tile of the backward pass */
+    int64_t gradient_item_tiles; /* query tiles of an item of the backward pass */
+    int64_t gradient_list_tiles; /* query tiles of such an item where they would have different lists */
+    int64_t by_block_lanes;      /* queries of an item that is attended block by block: their states stay in L2 */
+    int64_t by_block_most_lanes; /* the most queries of such an item where otherwise fewer than by_block_least_lanes of them would attend a block */
+    int64_t by_block_least_lanes;            /* queries that must attend a block for fetching it to pay */
+    double inline_flops;                     /* calls of fewer floating-point operations run in the caller's thread */
+    int64_t shared_bytes;                    /* the most bytes of K and V that are packed once for all items; 0: each item packs its own */
     int64_t few_least_heads[BA_DTYPE_COUNT]; /* by dtype of K and V: the level's own few.attend and few.pack_queries run calls of at least so many
-                                                query heads per KV head. The kernels of the cache run all others, with queries that the vector
-                                                family packs, which fit panel->q, too. 0: the kernels of the cache run all calls */
-    int64_t few_queries;     /* the most queries of a KV head, tokens times heads, of a batch entry that few kernels attend. More than BA_FEW_QUERIES
-                                take turns at each chunk */
-    int64_t own_few_queries; /* the same where larger numbers of queries go to panels of the level's own family, which are faster than others
+                                                query heads per KV head. The kernels of the cache run all other calls. Their queries are packed by the
+                                                vector family, and fit panel->q, too. 0: the kernels of the cache run all calls */
+    int64_t few_queries;     /* few kernels attend the batch entries with at most so many queries (tokens times heads) per KV head. More than
+                                BA_FEW_QUERIES queries take turns at each chunk */
+    int64_t own_few_queries; /* the same limit where more queries go to panels of the level's own family, which are faster than other panels
                                 (choose_tuning in ops/attend/attend_setup.c) */
-    int64_t page_offset;     /* packed queries begin where a page begins; o and packed K and V begin so many bytes behind such a place. 0: anywhere */
-    int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries of fewer
-                                             use the vector family. 0: it always pays */
+    int64_t page_offset;     /* packed queries begin at a page; o and packed K and V begin so many bytes after the start of a page. 0: anywhere */
+    int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries with
+                                             fewer queries per key use the vector family. 0: packing always pays */
     ba_few_tuning few;                    /* few calls */
-    ba_few_tuning tile_few;               /* few calls that run on tiles, where the level has them; keys 0: as `few` */
+    ba_few_tuning tile_few; /* few calls that run on tiles, where the level has tiles. Where tile_few.keys is 0, `few` applies to them */
 } ba_tuning;
 
-/* The numbers of a level. A family is tuned by those of its own level, also where a higher level uses it; few calls by those of the level in use. */
+/* The numbers of a level. A family is tuned by the numbers of its own level, even where a higher level uses the family. Few calls are tuned by the
+ * numbers of the level in use. */
 const ba_tuning *ba_tuning_at(ba_isa level);
 
 #endif

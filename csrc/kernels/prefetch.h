@@ -1,10 +1,10 @@
 /* Prefetching of rows that are used later. Rows lie where pages put them, which no hardware prefetcher can predict. A burst of prefetches would delay
- * the loads behind it, and a pause would leave memory idle. So a few kernel prefetches a line or a few at every step of its work, in the order in
+ * the loads behind it, and a pause would leave memory idle. So a few kernel prefetches one or a few lines at every step of its work, in the order in
  * which the rows lie.
  *
- * A core drops a prefetch when all its buffers for outstanding misses are taken, as they are where memory is the bottleneck. The load that finds no
- * data then holds up the sums that wait for it until the core can issue no further loads. So a second and a third pass over the same lines follow,
- * nearer to the use. Where an earlier pass has brought the line, they cost one instruction. */
+ * A core drops a prefetch when all its buffers for outstanding misses are taken, as they are where memory is the bottleneck. The load that needs this
+ * line then waits for memory, and so do the sums that need the load, until the core can issue no further loads. So a second and a third pass over the
+ * same lines follow, nearer to the use. For a line that an earlier pass has brought, they cost one instruction. */
 #ifndef BA_PREFETCH_H
 #define BA_PREFETCH_H
 
@@ -36,7 +36,7 @@ typedef struct ba_prefetcher {
     int farthest;                       /* the index of the pass that is farthest from the use */
 } ba_prefetcher;
 
-/* A pass that goes on at `row`. Its run has the prefetcher's most rows, halved until they follow each other without a gap. */
+/* A pass that goes on at `row`. Its run has as many rows as the prefetcher allows, halved until they follow each other without a gap. */
 static inline ba_prefetch_pass ba_prefetch_pass_from(const ba_prefetcher *a, const void *const *row) {
     if (row >= a->end) return (ba_prefetch_pass){.row = a->end};
     const void *const *end = row < a->others ? a->others : a->end;
@@ -83,7 +83,8 @@ static __attribute__((noinline, unused)) void ba_prefetch_bytes(const ba_prefetc
 }
 
 /* Takes the next `bytes` bytes of a pass and returns where they begin, so that the caller prefetches them line by line. Where the current run has
- * fewer, they are prefetched here, and the caller gets `otherwise`, memory of its own: what follows a run may belong to another head. */
+ * fewer bytes, this function prefetches them and those of the next runs, and the caller gets `otherwise`, memory of its own: the memory behind a run
+ * may belong to another head. */
 static inline const char *ba_prefetch_take(const ba_prefetcher *a, ba_prefetch_pass *pass, int64_t bytes, const void *otherwise) {
     const char *taken = pass->at;
     if (pass->stop - taken < bytes) {
@@ -94,8 +95,8 @@ static inline const char *ba_prefetch_take(const ba_prefetcher *a, ba_prefetch_p
     return taken;
 }
 
-/* Prefetches share * queries / (8 * heads) lines of pass `index`, or of the farthest if that is nearer to the use: during the softmax of `queries`
- * queries of one of `heads` heads, the number of lines follows the time that it takes. */
+/* Prefetches share * queries / (8 * heads) lines of pass `index`, or of the farthest pass if that one is nearer to the use. The number of lines is
+ * proportional to the time that the softmax of `queries` queries takes, for one of `heads` heads. */
 static inline void ba_prefetch_share(ba_prefetcher *a, int index, int64_t queries, int64_t heads) {
     ba_prefetch_bytes(a, &a->pass[index < a->farthest ? index : a->farthest], ba_ceil_div(a->share * queries, 8 * heads) * BA_LINE_BYTES);
 }

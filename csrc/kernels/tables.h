@@ -4,7 +4,7 @@
 
 #include "kernels/kernels.h"
 
-/* The levels of this build, which passes BA_NO_<isa> where the compiler refuses their flags. */
+/* The levels of this build. The build defines BA_NO_<isa> for a level whose flags the compiler refuses. */
 #if defined(__x86_64__) && !defined(BA_NO_avx2)
 #define BA_HAVE_avx2 1
 #endif

@@ -20,7 +20,7 @@ enum { VEX3 = 0xc4, MAP_0F38 = 2, CONFIGURE = 0x49, MOVE = 0x4b, DOT = 0x5c };
 enum { NO_PREFIX, PREFIX_66, PREFIX_F3, PREFIX_F2 };
 enum { UNUSED = 15 /* VEX.vvvv of an instruction without a third operand */, WITH_SIB = 4 /* ModRM.rm where a SIB byte follows */ };
 
-/* Whether this thread is between ldtilecfg and tilerelease. Outside of that, a CPU with tiles refuses loads, stores, tilezero and products, too. */
+/* Whether this thread is between ldtilecfg and tilerelease. A CPU with tiles, too, refuses loads, stores, tilezero and products elsewhere. */
 static _Thread_local bool configured;
 
 /* The handler that was there before: a caller's, or that of Python's faulthandler. */
@@ -63,11 +63,12 @@ static operand memory_operand(const ucontext_t *context, const unsigned char *ve
     }
     m.address = displacement;
     if (!no_base) m.address += register_of(context, base + base_high);
-    else if (rm != WITH_SIB) m.address += (int64_t)(uintptr_t)(modrm + m.length); /* relative to the next instruction: these have no immediate */
+    else if (rm != WITH_SIB)
+        m.address += (int64_t)(uintptr_t)(modrm + m.length); /* relative to the next instruction: instructions of tiles have no immediate */
     return m;
 }
 
-/* Palette 1, with eight tiles of 16 rows of 64 bytes: what tile.h configures. */
+/* Whether this is the configuration of tile.h: palette 1, with eight tiles of 16 rows of 64 bytes. */
 static bool is_full_size(const unsigned char *config) {
     unsigned char expected[64] = {1};
     for (int t = 0; t < 8; t++) {
@@ -121,7 +122,8 @@ static void handle(int number, siginfo_t *info, void *memory) {
     const int length = sent ? 0 : carry_out(context, (const unsigned char *)*next);
     *next += length;
     if (length) return;
-    /* Leave it to the handler that was there before, once: faulthandler, which was installed over this one, would call this one again. */
+    /* Leave the signal to the handler that was there before, but only once: if that is faulthandler, it calls the handler that it has replaced, which
+     * may be this one. */
     sigaction(SIGILL, &before, NULL);
     before = (struct sigaction){.sa_handler = SIG_DFL};
     if (sent) raise(SIGILL);

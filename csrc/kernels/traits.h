@@ -1,12 +1,14 @@
-/* Constants of a level that its kernels are compiled with. The file of a level defines one of BA_TRAITS_PORTABLE, BA_TRAITS_AVX2, BA_TRAITS_AVX512,
- * BA_TRAITS_AVX512_L2 and BA_TRAITS_NEON, and BA_REAL_DOUBLE where real is double, and includes this. What is chosen at run time is in tuning.c.
+/* The constants with which a level's kernels are compiled. The file of a level defines one of BA_TRAITS_PORTABLE, BA_TRAITS_AVX2, BA_TRAITS_AVX512,
+ * BA_TRAITS_AVX512_L2 and BA_TRAITS_NEON, and BA_REAL_DOUBLE where real is double, and includes this file. Numbers that are chosen at run time are in
+ * tuning.c.
  *
- *     BA_PREFETCH_LEVEL  where prefetches go, as __builtin_prefetch counts: 2 is L2, 3 is L1. 3 is right where cores ignore a prefetch into L2 of
- *                        a line that no cache holds; 2 elsewhere, since cores can wait for few misses into L1 at a time
+ *     BA_PREFETCH_LEVEL  where prefetches go, as __builtin_prefetch counts: 2 is L2, 3 is L1. 3 is right where cores ignore prefetches into L2 of
+ *                        lines that no cache holds. Elsewhere 2 is right, since a core can wait for only a few lines into L1 at a time
  *     BA_ROUTED_SET      queries that a routed kernel takes together
- *     BA_ROUTED_AT_ONCE  vectors of keys, or of dims, that it takes together: the sums of a set, these and a query's fit the registers
- *     BA_FEW_MOST_SET    queries that a few kernel takes together at most
- *     BA_FEW_V_LOADS     vectors of V that it holds in registers at most, beside the sums
+ *     BA_ROUTED_AT_ONCE  vectors of keys, or of dims, that a routed kernel takes together: the registers hold them, the sums of a set, and one
+ *                        operand of a query
+ *     BA_FEW_MOST_SET    the most queries that a few kernel takes together
+ *     BA_FEW_V_LOADS     the most vectors of V that a few kernel holds in registers, beside the sums
  *     BA_FEW_TRAITS      [element size][set size]: ba_few_traits of each combination
  *     BA_E4M3_PAIRS      defined where few kernels load e4m3 as pairs of bfloat16 (v_pairs_from_e4m3), which pays where vectors are wide */
 #ifndef BA_TRAITS_H
@@ -19,13 +21,13 @@
 typedef struct ba_few_traits {
     int unit_rows; /* rows of K that are scored together: a unit */
     int head_keys; /* keys of one head that are scored before those of the next head: as many as pay for fetching its queries */
-    int bundle[2]; /* keys of one head that are added to O together, as many as pay for fetching and storing its sums, an even number; [1]: while
-                      rows to come are prefetched, and the order of memory counts for more */
+    int bundle[2]; /* keys of one head that are added to O together: an even number, and as many as pay for fetching and storing the head's sums. [1]:
+                      while rows to come are prefetched, so that the order of memory counts for more */
     int vectors;   /* vectors of V whose sums are in registers together. Dtypes whose V is loaded as pairs of bfloat16 take an even number */
-    int passes[2]; /* how often a step prefetches a line of K [0] and of V [1], once for each pass: as many as are worth their instructions */
+    int passes[2]; /* passes in which a step prefetches a line of K [0] and of V [1]: as many as are worth their instructions */
     bool delayed;  /* the last sums across lanes of a unit are made among the products of the next unit, for which they need not wait */
     bool near[2];  /* rows of K [0] and of V [1] of the next steps are prefetched into L1 */
-    bool common;   /* heads of BA_FEW_COMMON_DIM dims have code of their own: fewer instructions per row leave more rows under way */
+    bool common;   /* heads of BA_FEW_COMMON_DIM dims have code of their own, with fewer instructions per row, so that more rows are under way */
 } ba_few_traits;
 
 enum { BA_FEW_BYTES_1, BA_FEW_BYTES_2, BA_FEW_BYTES_4, BA_FEW_BYTES_8, BA_FEW_SIZES }; /* of an element */
@@ -34,13 +36,13 @@ enum { BA_SET_1, BA_SET_2, BA_SET_4, BA_SET_8, BA_FEW_SETS };
 #define BA_FEW_SIZE_INDEX(bytes) ((bytes) == 1 ? BA_FEW_BYTES_1 : (bytes) == 2 ? BA_FEW_BYTES_2 : (bytes) == 4 ? BA_FEW_BYTES_4 : BA_FEW_BYTES_8)
 #define BA_SET_INDEX(n) ((n) == 1 ? BA_SET_1 : (n) == 2 ? BA_SET_2 : (n) == 4 ? BA_SET_4 : BA_SET_8)
 
-/* Queries of the next set where so many are left. */
+/* How many of the queries that are left make the next set. */
 #define BA_FEW_SET(left) (BA_FEW_MOST_SET >= 8 && (left) >= 8 ? 8 : BA_FEW_MOST_SET >= 4 && (left) >= 4 ? 4 : (left) >= 2 ? 2 : 1)
 
 enum {
     BA_FEW_COMMON_DIM = 128,     /* see ba_few_traits.common */
     BA_FEW_NEAR_V_ROWS = 16,     /* rows of V between a prefetch into L1 and the use */
-    BA_FEW_PREFETCH_BYTES = 512, /* bytes of V that are prefetched at a time, at most: few rows are longer in one piece */
+    BA_FEW_PREFETCH_BYTES = 512, /* the most bytes of V that are prefetched at a time: few rows are longer */
     BA_GATHER_DISTANCE = 16,     /* rows between a prefetch and the use while rows of one head are gathered */
     BA_GATHER_COMMON_BYTES = 256 /* rows of this size have a gathering loop of their own */
 };

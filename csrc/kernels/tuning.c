@@ -3,22 +3,22 @@
 #include "kernels/kernels.h"
 #include "kernels/work_tuning.h"
 
-/* Found by measuring, level by level (docs/notes/ says how, and what else was tried); kernels.h says what each number is. The rules behind them:
+/* The numbers were found by measuring, level by level (docs/notes/ says how, and what else was tried); kernels.h says what each number is. The rules:
  *
  *     chunk_keys                 the scores of a wide panel and its packed queries fit L1 together
- *     list_keys                  a list row is not attended for so long that the keys it shares with other rows leave L2
+ *     list_keys                  a list row is not attended for so long that keys that other list rows share leave L2
  *     tile_queries               packing one chunk serves as many queries as have room in L2 with their output
  *     gradient_*                 an item's weights and slopes over a chunk, and the chunk's rows of K, V, dK and dV, fit L2
- *     few_least_heads            with fewer query heads, tiles (amx) are so empty that vectors are as fast, and making pairs of int8
- *                                (avx512_bf16) takes longer than multiplying them saves
+ *     few_least_heads            with fewer query heads, tiles (amx) are so empty that vectors are as fast, and making pairs of int8 (avx512_bf16)
+ *                                takes more time than multiplying pairs saves
  *     least_pairs                splitting elements into pieces costs as much as attending so many queries gains
- *     page_offset                what a step of the kernel reads and stores together fills all of L1, and not some sets of it twice
+ *     page_offset                all memory that a step of the kernel reads and stores is spread evenly over the sets of L1
  *     by_block_lanes             the sums of the queries of an item take half of L2 at v_dim = 128
  *     few_queries                reading a chunk from cache once for every eight queries takes less time than packing it
  *     few.part_keys              an item of so many keys loses little to its beginning and its end
  *     few.least_part_keys        a short request still gives several threads work
  *     few.keys, few.bytes        where prefetches run one chunk ahead, L2 holds both chunks
- *     distances                  as many bytes as a core has outstanding, and some more
+ *     distances                  somewhat more bytes than a core has outstanding at a time
  *     followed_*                 where all heads of a token lie side by side, their rows are one stream, which hardware prefetchers follow;
  *                                prefetches then pay only for so many queries that arithmetic takes as long as reading */
 enum { KIB = 1 << 10, MIB = 1 << 20 };
@@ -26,8 +26,8 @@ enum { KIB = 1 << 10, MIB = 1 << 20 };
 
 /* neon and neon_bf16 are not timed yet. avx512_bf16 has own_few_queries because its panels of bfloat16 multiply pairs, and are faster than others.
  * amx has no few_least_heads for int8 because tiles were not faster than vectors there. tile_few was found on a model of the tile unit, and not swept
- * on tiles (docs/notes/decode_xeon.rst): prefetches fall behind while scores are made, which read half of the bytes in a third of the time. The
- * distance is long enough for that, too. */
+ * on tiles (docs/notes/decode_xeon.rst): making scores reads half of the bytes in a third of the time, so that prefetches fall behind. The distance
+ * is long enough for this. */
 /* clang-format off */
 #define NUMBERS(N) \
     /*name                             portable   neon       neon_bf16  avx2      avx512     avx512_bf16  amx */ \

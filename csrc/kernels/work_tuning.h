@@ -1,4 +1,4 @@
-/* Numbers that tune how work is cut and shared out among threads, the same at every level: tuning.c has them beside those of the levels. */
+/* Numbers that tune how work is cut and shared out among threads. They are the same at every level; tuning.c has their values. */
 #ifndef BA_WORK_TUNING_H
 #define BA_WORK_TUNING_H
 
@@ -6,16 +6,16 @@
 
 typedef struct ba_work_tuning {
     int64_t parts;          /* decode: parts that a long sequence's keys are split into, where the limits of ba_few_tuning allow it */
-    int64_t many_tiles;     /* per thread: with so many tiles, shares are even whatever the size of a tile */
-    double smaller_share;   /* tiles become smaller only where the largest share of a thread falls below this times what it was */
-    int64_t items;          /* per thread: items of a forward call that are aimed at, where several threads share its tiles */
-    int64_t few_items;      /* the same of few queries, where an item may have several heads */
+    int64_t many_tiles;     /* tiles per thread: with so many, threads have even shares, whatever the size of a tile */
+    double smaller_share;   /* tiles become smaller only if a thread's largest share falls below this part of what it was */
+    int64_t items;          /* items per thread that a forward call aims at, where several threads share its tiles */
+    int64_t few_items;      /* the same for few queries, where an item may have several heads */
     int64_t by_block_items; /* the same where queries are attended block by block */
-    int64_t by_block_keys;  /* keys of a block for which that pays: smaller blocks cost a kernel call for a few keys */
-    int64_t by_block_young; /* list rows that have attended fewer blocks attend a block after the others: their weights need residuals, on tiles */
+    int64_t by_block_keys;  /* the fewest keys of a block with which this pays: smaller blocks cost a kernel call for a few keys */
+    int64_t by_block_young; /* list rows that have attended fewer blocks than this attend a block last: on tiles, their weights need residuals */
     int64_t alike_keys;     /* keys per query: where a sequence has at least so many, its tiles take the same time */
-    int64_t few_keys;       /* keys per query: with at least so many, more queries than the kernel for few queries takes at once are still few */
-    int64_t most_entries;   /* entries of an item's lists at most, where these are inverted: they bound its scratch memory */
+    int64_t few_keys;       /* keys per query: with at least so many, even more queries than the kernel for few queries takes at once count as few */
+    int64_t most_entries;   /* the most entries of an item's lists, where the lists are inverted: it bounds the item's scratch memory */
     double survey_entries;  /* lists with more entries than this are checked by several threads */
     double small_work;      /* elements: operations that only stream over memory use one thread below this */
     double small_quantised; /* numbers: quantisation uses one thread below this */
@@ -23,8 +23,8 @@ typedef struct ba_work_tuning {
     int64_t small_padding;  /* bytes: less padding than this is cleared by one thread */
     int64_t merge_rows;     /* rows per item of a merge */
     int64_t round_queries;  /* attention with kv_split: queries that are attended together, as far as there are so many */
-    int64_t round_bytes;    /* the same in bytes of their states, where that is more */
-    int64_t stored_numbers; /* numbers per item where rows are stored in a cache, in whole tokens */
+    int64_t round_bytes;    /* the same in bytes of the queries' states, where this allows more queries */
+    int64_t stored_numbers; /* numbers per item where rows are stored in a cache; an item has whole tokens */
     double gradient_packs;  /* K and V are packed once for all items where the items would pack a key at least so often, on average */
     int64_t gradient_keys;  /* keys per item of the jobs that clear dK and dV, and that round them */
 
@@ -33,10 +33,10 @@ typedef struct ba_work_tuning {
         int64_t pages;             /* summaries: pages per item */
         int64_t run_rows;          /* selection: the fewest rows of summaries per item of the scores */
         int64_t thread_runs;       /* such items per thread, where there are rows enough */
-        int64_t chunk_rows;        /* rows that are scored for every head before the next rows are, where heads read a row together */
+        int64_t chunk_rows;        /* where heads read a row together: rows that are scored for every head before the next rows */
         int64_t single_chunk_rows; /* the same where the kernel for few queries scores one head after the other */
-        int64_t ahead_bytes;       /* prefetched ahead of the row that is scored, where heads read a row together */
-        int64_t ahead_rows;        /* the same in rows, at most */
+        int64_t ahead_bytes;       /* bytes that are prefetched ahead of the row that is scored, where heads read a row together */
+        int64_t ahead_rows;        /* the same in rows: the most */
         int64_t insertion_keys;    /* up to so many keys are sorted by insertion */
         double small_products;     /* multiply-adds: selection uses one thread below this */
     } quest;
@@ -44,8 +44,8 @@ typedef struct ba_work_tuning {
     /* Choosing blocks for prefill */
     struct {
         int64_t pooled_keys;  /* pooled keys per item of the job that makes them */
-        int64_t ahead_tokens; /* tokens that are prefetched before they are pooled, at least */
-        int64_t bands;        /* per thread: where there are fewer bands, fewer panels make a band */
+        int64_t ahead_tokens; /* the fewest tokens that are prefetched before they are pooled */
+        int64_t bands;        /* bands per thread: where there are fewer, fewer panels make a band */
         int64_t pooled_bytes; /* the pooled keys of so many KV heads are in memory at a time, but of one at least */
         int64_t bucket_keys;  /* a block row with more blocks than this is sorted with buckets */
         int64_t moves;        /* per block of a block row: where sorting takes more moves, it is done by bytes */
@@ -55,15 +55,16 @@ typedef struct ba_work_tuning {
     struct {
         int64_t rows;      /* query rows (queries times heads) that are scored together, at most, or those of one query; without scratch tile_rows */
         int64_t tile_rows; /* query rows of an item, at most, or those that are scored together: a panel of keys is packed once per item */
-        int64_t tiles;     /* per thread: where there are fewer, the keys of each are cut into parts */
-        int64_t part_keys; /* of a part, at least */
+        int64_t tiles;     /* tiles per thread: where there are fewer, the keys of each tile are cut into parts */
+        int64_t part_keys; /* the fewest keys of a part */
     } tokens;
 
     /* Native sparse attention */
     struct {
         int64_t mean_tokens;     /* tokens per item of the means of blocks and of their gradients */
         int64_t gate_tokens;     /* tokens per item of the gates */
-        int64_t gradient_tokens; /* tokens per item of the gates' gradients. An item sums its share of dweight by itself, so this decides the bits */
+        int64_t gradient_tokens; /* tokens per item of the gates' gradients. Each item sums its share of dweight separately, so this number decides
+                                    the bits */
     } nsa;
 } ba_work_tuning;
 
