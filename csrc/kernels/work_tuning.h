@@ -11,7 +11,7 @@ typedef struct ba_work_tuning {
     int64_t items;          /* items per thread that a forward call aims at, where several threads share its tiles */
     int64_t few_items;      /* the same for few queries, where an item may have several heads */
     int64_t by_block_items; /* the same where queries are attended block by block */
-    int64_t by_block_keys;  /* the fewest keys of a block with which this pays: smaller blocks cost a kernel call for a few keys */
+    int64_t by_block_keys;  /* the fewest keys of a block for attention by block to pay: smaller blocks cost a kernel call for a few keys */
     int64_t by_block_young; /* list rows that have attended fewer blocks than this attend a block last: on tiles, their weights need residuals */
     int64_t alike_keys;     /* keys per query: where a sequence has at least so many, its tiles take the same time */
     int64_t few_keys;       /* keys per query: with at least so many, even more queries than the kernel for few queries takes at once count as few */
@@ -46,15 +46,15 @@ typedef struct ba_work_tuning {
         int64_t pooled_keys;  /* pooled keys per item of the job that makes them */
         int64_t ahead_tokens; /* the fewest tokens that are prefetched before they are pooled */
         int64_t bands;        /* bands per thread: where there are fewer, fewer panels make a band */
-        int64_t pooled_bytes; /* the pooled keys of so many KV heads are in memory at a time, but of one at least */
+        int64_t pooled_bytes; /* bytes of the pooled keys that are in memory at a time, but those of one KV head at least */
         int64_t bucket_keys;  /* a block row with more blocks than this is sorted with buckets */
-        int64_t moves;        /* per block of a block row: where sorting takes more moves, it is done by bytes */
+        int64_t moves;        /* moves per block of a block row: where sorting by insertion takes more, it is done by bytes */
     } choose;
 
     /* Choosing tokens */
     struct {
-        int64_t rows;      /* query rows (queries times heads) that are scored together, at most, or those of one query; without scratch tile_rows */
-        int64_t tile_rows; /* query rows of an item, at most, or those that are scored together: a panel of keys is packed once per item */
+        int64_t rows; /* the most query rows (queries times heads) scored together, or one query's rows; families without scratch use tile_rows */
+        int64_t tile_rows; /* the most query rows of an item, but those that are scored together at least: a panel of keys is packed once per item */
         int64_t tiles;     /* tiles per thread: where there are fewer, the keys of each tile are cut into parts */
         int64_t part_keys; /* the fewest keys of a part */
     } tokens;

@@ -1,8 +1,9 @@
-/* Gathers the rows of K and V of one head, which lie between those of other heads, so that they are side by side when a few kernel attends them.
+/* Gathers the rows of K and V of one head, which lie among the rows of other heads, so that a few kernel attends rows that lie side by side.
  *
- * In a token-major cache such rows are one token of all heads apart. That puts them into few sets of the first-level cache, where they evict each
- * other, and the hardware's prefetcher does not follow short rows at such distances. A loop that only copies them keeps more cache misses in
- * flight than the kernel does, and the most if it takes rows of K and V in turns. The kernel then reads contiguous memory that is in cache. */
+ * In a token-major cache, the rows of all other heads lie between one row of a head and the next. So a head's rows fall into few sets of the
+ * first-level cache, where they evict each other, and the hardware's prefetcher does not follow short rows at such distances. A loop that only copies
+ * rows keeps more cache misses in flight than the kernel does, and the most if it takes rows of K and V in turns. The kernel then reads contiguous
+ * memory that is in cache. */
 #ifndef BA_GATHER_H
 #define BA_GATHER_H
 
@@ -11,8 +12,8 @@
 #include "kernels/traits.h"
 #include "kernels/prefetch.h"
 
-/* Copies the row `from` of `bytes` bytes, and prefetches the row `upcoming`, which will be copied BA_GATHER_DISTANCE rows later: so near that it goes
- * into L1 on any core. */
+/* Copies the row `from` of `bytes` bytes, and prefetches the row `upcoming`, which will be copied BA_GATHER_DISTANCE rows later. The distance is so
+ * short that the row goes into L1 on any core. */
 static inline __attribute__((always_inline)) void ba_gather_row(char *to, const char *from, const char *upcoming, const int64_t bytes) {
     int64_t at = 0;
 #pragma GCC unroll 4
@@ -39,7 +40,7 @@ static inline __attribute__((always_inline)) void ba_gather_of(const ba_chunk *c
     }
 }
 
-/* Copies the chunk's rows of K and V, of so many bytes each, to chunk->gathered: first all rows of K, then all of V. Returns the
+/* Copies the chunk's rows of K and V, of k_bytes and v_bytes bytes each, to chunk->gathered: first all rows of K, then all of V. Returns the
  * chunk with the copied rows. k_rows and v_rows have room for chunk->keys pointers each, and are set to the copies. */
 static __attribute__((noinline, unused)) ba_chunk ba_gather(const ba_chunk *chunk, int64_t k_bytes, int64_t v_bytes, const void **k_rows,
                                                             const void **v_rows) {

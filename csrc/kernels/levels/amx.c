@@ -1,6 +1,6 @@
 /* The level amx: bfloat16 on AMX tiles, with AVX-512 beside them. amx_float16.c and amx_float32.c have the families of those dtypes.
- * Dtypes without a family here use the kernels of the levels below. So do few queries, for which caches have the kernels of levels/avx512_l2.c,
- * except bfloat16 queries in large KV groups. */
+ * Dtypes without a family here use the kernels of the levels below. Few queries use the kernels for caches of levels/avx512_l2.c, except bfloat16
+ * queries in large KV groups, which have kernels here. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_amx
 

@@ -1,5 +1,5 @@
-/* The kernels for few queries of levels/avx512_bf16.c, with prefetches into L2 instead of L1, for the family that replaces that file's where cores
- * carry such prefetches out. They return the same bits. */
+/* The kernels for few queries of levels/avx512_bf16.c, with prefetches into L2 instead of L1. Where cores carry out such prefetches, a family with
+ * these kernels replaces the family of that file. Both families return the same bits. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_avx512_bf16
 

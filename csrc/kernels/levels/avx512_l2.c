@@ -1,6 +1,6 @@
-/* The kernels for caches of levels/avx512.c, with prefetches into L2 instead of L1. The level amx uses them, and the levels below it do where cores
- * carry such prefetches out (ba_prefetches_reach_l2). These cores have VBMI, which the conversion of e4m3 uses. Nothing else differs: these kernels
- * return the same bits as those of levels/avx512.c. */
+/* The kernels for caches of levels/avx512.c, with prefetches into L2 instead of L1. The level amx uses these kernels, and so do the levels avx512 and
+ * avx512_bf16 where cores carry out such prefetches (ba_prefetches_reach_l2). These cores have VBMI, which the conversion of e4m3 uses. Nothing else
+ * differs: these kernels return the same bits as those of levels/avx512.c. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_avx512
 

@@ -1,6 +1,6 @@
-/* The level neon_bf16: scores of bfloat16 are made by BFDOT, which multiplies pairs of dims, from rows of K in place. All else is the vector
- * kernels, with V widened to float32. Weights stay float32: rounded to bfloat16 they would need a second product with the residuals, which would
- * be no faster. */
+/* The level neon_bf16: scores of bfloat16 are made by BFDOT, which multiplies pairs of dims, and rows of K are read in place. The vector kernels do
+ * everything else, with V widened to float32. Weights stay float32: if they were rounded to bfloat16, their residuals would need a second product,
+ * and nothing would be faster. */
 #include "kernels/tables.h"
 #ifdef BA_HAVE_neon_bf16
 
@@ -33,7 +33,7 @@
 #define BA_PAIRED
 #include "kernels/elements_tmpl.inc"
 
-/* Packs queries as [pair of dims][lane][2]. They do not carry the scale. */
+/* Packs queries as [pair of dims][lane][2]. They are not scaled. */
 BA_INLINE void NAME(pack_pairs)(const int64_t lanes, uint16_t *panel, const uint16_t *const *q_rows, int64_t n, int64_t dim) {
     for (int64_t lane = 0; lane < lanes; lane += BA_LANES)
         for (int64_t d = 0; d < dim; d += 2 * BA_LANES) {

@@ -26,8 +26,8 @@ static inline void ba_tile_configure(void) { __asm__ volatile("ldtilecfg %0" : :
 static inline void ba_tile_release(void) { __asm__ volatile("tilerelease"); }
 
 #define BA_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t : : : "memory")
-/* The three below take a tile whose rows are `stride` bytes apart; BA_TILE_*_AT takes one whose rows follow each other, `offset` bytes behind p.
- * BA_TILE_PREFETCH_AT prefetches one of its lines to be written. */
+/* BA_TILE_LOAD, BA_TILE_STREAM and BA_TILE_STORE take memory where the rows of a tile are `stride` bytes apart. BA_TILE_*_AT take memory where the
+ * rows follow each other, from `offset` bytes behind p on. BA_TILE_PREFETCH_AT prefetches one line of such memory for writing. */
 #define BA_TILE_LOAD(t, p, stride) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"((int64_t)(stride)) : "memory")
 /* Loads memory that is used once, so that it does not evict other data from the first-level cache. */
 #define BA_TILE_STREAM(t, p, stride) __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t : : "r"(p), "r"((int64_t)(stride)) : "memory")
@@ -40,7 +40,7 @@ static inline void ba_tile_release(void) { __asm__ volatile("tilerelease"); }
 #define BA_TILE_LOAD_AT(t, p, offset) BA_TILE_AT("tileloadd %c2(%0,%1,1), %%tmm" #t, p, offset)
 #define BA_TILE_STREAM_AT(t, p, offset) BA_TILE_AT("tileloaddt1 %c2(%0,%1,1), %%tmm" #t, p, offset)
 #define BA_TILE_STORE_AT(t, p, offset) BA_TILE_AT("tilestored %%tmm" #t ", %c2(%0,%1,1)", p, offset)
-/* As assembly, because gcc would compute the addresses of many prefetches long before, and keep them in vector registers. */
+/* This is assembly, because gcc would compute the addresses of many prefetches early, and keep them in vector registers. */
 #define BA_TILE_PREFETCH_AT(p, offset) __asm__ volatile("prefetchw %c1(%0)" : : "r"(p), "i"((int64_t)(offset)))
 #endif
 /* c += a b, where c is float [16][16], a is bfloat16 [16][32], and b holds pairs of rows: bfloat16 [16][16][2]. */
@@ -62,8 +62,8 @@ static inline void ba_tile_store(int t, void *p, int64_t stride) {
 
 /* Numbers below the normal range count as 0, in the operands and in the results. */
 static inline float ba_tile_flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
-/* a * b + c with one rounding, where a and b are bfloat16 elements: these have so few digits that a double holds the exact sum, or enough of it to
- * round correctly. */
+/* a * b + c with one rounding, where a and b are bfloat16 elements: their products have so few digits that a double holds the exact sum, or enough of
+ * it to round correctly. */
 static inline float ba_tile_fma(float a, float b, float c) { return (float)((double)a * b + c); }
 static inline float ba_tile_element(const unsigned char *p) {
     const uint32_t bits = (uint32_t)p[0] << 16 | (uint32_t)p[1] << 24;
@@ -72,7 +72,8 @@ static inline float ba_tile_element(const unsigned char *p) {
     return ba_tile_flush(x);
 }
 
-/* Like the instruction: products of elements with even and with odd numbers are summed separately, starting from 0, and then added. All products
+/* As the instruction does, this sums products of elements with even and with odd numbers separately, starting from 0, and then adds both sums. All
+ * products
  * of one element of tile a with a row of tile b are made in one loop, which compilers vectorise. */
 static inline void ba_tile_dot(int c, int a, int b) {
     float right[2][16][16];

@@ -1,16 +1,16 @@
-/* A small vocabulary of vector operations over the compilers' vector extensions. Every vector kernel is written once in these words, and compiled
- * once for each level.
+/* A small vocabulary of vector operations over the compilers' vector extensions. Every vector kernel is written once in these operations, and
+ * compiled once for each level.
  *
  * Each file in levels/ includes this header, through a template or directly, after it has defined
  *
  *     BA_LANES        elements of `real` in one vector: 4, 8 or 16; 2 for double
  *     BA_REAL_DOUBLE  if real is double; without it real is float
- *     BA_SUFFIX       ends the names of this instance, so that a level can have one for float and one for double
+ *     BA_SUFFIX       ends the names of this instance, so that a level can have an instance for float and another for double
  *
  * The operators +, -, *, the comparisons and the casts of `vec` are plain C, and the compiler contracts a product and a sum into one multiply-add.
  * Everything that C cannot say is a function below. Each of them has a generic form here, which compiles for any number of lanes on any CPU: that
- * is how code for wide vectors is checked on a machine that lacks them. A header vec_<isa>.h replaces the generic form where an instruction does
- * it better, and says so by defining BA_HAVE_<function>. */
+ * is how code for wide vectors is checked on a machine that lacks them. A header vec_<isa>.h replaces a generic form where an instruction does the
+ * work better, and says so by defining BA_HAVE_<function>. */
 #include <float.h>
 #include <math.h>
 #include <string.h>
@@ -87,9 +87,10 @@ BA_INLINE ivec NAME(v_add_bits)(ivec bits, uint32_t more) {
     typedef uint32_t unsigned_vec __attribute__((vector_size(BA_LANES * sizeof(uint32_t))));
     return (ivec)((unsigned_vec)bits + more);
 }
-/* Bits whose upper 16 are `a` rounded to bfloat16, halves away from 0. The lower 16 are meaningless. */
+/* Bits of which the upper 16 are `a` rounded to bfloat16, halves away from 0. The lower 16 bits are meaningless. */
 BA_INLINE ivec NAME(v_half_up)(vec a) { return NAME(v_add_bits)((ivec)a, 0x8000); }
-/* Each lane of x holds two bfloat16 elements. A lane of the result is not 0 if one of its two is NaN or infinite: adding 1 to an exponent of all
+/* Each lane of x holds two bfloat16 elements. A lane of the result is not 0 if one of its two elements is NaN or infinite: adding 1 to an exponent of
+ * all
  * ones carries into the sign bit. */
 BA_INLINE ivec NAME(v_nonfinite_pairs)(ivec x) { return NAME(v_add_bits)(x & 0x7fff7fff, 0x00800080) & (int32_t)0x80008000; }
 
@@ -102,7 +103,7 @@ BA_INLINE vec NAME(exp2_poly)(vec f) {
     return p * f + 0x1.000002p+0f;
 }
 
-/* The bits 0x8000 and 0xffff in each lane: what v_pair_rounded rounds with. */
+/* The bits 0x8000 and 0xffff in each lane, with which v_pair_rounded rounds. */
 typedef struct NAME(rounding) {
     ivec half, lower;
 } NAME(rounding);
@@ -116,7 +117,7 @@ typedef struct NAME(rounding) {
 #endif
 #endif
 
-/* Makes the compiler compute *a here and keep it in a register. Otherwise it would move the computation to where *a is used, or further. */
+/* Makes the compiler compute *a here and keep it in a register. Otherwise it would move the computation towards the use of *a. */
 BA_INLINE void NAME(v_pin)(vec *a) {
 #ifdef BA_HAVE_V_REGISTER
     __asm__ volatile("" : "+v"(*a));
@@ -149,7 +150,8 @@ BA_INLINE vec NAME(v_max)(vec a, vec b) { return NAME(v_select)((ivec)(a > b), a
 BA_INLINE vec NAME(v_nan_of)(vec a, vec b) { return NAME(v_select)((ivec)(a == a), b, a); }
 #endif
 
-/* v_elements loads n elements that follow each other in memory, where n is 1 or BA_ELEMENTS. v_element spreads the i-th of them over all lanes.
+/* v_elements loads n elements that follow each other in memory, where n is 1 or BA_ELEMENTS. v_element spreads the i-th of these elements over all
+ * lanes.
  * The generic form only keeps the pointer. */
 #ifndef BA_HAVE_ELEMENTS
 #define BA_ELEMENTS 1
@@ -193,9 +195,10 @@ BA_INLINE vec NAME(v_fma)(vec a, vec b, vec c) {
     for (int i = 0; i < BA_LANES; i++) y[i] = fmaf(a[i], b[i], c[i]);
     return y;
 }
-/* 2^x for every x; this form gives infinity above 120 already, and 0 below -126. */
+/* 2^x for every x; this generic form gives infinity above 120 already, and 0 below -126. */
 BA_INLINE vec NAME(v_exp2_any)(vec x) { return NAME(v_select)((ivec)(x > 120), NAME(v_set1)((real)INFINITY), NAME(v_exp2)(x)); }
-/* The three parts of v_exp2_short: the fraction of x, 2 to the power of that fraction, and 2^x from it. The generic form does all in the second. */
+/* The three parts of v_exp2_short: the fraction of x, 2 to the power of that fraction, and 2^x from this power. In the generic form, the second part
+ * does all the work. */
 BA_INLINE vec NAME(v_short_fraction)(vec x) { return x; }
 BA_INLINE vec NAME(v_short_power)(vec x) { return NAME(v_exp2_any)(x); }
 BA_INLINE vec NAME(v_short_scale)(vec power, vec x) { return (void)x, power; }
@@ -205,7 +208,7 @@ BA_INLINE ivec NAME(v_pair_rounded)(vec even, vec odd, const NAME(rounding) * by
     return ((NAME(v_add_bits)((ivec)even, 0x8000) >> 16) & by->lower) | (NAME(v_add_bits)((ivec)odd, 0x8000) & ~by->lower);
 }
 #if BA_LANES == 16
-/* The numbers p[at[0]], p[at[1]], ... are loaded, or stored: the last one, where several go to the same place. */
+/* Loads, or stores, the numbers p[at[0]], p[at[1]], ... Where several go to the same place, the last one is stored. */
 BA_INLINE vec NAME(v_gather)(const float *p, ivec at) {
     vec x;
     for (int i = 0; i < BA_LANES; i++) x[i] = p[at[i]];
@@ -252,17 +255,18 @@ BA_INLINE bool NAME(v_any)(ivec mask) {
 #endif
 
 #ifndef BA_REAL_DOUBLE
-/* 2^x for every x with a relative error of up to 2.7e-6, where an instruction set makes that cheaper than v_exp2_any. */
+/* 2^x for every x. Where an instruction set has a form that is cheaper than v_exp2_any, its relative error is up to 2.7e-6. */
 BA_INLINE vec NAME(v_exp2_short)(vec x) { return NAME(v_short_scale)(NAME(v_short_power)(NAME(v_short_fraction)(x)), x); }
 
-/* The bits are written as floats, because gcc would build integer constants again for each use. A kernel that rounds all the time pins them. */
+/* The bits are written as floats, because gcc would build integer constants again for each use. A kernel that rounds all the time pins these
+ * constants. */
 BA_INLINE NAME(rounding) NAME(v_rounding)(void) { return (NAME(rounding)){(ivec)NAME(v_set1)(0x1p-134f), (ivec)NAME(v_set1)(0x1.fffep-134f)}; }
-/* The pairs of v_pair_rounded, without constants of the caller. */
+/* Makes the pairs of v_pair_rounded without constants of the caller. */
 BA_INLINE ivec NAME(v_pair_bf16)(vec even, vec odd) {
     const NAME(rounding) by = NAME(v_rounding)();
     return NAME(v_pair_rounded)(even, odd, &by);
 }
-/* The pairs of numbers of bfloat16, which are the upper halves of floats: nothing is rounded. */
+/* Pairs floats that are numbers of bfloat16, so that their upper halves hold all their bits: nothing is rounded. */
 BA_INLINE ivec NAME(v_pair_exact)(vec even, vec odd) { return ((ivec)even >> 16 & 0xffff) | (ivec)odd; }
 
 /* Loads n elements of 16 bits, two in each lane. Zeros fill the vector where n is less than 2 * BA_LANES. */
@@ -279,8 +283,9 @@ BA_INLINE ivec NAME(v_repeat_pair)(const uint16_t *p, const int n) {
     return pair - (ivec){0};
 }
 
-/* sum + a.upper * b.upper + a.lower * b.lower, where each lane of a and b is a pair of bfloat16. Every product is added in this order and rounded
- * once. Numbers below the normal range count as 0, in the operands and in the results. This is VDPBF16PS, or C that gives the same bits. */
+/* sum + a.upper * b.upper + a.lower * b.lower, where each lane of a and b is a pair of bfloat16. The products are added in this order, and each
+ * addition rounds once. Numbers below the normal range count as 0, in the operands and in the results. This is VDPBF16PS, or C that gives the same
+ * bits. */
 #ifndef BA_HAVE_V_DOT
 /* x, or a zero of its sign where x is below the normal range. */
 BA_INLINE float NAME(flush)(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
@@ -300,8 +305,8 @@ BA_INLINE vec NAME(v_dot_pairs)(vec sum, ivec a, ivec b) {
 #endif
 #endif
 
-/* tanh, with an error of a few units in the last place. Near 0 it is x + x^3 * p(x^2) with a polynomial p: (1 - e) / (1 + e) loses the digits of a
- * small x, and a cap multiplies the loss by a large number. Elsewhere it is computed by exp2; the limits are exactly -1 and 1. */
+/* tanh, with an error of a few units in the last place. Near 0, x + x^3 * p(x^2) with a polynomial p is used: (1 - e) / (1 + e) loses digits of a
+ * small x, and a softcap multiplies this loss by a large number. Elsewhere tanh is computed by exp2; its limits are exactly -1 and 1. */
 BA_INLINE vec NAME(v_tanh)(vec x) {
     const vec magnitude = NAME(v_max)(x, -x), e = NAME(v_exp2)(magnitude * (real)-2.88539008177792681);
     const vec far = (1 - e) / (1 + e), square = x * x;
@@ -322,7 +327,7 @@ BA_INLINE vec NAME(v_tanh)(vec x) {
     return NAME(v_select)((ivec)(magnitude < (real)0.5), near, signed_far);
 }
 
-/* The score cap * tanh(score / cap); *rate is set to its derivative by the score. */
+/* The score cap * tanh(score / cap); *rate is set to the result's derivative by the score. */
 BA_INLINE vec NAME(v_cap)(vec score, real cap, vec *rate) {
     const vec t = NAME(v_tanh)(score * (1 / cap));
     *rate = 1 - t * t;
@@ -367,7 +372,7 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 #endif
 
 #ifndef BA_REAL_DOUBLE
-/* The bits of `a`, of which the upper 16 are the nearest bfloat16, even in a tie; NaN stays NaN. The lower 16 are meaningless. */
+/* Bits of which the upper 16 are the bfloat16 nearest to `a`, ties to even; NaN stays NaN. The lower 16 bits are meaningless. */
 BA_INLINE ivec NAME(v_near_bf16)(vec a) {
     const ivec bits = (ivec)a, rounded = NAME(v_half_up)(a) - (~(bits >> 16) & 1), is_nan = (ivec)((bits & 0x7fffffff) > 0x7f800000);
     return (is_nan & (bits | 0x400000)) | (~is_nan & rounded);
@@ -410,14 +415,14 @@ BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
     return (vec)((ivec)value | ((bits & 0x80) << 24));
 }
 #endif
-/* The float16 number that p, of any alignment, points to, in every lane. Four bytes can be read there. */
+/* Spreads the float16 number at p over all lanes. p may have any alignment, and four bytes can be read there. */
 #ifndef BA_HAVE_V_SPREAD_F16
 BA_INLINE vec NAME(v_spread_f16)(const void *p) {
     uint16_t all[BA_LANES];
     for (int i = 0; i < BA_LANES; i++) memcpy(all + i, p, sizeof *all);
     return NAME(v_from_f16)(all);
 }
-/* Two float16 numbers that stand one behind the other. */
+/* The same for two float16 numbers that stand one behind the other. */
 BA_INLINE void NAME(v_spread_two_f16)(const void *p, vec *one, vec *other) {
     *one = NAME(v_spread_f16)(p);
     *other = NAME(v_spread_f16)((const char *)p + 2);
@@ -426,7 +431,7 @@ BA_INLINE void NAME(v_spread_two_f16)(const void *p, vec *one, vec *other) {
 #if BA_LANES == 16
 /* 0, 1, 2 ... */
 BA_INLINE vec NAME(v_count)(void) { return (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-/* The lane of `table` whose number the low four bits of an index are, for each index. */
+/* For each index, the lane of `table` whose number is in the low four bits of the index. */
 #ifndef BA_HAVE_V_LOOK_UP
 BA_INLINE vec NAME(v_look_up)(vec table, ivec indices) {
     vec found;
@@ -435,8 +440,8 @@ BA_INLINE vec NAME(v_look_up)(vec table, ivec indices) {
 }
 #endif
 #endif
-/* These load n elements of one byte as bfloat16, two in each lane; zeros fill the vector where n is less than 2 * BA_LANES. Nothing is rounded: all
- * numbers of int8 and of e4m3 are numbers of bfloat16. */
+/* These load n elements of one byte as bfloat16, two in each lane; zeros fill the vector where n is less than 2 * BA_LANES. Nothing is rounded:
+ * bfloat16 holds all numbers of int8 and of e4m3. */
 #define BA_PAIRS_FROM(type, convert)                                                                                                                 \
     type half[2][BA_LANES] = {{0}};                                                                                                                  \
     for (int64_t i = 0; i < ba_min(n, 2 * BA_LANES); i++) half[i % 2][i / 2] = p[i];                                                                 \
@@ -481,8 +486,8 @@ BA_INLINE vec NAME(v_odd)(vec a, vec b) { return BA_INTERLEAVE(BA_ODD_LANE, 0, a
 BA_INLINE vec NAME(v_zip_low)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_LOW_LANE, 0, a, b); }
 BA_INLINE vec NAME(v_zip_high)(vec a, vec b) { return BA_INTERLEAVE(BA_ZIP_HIGH_LANE, 0, a, b); }
 /* v_join_rows takes 2 * BA_LANES elements of 16 bits from each of two rows, and pairs those of the same position: the lower half of a lane is an
- * element of `one`, the upper half the same element of `other`. v_joined_low and v_joined_high turn the order of the pairs into that of the elements:
- * they give the first and the second BA_LANES of them. */
+ * element of `one`, the upper half the same element of `other`. v_joined_low and v_joined_high put the pairs into the order of the elements: they
+ * give the first and the second BA_LANES pairs. */
 #if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_JOIN)
 BA_INLINE void NAME(v_join_rows)(const ivec one, const ivec other, ivec *two) {
     two[0] = (one & 0xffff) | other << 16;
@@ -492,7 +497,7 @@ BA_INLINE vec NAME(v_joined_low)(vec a, vec b) { return NAME(v_zip_low)(a, b); }
 BA_INLINE vec NAME(v_joined_high)(vec a, vec b) { return NAME(v_zip_high)(a, b); }
 #endif
 
-/* a and b hold rows of n lanes one behind the other, n a constant power of two below BA_LANES: takes the rows with even, or with odd, numbers. */
+/* a and b hold rows of n lanes one behind the other. Takes the rows with even, or with odd, numbers. n is a constant power of two below BA_LANES. */
 #define BA_EVEN_ROW(j, n) (2 * ((j) - (j) % (n)) + (j) % (n)) % (2 * BA_LANES)
 #define BA_ODD_ROW(j, n) (BA_EVEN_ROW(j, n) + (n)) % (2 * BA_LANES)
 BA_INLINE vec NAME(v_even_rows)(vec a, vec b, const int n) {
@@ -514,7 +519,8 @@ BA_INLINE vec NAME(v_odd_rows)(vec a, vec b, const int n) {
 #undef BA_ZIP_LOW_LANE
 #undef BA_ZIP_HIGH_LANE
 
-/* Transposes a square of BA_LANES vectors: exchanges rows[i][j] and rows[j][i]. Each round exchanges off-diagonal blocks of twice the size. */
+/* Transposes a square of BA_LANES vectors: exchanges rows[i][j] and rows[j][i]. Each round exchanges off-diagonal blocks, which are twice as large as
+ * in the round before. */
 #define BA_TRANSPOSE_ROUND(step)                                                                                                                     \
     if (step < BA_LANES) {                                                                                                                           \
         _Pragma("GCC unroll 16") for (int i = 0; i < BA_LANES; i++) {                                                                                \
@@ -539,10 +545,10 @@ BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
 
 /* Sums across lanes: lane i of the result is the sum of all lanes of rows[i]. `count`, a constant power of two, says how many rows there are; the
  * lanes beyond `count` repeat the ones before them. The additions pair the same lanes in the same order for every row and any count, so that a sum
- * does not depend on how many are made together.
+ * does not depend on how many sums are made together.
  *
  * There are two halves, so that a caller can do other work between them. v_sum_pairs adds neighbouring lanes and leaves half as many vectors, at
- * the front of `rows`; v_sum_paired makes the sums of those. v_sum_each is both, of BA_LANES rows. */
+ * the front of `rows`; v_sum_paired makes the sums from these vectors. v_sum_each does both, for BA_LANES rows. */
 #ifndef BA_HAVE_V_SUM_PAIRS
 #define BA_SUM_ROUND(step)                                                                                                                           \
     if (step < BA_LANES && step >= count) rows[0] += NAME(v_swap)(rows[0], step);                                                                    \

@@ -18,7 +18,7 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) { return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 
-/* By way of float16, whose exponent has a bias that is 8 greater: the bits of exponent and mantissa move up by 7 places, the conversion to float
+/* Converts by way of float16, whose exponent bias is larger by 8: the bits of exponent and mantissa move up by 7 places, the conversion to float
  * handles subnormal numbers, and a factor of 2^8 corrects the bias. The only NaN of e4m3 is turned into a NaN of float16. */
 #define BA_HAVE_V_E4M3 1
 BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {

@@ -10,8 +10,8 @@ BA_INLINE vec NAME(v_nan_of)(vec a, vec b) {
     return (vec)_mm512_mask_mov_ps((__m512)b, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_UNORD_Q), (__m512)a);
 }
 
-/* p * 2^floor(e), which is 2^x; 0 where x is below -126, since the result would be subnormal: Intel's cores take hundreds of cycles to make a
- * subnormal number, and again for each product with it. NaN where x is NaN. */
+/* p * 2^floor(e), which is 2^x; NaN where x is NaN. Where x is below -126, the result is 0 instead of a subnormal number: Intel's cores take hundreds
+ * of cycles to make a subnormal number, and as many for each product with it. */
 BA_INLINE vec NAME(scale_normal)(vec p, vec e, vec x) {
     return (vec)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), (__m512)p, (__m512)e);
 }
@@ -37,8 +37,8 @@ BA_INLINE vec NAME(v_short_power)(vec f) {
 BA_INLINE vec NAME(v_short_scale)(vec p, vec x) { return NAME(scale_normal)(p, x, x); }
 BA_INLINE ivec NAME(v_pair_rounded)(vec even, vec odd, const NAME(rounding) * by) {
     const __m512i a = _mm512_add_epi32((__m512i)even, (__m512i)by->half), b = _mm512_add_epi32((__m512i)odd, (__m512i)by->half);
-    /* A byte alignment and not a shift, since shifts run on the port that multiplies. The operand that is overwritten is one that is not needed
-     * again: 0xe4 takes the bits of the first where those of the third are set, else those of the second. */
+    /* This is a byte alignment and not a shift, since shifts run on the port that multiplies. VPTERNLOGD overwrites its first operand, which is not
+     * needed again; 0xe4 takes bits of the first operand where those of the third are set, and bits of the second elsewhere. */
     return (ivec)_mm512_ternarylogic_epi32(_mm512_alignr_epi8(a, a, 2), b, (__m512i)by->lower, 0xe4);
 }
 BA_INLINE vec NAME(v_gather)(const float *p, ivec at) { return (vec)_mm512_i32gather_ps((__m512i)at, p, sizeof *p); }
@@ -97,7 +97,7 @@ BA_INLINE void NAME(v_to_f16)(uint16_t *p, vec a) {
 BA_INLINE ivec NAME(v_load_i8)(const int8_t *p) { return (ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 BA_INLINE ivec NAME(v_load_u8)(const uint8_t *p) { return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 
-/* By way of float16, whose exponent has a bias that is 8 greater: the bits of exponent and mantissa move up by 7 places, the conversion to float
+/* Converts by way of float16, whose exponent bias is larger by 8: the bits of exponent and mantissa move up by 7 places, the conversion to float
  * handles subnormal numbers, and a factor of 2^8 corrects the bias. The only NaN of e4m3 is turned into a NaN of float16. */
 #define BA_HAVE_V_E4M3 1
 BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
@@ -141,8 +141,8 @@ BA_INLINE vec NAME(v_pairs_from_i8)(const int8_t *p, int64_t n) {
 
 #define BA_HAVE_V_PAIRS_E4M3 1
 #ifdef __AVX512VBMI__
-/* All numbers of e4m3 without their signs, in the order of their bits, as bfloat16: [0] their lower bytes, [1] their upper ones. VPERMI2B looks them
- * up: it takes an index from the lowest 7 bits of a byte, and does not see the sign. */
+/* All numbers of e4m3 without their signs, in the order of their bits, as bfloat16: [0] has the lower bytes, [1] the upper bytes. VPERMI2B looks the
+ * numbers up: it takes an index from the lowest 7 bits of a byte, and does not see the sign. */
 #define BA_BYTE(bits, shift) (uint8_t)((bits) >> (shift))
 #define BA_BUT_LAST(bits, shift)                                                                                                                     \
     BA_BYTE(bits, shift), BA_BYTE((bits) + 0x10, shift), BA_BYTE((bits) + 0x20, shift), BA_BYTE((bits) + 0x30, shift),                               \
@@ -174,7 +174,7 @@ BA_INLINE vec NAME(v_pairs_from_e4m3)(const uint8_t *p, int64_t n) {
 }
 #else
 /* In 16-bit lanes: the bits of exponent and mantissa move to their places in bfloat16, and the bias of the exponent is corrected. 0, the numbers that
- * are subnormal in e4m3, and NaN come from a table instead, by the lowest 5 bits. */
+ * are subnormal in e4m3, and NaN come from a table instead, which the lowest 5 bits index. */
 BA_INLINE vec NAME(v_pairs_from_e4m3)(const uint8_t *p, int64_t n) {
     const __m512i table = _mm512_set_epi32(0x7fc00000, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x3c603c40, 0x3c203c00, 0x3bc03b80, 0x3b000000);
     const __m512i x = _mm512_cvtepi8_epi16(NAME(v_load_bytes)(p, n)), moved = _mm512_slli_epi16(x, 4);
@@ -186,7 +186,7 @@ BA_INLINE vec NAME(v_pairs_from_e4m3)(const uint8_t *p, int64_t n) {
 }
 #endif
 
-/* Within each 128 bits, the lower four elements of both rows, then the upper four. */
+/* Within each 128 bits, two[0] takes the lower four elements of both rows, and two[1] the upper four. */
 #define BA_HAVE_V_JOIN 1
 BA_INLINE void NAME(v_join_rows)(const ivec one, const ivec other, ivec *two) {
     two[0] = (ivec)_mm512_unpacklo_epi16((__m512i)one, (__m512i)other);

@@ -2,10 +2,9 @@
  * vec/vec.h only. */
 #include <arm_neon.h>
 
-/* v_max keeps its generic form, a comparison and a selection. FMAX returns NaN if either operand is NaN, and FMAXNM returns NaN for a signalling
- * one. */
+/* v_max keeps its generic form, a comparison and a selection. FMAX returns NaN if either operand is NaN, and FMAXNM if either is a signalling NaN. */
 
-/* FMLA can multiply by one element of a register. So four elements are loaded at once, and none has to be spread over a register of its own. */
+/* FMLA can multiply by one element of a register. So four elements are loaded at once, and no element has to be spread over a register of its own. */
 #define BA_HAVE_ELEMENTS 1
 #define BA_ELEMENTS 4
 typedef vec NAME(elements);
@@ -50,7 +49,7 @@ BA_INLINE void NAME(v_spread_two_f16)(const void *p, vec *one, vec *other) {
     *other = NAME(v_spread_f16)((const char *)p + 2);
 }
 
-/* By way of float16, whose exponent has a bias that is 8 greater: the bits of exponent and mantissa move up by 7 places, the conversion to float
+/* Converts by way of float16, whose exponent bias is larger by 8: the bits of exponent and mantissa move up by 7 places, the conversion to float
  * handles subnormal numbers, and a factor of 2^8 corrects the bias. The only NaN of e4m3 is turned into a NaN of float16. */
 #define BA_HAVE_V_E4M3 1
 BA_INLINE vec NAME(v_from_e4m3)(const uint8_t *p) {
