@@ -63,8 +63,7 @@ static operand memory_operand(const ucontext_t *context, const unsigned char *ve
     }
     m.address = displacement;
     if (!no_base) m.address += register_of(context, base + base_high);
-    else if (rm != WITH_SIB)
-        m.address += (int64_t)(uintptr_t)(modrm + m.length); /* relative to the next instruction: instructions of tiles have no immediate */
+    else if (rm != WITH_SIB) m.address += (int64_t)(uintptr_t)(modrm + m.length); /* relative to the next instruction: no immediate follows */
     return m;
 }
 

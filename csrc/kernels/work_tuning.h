@@ -53,8 +53,8 @@ typedef struct ba_work_tuning {
 
     /* Choosing tokens */
     struct {
-        int64_t rows; /* the most query rows (queries times heads) scored together, or one query's rows; families without scratch use tile_rows */
-        int64_t tile_rows; /* the most query rows of an item, but those that are scored together at least: a panel of keys is packed once per item */
+        int64_t rows;      /* the most query rows (queries times heads) scored together, or one query's; families without scratch use tile_rows */
+        int64_t tile_rows; /* the most query rows of an item, or those that are scored together: a panel of keys is packed once per item */
         int64_t tiles;     /* tiles per thread: where there are fewer, the keys of each tile are cut into parts */
         int64_t part_keys; /* the fewest keys of a part */
     } tokens;
@@ -63,8 +63,7 @@ typedef struct ba_work_tuning {
     struct {
         int64_t mean_tokens;     /* tokens per item of the means of blocks and of their gradients */
         int64_t gate_tokens;     /* tokens per item of the gates */
-        int64_t gradient_tokens; /* tokens per item of the gates' gradients. Each item sums its share of dweight separately, so this number decides
-                                    the bits */
+        int64_t gradient_tokens; /* tokens per item of the gates' gradients. Each item sums its share of dweight, so this number decides the bits */
     } nsa;
 } ba_work_tuning;
 

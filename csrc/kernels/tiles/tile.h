@@ -73,8 +73,7 @@ static inline float ba_tile_element(const unsigned char *p) {
 }
 
 /* As the instruction does, this sums products of elements with even and with odd numbers separately, starting from 0, and then adds both sums. All
- * products
- * of one element of tile a with a row of tile b are made in one loop, which compilers vectorise. */
+ * products of one element of tile a with a row of tile b are made in one loop, which compilers vectorise. */
 static inline void ba_tile_dot(int c, int a, int b) {
     float right[2][16][16];
     for (int i = 0; i < 2; i++)

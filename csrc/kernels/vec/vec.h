@@ -8,9 +8,9 @@
  *     BA_SUFFIX       ends the names of this instance, so that a level can have an instance for float and another for double
  *
  * The operators +, -, *, the comparisons and the casts of `vec` are plain C, and the compiler contracts a product and a sum into one multiply-add.
- * Everything that C cannot say is a function below. Each of them has a generic form here, which compiles for any number of lanes on any CPU: that
- * is how code for wide vectors is checked on a machine that lacks them. A header vec_<isa>.h replaces a generic form where an instruction does the
- * work better, and says so by defining BA_HAVE_<function>. */
+ * Everything that C cannot say is a function below. Each of them has a generic form here, which compiles for any number of lanes on any CPU: that is
+ * how code for wide vectors is checked on a machine that lacks them. A header vec_<isa>.h replaces a generic form where an instruction does the work
+ * better, and says so by defining BA_HAVE_<function>. */
 #include <float.h>
 #include <math.h>
 #include <string.h>
@@ -90,8 +90,7 @@ BA_INLINE ivec NAME(v_add_bits)(ivec bits, uint32_t more) {
 /* Bits of which the upper 16 are `a` rounded to bfloat16, halves away from 0. The lower 16 bits are meaningless. */
 BA_INLINE ivec NAME(v_half_up)(vec a) { return NAME(v_add_bits)((ivec)a, 0x8000); }
 /* Each lane of x holds two bfloat16 elements. A lane of the result is not 0 if one of its two elements is NaN or infinite: adding 1 to an exponent of
- * all
- * ones carries into the sign bit. */
+ * all ones carries into the sign bit. */
 BA_INLINE ivec NAME(v_nonfinite_pairs)(ivec x) { return NAME(v_add_bits)(x & 0x7fff7fff, 0x00800080) & (int32_t)0x80008000; }
 
 /* 2^f for f in [-0.5, 0.5]: a minimax polynomial of degree 5 with a relative error of 7.5e-8. */
@@ -151,8 +150,7 @@ BA_INLINE vec NAME(v_nan_of)(vec a, vec b) { return NAME(v_select)((ivec)(a == a
 #endif
 
 /* v_elements loads n elements that follow each other in memory, where n is 1 or BA_ELEMENTS. v_element spreads the i-th of these elements over all
- * lanes.
- * The generic form only keeps the pointer. */
+ * lanes. The generic form only keeps the pointer. */
 #ifndef BA_HAVE_ELEMENTS
 #define BA_ELEMENTS 1
 typedef const real *NAME(elements);
@@ -547,8 +545,8 @@ BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
  * lanes beyond `count` repeat the ones before them. The additions pair the same lanes in the same order for every row and any count, so that a sum
  * does not depend on how many sums are made together.
  *
- * There are two halves, so that a caller can do other work between them. v_sum_pairs adds neighbouring lanes and leaves half as many vectors, at
- * the front of `rows`; v_sum_paired makes the sums from these vectors. v_sum_each does both, for BA_LANES rows. */
+ * There are two halves, so that a caller can do other work between them. v_sum_pairs adds neighbouring lanes and leaves half as many vectors, at the
+ * front of `rows`; v_sum_paired makes the sums from these vectors. v_sum_each does both, for BA_LANES rows. */
 #ifndef BA_HAVE_V_SUM_PAIRS
 #define BA_SUM_ROUND(step)                                                                                                                           \
     if (step < BA_LANES && step >= count) rows[0] += NAME(v_swap)(rows[0], step);                                                                    \
