@@ -26,8 +26,8 @@
  *     driver       the code in csrc/ops that runs an operation: it finds rows, calls kernels and writes results
  *
  *     query        one token of one query head
- *     KV group     the query heads that share a KV head. A KV head's queries are those of its whole group
- *     slice        consecutive queries of a sequence, where a call has only these and not the sequence's other queries (q_begin, q_total)
+ *     KV group     the query heads that share a KV head. A KV head's queries are the queries of its whole group
+ *     slice        the consecutive queries of a sequence to which a call is limited (q_begin, q_total)
  *     panel        queries side by side as lanes, with their states. Queries that would not fill a wide panel make a narrow one
  *     lane         one query's column of a panel. Lanes of a vector register are called vector lanes where both occur
  *     query tile   at most tile_queries queries that walk the same list and keep their states in cache. It consists of panels. csrc/ops, which knows
@@ -36,11 +36,11 @@
  *                  These "few kernels" take up to BA_FEW_QUERIES queries at a time, have dims as vector lanes, and read K and V in place
  *     set          the queries that a few or a routed kernel computes together: as many as the registers hold sums for
  *     state        m, l and o of a query: the reference, the sum of weights, and the sum of weighted values
- *     reference    m: what is subtracted from a query's scores, so that its weights neither overflow nor all vanish
- *     weight       exp2(score - m): what a value is multiplied by
- *     slope        scale * dS: what a row of Q or K is multiplied by in gradients. (The slopes of a bias are those of alibi_slopes.)
+ *     reference    m: the number that is subtracted from a query's scores, so that its weights neither overflow nor all vanish
+ *     weight       exp2(score - m): the factor by which a value is multiplied
+ *     slope        scale * dS: the factor by which a row of Q or K is multiplied in gradients. (The slopes of a bias are those of alibi_slopes.)
  *     bounds       lo and hi of a query: it sees the keys from lo to hi - 1
- *     bias         what attn_mask and alibi_slopes add to scores, one number for each query and key; -inf hides the key
+ *     bias         the numbers that attn_mask and alibi_slopes add to scores, one for each query and key; -inf hides the key
  *
  *     block        block_q queries by block_kv keys, which are attended or left out together: a block row by a block column
  *     list         the block columns that one block row attends, in any order
@@ -128,7 +128,7 @@ typedef struct ba_prefetch_rows {
     int64_t others, other_bytes; /* few */
 } ba_prefetch_rows;
 
-/* What is added to the scores of a panel over a chunk, after the softcap. */
+/* The numbers that are added to the scores of a panel over a chunk, after the softcap. */
 typedef struct ba_bias {
     const void *numbers; /* in log2 units: real [keys of the chunk][lanes], for few kernels [queries][BA_FEW_PAD(keys)]. NULL: nothing is added */
     bool hides;          /* some number is -inf, so that its lane does not see its key */

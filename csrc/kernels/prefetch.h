@@ -83,8 +83,8 @@ static __attribute__((noinline, unused)) void ba_prefetch_bytes(const ba_prefetc
 }
 
 /* Takes the next `bytes` bytes of a pass and returns where they begin, so that the caller prefetches them line by line. Where the current run has
- * fewer bytes, this function prefetches them and those of the next runs, and the caller gets `otherwise`, memory of its own: the memory behind a run
- * may belong to another head. */
+ * fewer bytes, this function prefetches the next `bytes` bytes itself, from several runs, and the caller gets `otherwise`, memory of its own: the
+ * memory behind a run may belong to another head. */
 static inline const char *ba_prefetch_take(const ba_prefetcher *a, ba_prefetch_pass *pass, int64_t bytes, const void *otherwise) {
     const char *taken = pass->at;
     if (pass->stop - taken < bytes) {

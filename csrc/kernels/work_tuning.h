@@ -12,10 +12,10 @@ typedef struct ba_work_tuning {
     int64_t few_items;      /* the same for few queries, where an item may have several heads */
     int64_t by_block_items; /* the same where queries are attended block by block */
     int64_t by_block_keys;  /* the fewest keys of a block for attention by block to pay: smaller blocks cost a kernel call for a few keys */
-    int64_t by_block_young; /* list rows that have attended fewer blocks than this attend a block last: on tiles, their weights need residuals */
+    int64_t by_block_young; /* list rows with fewer attended blocks than this attend a block last: on tiles, their weights need residuals */
     int64_t alike_keys;     /* keys per query: where a sequence has at least so many, its tiles take the same time */
-    int64_t few_keys;       /* keys per query: with at least so many, even more queries than the kernel for few queries takes at once count as few */
-    int64_t most_entries;   /* the most entries of an item's lists, where the lists are inverted: it bounds the item's scratch memory */
+    int64_t few_keys;     /* keys per query: with at least so many, queries count as few even if the kernel for few queries cannot take all at once */
+    int64_t most_entries; /* the most entries of an item's lists, where the lists are inverted: it bounds the item's scratch memory */
     double survey_entries;  /* lists with more entries than this are checked by several threads */
     double small_work;      /* elements: operations that only stream over memory use one thread below this */
     double small_quantised; /* numbers: quantisation uses one thread below this */
@@ -36,7 +36,7 @@ typedef struct ba_work_tuning {
         int64_t chunk_rows;        /* where heads read a row together: rows that are scored for every head before the next rows */
         int64_t single_chunk_rows; /* the same where the kernel for few queries scores one head after the other */
         int64_t ahead_bytes;       /* bytes that are prefetched ahead of the row that is scored, where heads read a row together */
-        int64_t ahead_rows;        /* the same in rows: the most */
+        int64_t ahead_rows;        /* the most rows that are prefetched ahead */
         int64_t insertion_keys;    /* up to so many keys are sorted by insertion */
         double small_products;     /* multiply-adds: selection uses one thread below this */
     } quest;
@@ -46,7 +46,7 @@ typedef struct ba_work_tuning {
         int64_t pooled_keys;  /* pooled keys per item of the job that makes them */
         int64_t ahead_tokens; /* the fewest tokens that are prefetched before they are pooled */
         int64_t bands;        /* bands per thread: where there are fewer, fewer panels make a band */
-        int64_t pooled_bytes; /* bytes of the pooled keys that are in memory at a time, but those of one KV head at least */
+        int64_t pooled_bytes; /* the most bytes of pooled keys that are in memory at a time, unless one KV head has more */
         int64_t bucket_keys;  /* a block row with more blocks than this is sorted with buckets */
         int64_t moves;        /* moves per block of a block row: where sorting by insertion takes more, it is done by bytes */
     } choose;
