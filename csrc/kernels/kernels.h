@@ -183,8 +183,8 @@ typedef BA_FILL_BIAS((*ba_fill_bias_fn));
 
 /* ---- Packing ------------------------------------------------------------------------------------------------------------ */
 
-/* Packs n queries, times scale, into a panel. Lanes n .. lanes-1 become queries of zeros. The panel has room for lanes * round_up(dim, dim_pad) *
- * q_bytes bytes. */
+/* Packs n queries into a panel, times scale unless the family multiplies the scores by it (ba_chunk.scale). Lanes n .. lanes-1 become queries of
+ * zeros. The panel has room for lanes * round_up(dim, dim_pad) * q_bytes bytes. */
 #define BA_PACK_QUERIES(name) void name(void *panel, const void *const *q_rows, int64_t n, int64_t dim, double scale)
 typedef BA_PACK_QUERIES((*ba_pack_queries_fn));
 

@@ -6,7 +6,7 @@
 /* The numbers were found by measuring, level by level (docs/notes/ says how, and what else was tried); kernels.h says what each number is. The rules:
  *
  *     chunk_keys                 the scores of a wide panel and its packed queries fit L1 together
- *     list_keys                  a list row is not attended for so long that keys that other list rows share leave L2
+ *     list_keys                  a list row is not attended for so long that the keys that it shares with other list rows leave L2
  *     tile_queries               packing one chunk serves as many queries as have room in L2 with their output
  *     gradient_*                 an item's weights and slopes over a chunk, and the chunk's rows of K, V, dK and dV, fit L2
  *     few_least_heads            with fewer query heads, tiles (amx) are so empty that vectors are as fast, and making pairs of int8 (avx512_bf16)
