@@ -46,7 +46,8 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t) {
         if (t->dims[i] < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected no negative axis, got shape %s", name, ba_shape_text(t).chars);
         if (t->dims[i] == 0) empty = true;
         else
-            overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements); /* also in an empty array, because drivers multiply its other axes */
+            overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements); /* also in an empty array: drivers multiply the lengths of its axes
+                                                                                  */
     }
     for (int i = 0; i < t->ndim && !empty; i++) {
         int64_t reach;
@@ -96,8 +97,9 @@ ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor 
     return ba_check_places(name, t);
 }
 
-/* Whether two elements may share memory. With the axes sorted by stride, that is so where the stride of an axis is no larger than the distance
- * that all axes of smaller strides span together. (This may refuse an exotic array that does not overlap; it never accepts one that does.) */
+/* Whether two elements may share memory. With the axes sorted by stride, that is so where the stride of an axis is no larger than the distance that
+ * all axes of smaller strides span together. (The answer may be true for an exotic array that does not overlap; it is never false for an array that
+ * does.) */
 static bool overlaps_itself(const ba_tensor *t) {
     int64_t steps[BA_MAX_DIMS], reaches[BA_MAX_DIMS];
     int count = 0;
@@ -122,7 +124,7 @@ static bool overlaps_itself(const ba_tensor *t) {
     return false;
 }
 
-/* The stride of an axis in bytes, without its sign; 0 where the axis has a single entry, whose stride has not been checked. */
+/* The stride of an axis in bytes, without its sign; 0 where the axis has length 1, since its stride has then not been checked. */
 static int64_t step_bytes(const ba_tensor *t, int axis) { return llabs(ba_step(t, axis)) * ba_dtype_size(t->dtype); }
 
 /* The lowest byte of an array that has elements. */
@@ -133,7 +135,7 @@ static uintptr_t lowest_byte(const ba_tensor *t) {
     return low;
 }
 
-/* How many bytes one element and the axes whose steps are no multiples of `step` span together. All axes count where `step` is 0. */
+/* The number of bytes that one element and all axes whose steps are no multiples of `step` span together. Where `step` is 0, all axes count. */
 static int64_t span_within(const ba_tensor *t, int64_t step) {
     int64_t span = ba_dtype_size(t->dtype);
     for (int i = 0; i < t->ndim; i++)

@@ -8,14 +8,14 @@
 #include "core/pool.h"
 #include "kernels/kernels.h"
 
-enum { SLICES = 4, PROBE_STEP = 512 /* bytes; a multiple of what one iteration of any level's read loop reads */ };
+enum { SLICES = 4, PROBE_STEP = 512 /* bytes; a multiple of the bytes that one iteration of any level's read loop reads */ };
 
 typedef struct probe {
     const ba_probes *kernels;
     ba_probe_flops_fn flops;
     double seconds;
     int64_t bytes;       /* bytes that each thread reads; 0: multiply-adds are measured, not reads */
-    float *own_memory;   /* `bytes` per thread, one thread's after the other's, written by the thread that reads them. NULL: `data` is the caller's */
+    float *own_memory;   /* NULL: `data` is the caller's. Else a part of `bytes` bytes for each thread, which the thread writes and then reads */
     const char *data;    /* own_memory, or the caller's memory; NULL where multiply-adds are measured */
     _Atomic int arrived; /* threads that are ready to measure */
     int threads;
@@ -67,7 +67,7 @@ static void run_probe(void *context, int64_t item, int worker) {
     p->rate[item] = done / elapsed;
 }
 
-/* The number of threads that measure; 0 for a number that calls refuse. */
+/* The number of threads that measure; 0 where num_threads is a number that calls refuse. */
 static int threads_of(int num_threads) { return num_threads < 0 || num_threads > BA_MAX_THREADS ? 0 : ba_threads_for(num_threads); }
 
 static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes, double seconds, int threads) {
@@ -82,8 +82,8 @@ static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes,
     p.data = data ? data : (const char *)p.own_memory;
     double best = 0, later = 0;
     /* The best of a few slices is the limit: in any one slice, two threads may have shared a core until the system moved one of them. Products of
-     * tiles lower the clock within a few milliseconds, so there the best slice would be one that a long call cannot keep up with: the mean of the
-     * slices after the first is taken. */
+     * tiles lower the clock within a few milliseconds, and a long call cannot keep up with their best slice. Their limit is the mean of the slices
+     * after the first. */
     p.seconds = seconds / SLICES;
     for (int slice = 0; slice < (seconds > 0 ? SLICES : 1) && p.rate && (!bytes || p.data); slice++) {
         atomic_store(&p.arrived, 0);
@@ -91,7 +91,7 @@ static double measure(ba_isa level, bool tiles, const void *data, int64_t bytes,
         double total = 0;
         for (int i = 0; i < threads; i++) total += p.rate[i];
         best = total > best ? total : best;
-        if (slice) later += (total - later) / slice; /* their mean */
+        if (slice) later += (total - later) / slice; /* the mean of these slices */
     }
     free(p.rate);
     free(p.own_memory);

@@ -5,8 +5,8 @@
 #include "blitz_attn.h"
 #include "core/common.h"
 
-/* The most tokens of a sequence, and the largest token number of its first query: positions, and the distance between any two of them, then fit into
- * the int32_t that kernels take. */
+/* The most tokens of a sequence, and the largest token number of its first query. Positions within this bound, and the distance between any two of
+ * them, fit into the int32_t that kernels take. */
 enum { BA_MOST_TOKENS = INT32_MAX / 2 };
 
 /* A (batch, head, token, dim) view of an array of any layout. Strides count elements; the dim axis is contiguous. */
@@ -16,7 +16,8 @@ typedef struct ba_view {
 } ba_view;
 
 /* A batch entry of a paged call with kv_split (attend_kv_split.c): a slice of a request's queries, and one KV split of its tokens. The split counts
- * as a sequence of its own: `kv_lens`, `first_page` and `q_begin` of the problem are those of the split, whose first token is its token 0. */
+ * as a sequence of its own: `kv_lens`, `first_page` and `q_begin` of the problem describe the split, and its tokens are counted from its first one.
+ */
 typedef struct ba_kv_split {
     int64_t request;        /* the request's index on the batch axes of attn_mask and of the lists */
     int64_t first_query;    /* the number of the slice's first query among those of the request */
@@ -27,13 +28,13 @@ typedef struct ba_kv_split {
 } ba_kv_split;
 
 typedef struct ba_problem {
-    ba_dtype dtype, k_dtype, v_dtype; /* of q, and of out unless that is unrounded; of k; of v, which is that of k unless both have cells */
+    ba_dtype dtype, k_dtype, v_dtype; /* of q, and of out unless `unrounded` is set; of k; of v, which differs from k's only where both have cells */
     int64_t element_size, kv_element_size, out_element_size;
-    bool unrounded;                        /* out is of reals, whatever the dtype of q */
+    bool unrounded;                        /* out holds reals, whatever the dtype of q */
     int64_t batch, heads, kv_heads, group; /* group = heads / kv_heads */
     int64_t q_len, kv_len;                 /* the length of the batch entries (BA_TND and paged: of the longest sequence) */
     int64_t head_dim, v_dim;
-    int64_t k_width, v_width; /* elements of kv_element_size bytes in a row of k and v: the dims, or where rows have cells their bytes */
+    int64_t k_width, v_width; /* elements of kv_element_size bytes in a row of k and v: the dims, or, where rows have cells, the bytes of these */
     double scale;
     double softcap;     /* 0: none. Else it bounds the scaled scores */
     const float *sinks; /* NULL: none. Else [heads]: one score per head that takes part in the softmax without a value */
@@ -42,19 +43,20 @@ typedef struct ba_problem {
      * their scales are then strides from one page to the next. */
     int64_t page_size; /* 0: not paged */
     const int64_t *page, *first_page;
-    const ba_kv_split *kv_splits; /* NULL: a batch entry is a whole sequence. Else [batch], and q, out and lse have one axis of rows for all */
+    const ba_kv_split *kv_splits; /* NULL: a batch entry is a whole sequence. Else [batch], and all batch entries share one axis of rows of q, out and
+                                   * lse */
     ba_view k_scale, v_scale;     /* data NULL: none. Else one float per token and head, for quantised K and V */
-    ba_view lse;                  /* data NULL: not written. Elements are float, for float64 double */
+    ba_view lse;                  /* data NULL: not written. Its elements are reals */
     const int64_t *q_lens, *kv_lens, *cu_kv;
-    const int64_t *cu_q, *q_ends; /* NULL: queries have a batch axis. Else the rows of q with which the queries of each sequence begin and end */
+    const int64_t *cu_q, *q_ends; /* NULL: queries have a batch axis. Else the rows of q where each sequence's queries begin and end */
     bool causal;
     int64_t window_left, window_right; /* -1: no bound */
     const int64_t *q_begin;       /* NULL: the queries are the last tokens of their sequences. Else the token number of each sequence's query 0 */
-    const int64_t *q_total;       /* NULL, or the number of queries that each sequence's are a slice of: kernels are chosen as for so many */
-    ba_tensor kv_ranges;          /* data NULL: none. Else (batch, queries, 2); see ba_visible_keys() */
+    const int64_t *q_total;       /* NULL, or where queries are a slice: the number of queries of each whole sequence, by which kernels are chosen */
+    ba_tensor kv_ranges;          /* data NULL: none. Else (batch or 1, queries, 2); see ba_visible_keys() */
     ba_tensor attn_mask;          /* data NULL: none. Else (batch, heads, queries, keys), with stride 0 where an axis has length 1 */
     const float *alibi_slopes;    /* NULL: none. Else [heads] */
-    int64_t key_stride, key_last; /* 0: a key is a token. Else, where causal, a query sees key j from token j * key_stride + key_last on */
+    int64_t key_stride, key_last; /* 0: a key is a token. Else, in causal calls, queries from token j * key_stride + key_last on see key j */
     bool listed;                  /* `blocks` holds lists. false: every block is attended */
     bool routed;                  /* lists are of single queries or small tiles: routed kernels attend list rows of few queries */
     const char *list_name;        /* the name of the argument that holds the lists, for sentences */
@@ -62,7 +64,7 @@ typedef struct ba_problem {
     int64_t block_q, block_kv;
     int64_t block_rows, block_columns; /* blocks of queries and of keys in a sequence of q_len queries and kv_len keys */
     const int64_t *block_counts;       /* NULL: a list row ends at its first pad. Else [batch][head axis of blocks]: how many entries are in use */
-    const int64_t *cu_rows;            /* NULL: the lists have a batch axis. Else where each sequence's list rows begin on their one axis */
+    const int64_t *cu_rows;            /* NULL: the lists have a batch axis. Else the place on the lists' axis of rows where each sequence's begin */
 } ba_problem;
 
 /* The tokens of one batch entry: the row where they begin, how many rows there are, and how many of these, from the first on, are valid. */
@@ -131,8 +133,8 @@ static inline int64_t ba_diagonal(const ba_problem *p, int64_t batch, int64_t qu
     return query + (p->q_begin ? p->q_begin[batch] : kv_valid - q_valid);
 }
 
-/* The keys that a query sees by its position, kv_ranges aside: [0, 0) where there are none. From one query to the next, neither end falls, except
- * to [0, 0). */
+/* The keys that a query sees by its position, without regard to kv_ranges: [0, 0) where it sees none. From one query to the next, neither end of the
+ * range falls, unless the range becomes [0, 0). */
 static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int64_t query) {
     const int64_t q_valid = ba_q_span(p, batch).valid, kv_valid = ba_kv_span(p, batch).valid, diagonal = ba_diagonal(p, batch, query);
     ba_range range = {0, kv_valid};
@@ -148,12 +150,13 @@ static inline ba_range ba_keys_in_place(const ba_problem *p, int64_t batch, int6
 static inline int64_t ba_range_end(const ba_problem *p, int64_t batch, int64_t query, int end) {
     const int64_t *step = p->kv_ranges.strides, row = ba_q_span(p, batch).begin + query;
     if (!p->kv_splits) return ba_list_entry(&p->kv_ranges, batch * step[0] + row * step[1] + end * step[2]);
-    /* Ends are clamped first: all ends beyond the tokens mean the same, and the difference then does not overflow. */
+    /* Ends are clamped so that the difference does not overflow. All ends beyond the tokens mean the same. */
     const int64_t token = ba_list_entry(&p->kv_ranges, row * step[1] + end * step[2]);
     return ba_max(-1, ba_min(token, INT32_MAX)) - p->kv_splits[batch].first_key;
 }
 
-/* The keys that a query sees by its position and by kv_ranges: [0, 0) where there are none. With kv_ranges, ends may rise and fall. */
+/* The keys that a query sees by its position and by kv_ranges: [0, 0) where it sees none. With kv_ranges, the ends may rise and fall from one query
+ * to the next. */
 static inline ba_range ba_visible_keys(const ba_problem *p, int64_t batch, int64_t query) {
     ba_range range = ba_keys_in_place(p, batch, query);
     if (!p->kv_ranges.data) return range;
@@ -162,7 +165,7 @@ static inline ba_range ba_visible_keys(const ba_problem *p, int64_t batch, int64
     return range.lo < range.hi ? range : (ba_range){0, 0};
 }
 
-/* The index of a query head on the lists' head axis, which is 1, kv_heads or heads long, and of a batch entry on their batch axis. */
+/* The index of a query head on the lists' head axis, and of a batch entry on their batch axis. The head axis has length 1, kv_heads or heads. */
 static inline int64_t ba_list_head(const ba_problem *p, int64_t head) {
     return p->blocks.dims[1] == p->heads ? head : p->blocks.dims[1] == 1 ? 0 : head / p->group;
 }
@@ -181,7 +184,8 @@ static inline int64_t ba_sequence_at(const int64_t *begin, int64_t sequences, in
     return low;
 }
 
-/* How many block columns the lists of a batch entry may name: those of its own tokens where keys are paged, else those of the padded length. */
+/* The number of block columns that the lists of a batch entry may name. Where keys are paged, the entry's own tokens decide, else the padded length.
+ */
 static inline int64_t ba_list_columns(const ba_problem *p, int64_t batch) {
     return p->page_size ? ba_ceil_div(ba_kv_span(p, batch).valid, p->block_kv) : p->block_columns;
 }

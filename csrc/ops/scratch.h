@@ -1,8 +1,7 @@
 /* How drivers divide their scratch memory. Internal.
  *
- * The functions that lay out scratch memory hand out the parts of the block at `base` and return its size; with base NULL, only the size counts. They
- * are called once to learn the size, and again with the memory. A call's block holds one block for each worker, which is laid out anew for each
- * item. */
+ * A function that lays out scratch memory hands out the parts of the block at `base`, and computes the size of the block. Each is called twice: with
+ * base NULL to learn the size, and then with the memory. A call's block holds one block for each worker, which is laid out anew for each item. */
 #ifndef BA_OPS_SCRATCH_H
 #define BA_OPS_SCRATCH_H
 
@@ -12,7 +11,7 @@
 #include "core/status.h"
 #include "kernels/kernels.h"
 
-/* Gets a block for a call, to which it belongs until ba_arena_release(). */
+/* Gets a block, which belongs to the call until ba_arena_release(). */
 static inline ba_status ba_get_scratch(int64_t bytes, char **memory) {
     *memory = ba_arena_get((size_t)bytes);
     return *memory ? BA_OK : ba_fail(BA_ERROR_MEMORY, "scratch: expected %lld bytes of memory, got none", (long long)bytes);
@@ -28,7 +27,8 @@ static inline void *ba_take(char *base, int64_t *used, int64_t bytes) {
     return part;
 }
 
-/* The same, but where tuning has a page_offset, the part begins `offset` bytes behind the beginning of a page. `base` must begin a page then. */
+/* As ba_take(), but where page_offset (of tuning) is not 0, the part begins `offset` bytes behind the beginning of a page. `base` must then be the
+ * beginning of a page. */
 static inline void *ba_take_in_page(char *base, int64_t *used, int64_t bytes, int64_t page_offset, int64_t offset) {
     if (page_offset) *used = ba_round_up(ba_max(0, *used - offset), BA_PAGE) + offset;
     return ba_take(base, used, bytes);

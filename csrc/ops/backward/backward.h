@@ -13,7 +13,7 @@ typedef struct ba_gradients {
     float *alibi_slopes; /* NULL: not wanted. Else [heads] */
 } ba_gradients;
 
-/* Computes the gradients of a checked problem. Fails as ba_attend() does. num_threads 0: what ba_get_num_threads() says. */
+/* Computes the gradients of a checked problem. Fails as ba_attend() does. num_threads 0 stands for ba_get_num_threads(). */
 ba_status ba_attend_backward(const ba_problem *problem, const ba_gradients *gradients, int num_threads);
 
 /* Computes the gradients of attn_mask and alibi_slopes, as far as they are wanted, after ba_attend_backward() has checked the lists. */

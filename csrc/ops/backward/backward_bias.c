@@ -1,10 +1,10 @@
-/* Gradients of what is added to the scores: of attn_mask and of alibi_slopes. They take a pass of their own over all queries and keys, after the pass
- * for dQ, dK and dV, since an element of a mask may belong to many heads and batch entries, whose dS are then added up.
+/* Gradients of the biases attn_mask and alibi_slopes. They take a pass of their own over all queries and keys, after the pass for dQ, dK and dV. An
+ * element of a mask may belong to many heads and batch entries, and the dS of all of these are added up.
  *
- * An item of the mask's gradient is a rectangle of its elements: those of one query tile and of one run of keys, at one index on the mask's batch
- * axis and one on its head axis. One thread adds up the rectangle's dS of all batch entries and heads that these indices stand for, in their order.
- * Where the mask's axis of queries, or of keys, has length 1, the item goes over all query tiles, or over all runs. An item of the slopes' gradient
- * is one head of one batch entry. So the order of no sum depends on the threads. */
+ * An item of the mask's gradient is a rectangle of elements: the queries of one tile by one run of keys, at one index of the mask's batch axis and
+ * one index of its head axis. One thread adds up the rectangle's dS over all batch entries and heads that these two indices stand for, in their
+ * order. Where the mask's axis of queries, or of keys, has length 1, the item goes over all query tiles, or over all runs. An item of the slopes'
+ * gradient is one head of one batch entry. So threads do not change the order of any sum. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,7 +23,7 @@ typedef struct bias_scratch {
     ba_backward_scratch common; /* for one tile */
     char *sums;                 /* real [panel][key of the run][lane of the panel]: sums of dS */
     double *numbers;            /* elements of the mask's gradient that belong to one row or one column */
-    float *floats;              /* the same as floats */
+    float *floats;              /* these numbers as floats */
 } bias_scratch;
 
 /* How many numbers a rectangle may have in a row or in a column. */
@@ -56,7 +56,7 @@ static int64_t tile_count(const bias_call *c) {
 
 static int64_t run_count(const bias_call *c) { return ba_ceil_div(c->common.problem->kv_len, c->common.tuning->gradient_keys); }
 
-/* The queries of tile number `index` in a sequence of `tokens` tokens. The range is empty where the tile lies behind them. */
+/* The queries of tile number `index` in a sequence of `tokens` tokens. The range is empty where the tile lies behind the last token. */
 static ba_range tile_at(const bias_call *c, int64_t index, int64_t tokens) {
     const ba_tiling *t = &c->common.plan.tiling;
     const int64_t row = index / tiles_per_row(t), first = row * t->row_tokens + index % tiles_per_row(t) * t->tile_queries;
@@ -71,13 +71,13 @@ static ba_range run_at(const bias_call *c, int64_t index) {
 
 static int64_t wide_lanes(const bias_call *c) { return c->common.family->lanes[BA_PANEL_WIDE]; }
 
-/* The sums of one lane of a tile: that of key j of the run is number j * wide_lanes(). */
+/* The sums of one lane of a tile. The sum for key j of the run is number j * wide_lanes(). */
 static char *sums_of_lane(const bias_call *c, const bias_scratch *s, int64_t lane) {
     const int64_t width = wide_lanes(c), panel = lane / width;
     return s->sums + (panel * c->common.tuning->gradient_keys * width + lane % width) * c->common.family->real_size;
 }
 
-/* Opens a tile, and packs its queries where it sees some key. Returns the keys that it sees. */
+/* Opens a tile, and packs its queries where they see some key. Returns the range of keys that they see. */
 static ba_range open_tile(const bias_call *c, const bias_scratch *s, const ba_item *item, ba_tile_state *t) {
     const ba_backward_call *b = &c->common;
     const ba_backward_scratch *w = &s->common;
@@ -96,7 +96,7 @@ static ba_range open_tile(const bias_call *c, const bias_scratch *s, const ba_it
     return t->range;
 }
 
-/* Adds the dS of a tile and of some keys to the sums of the run of keys that these lie in, which begins with first_key. */
+/* Adds the dS of a tile and of some keys to the sums. The keys lie in the run of keys that begins with first_key. */
 static void add_keys(const bias_call *c, const bias_scratch *s, const ba_item *item, const ba_tile_state *t, ba_gradient_rows *rows,
                      int64_t first_key) {
     const ba_backward_call *b = &c->common;

@@ -12,7 +12,7 @@ typedef struct rows_scratch {
     char *lane_lse, *lane_delta, *lane_dq;
     int32_t *lane_lo, *lane_hi;
     char *lane_q, *lane_dout; /* rows, side by side. In the caller's arrays, the rows of a head may compete for few lines of the cache */
-    char *added;              /* the dQ of one panel, before it is added to that of its lanes */
+    char *added;              /* the dQ of one panel, before it is added to lane_dq */
     int32_t *attending;       /* lanes that attend the current keys */
     int32_t *begin, *listed;  /* the inverted lists (ba_plan_invert_lists) */
 } rows_scratch;
@@ -49,7 +49,7 @@ static ba_tile row_of_lane(const ba_backward_call *c, const ba_item *item, int64
     return ba_plan_tile(&c->plan, item->batch, item->kv_head, item->first_tile + lane / c->list_row_lanes);
 }
 
-/* Copies the rows of all lanes of an item, sets the keys that they see, their log-sum-exps and their deltas, and clears their dQ. */
+/* Copies the rows of all lanes of an item, sets the keys that the lanes see, their log-sum-exps and their deltas, and clears their dQ. */
 static void open_rows(const ba_backward_call *c, const rows_scratch *r, const ba_item *item) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size, lanes = item->tiles * c->list_row_lanes, bytes = row_bytes(c, p->head_dim),
@@ -116,7 +116,7 @@ static void keep_dq(const ba_backward_call *c, const rows_scratch *r, const ba_t
     }
 }
 
-/* Computes the gradients of keys [first, end) of a column and of the queries that list it. */
+/* Computes the gradients of keys [first, end) of a column and of the queries that list the column. */
 static void attend_keys(const ba_backward_call *c, const rows_scratch *r, int64_t index, int64_t column, int64_t first, int64_t end) {
     const ba_item *item = &c->plan.item[index];
     int64_t n = 0;

@@ -9,7 +9,7 @@ int64_t ba_backward_by_tile_bytes(const ba_backward_call *c) {
     return ba_lay_out_backward_scratch(c, c->plan.grouping.tiles, NULL, &unused);
 }
 
-/* Opens a tile: adds its panels and sets what their lanes see. */
+/* Opens a tile: adds its panels and sets the keys that their lanes see. */
 static void open_tile(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, int64_t index, ba_tile_state *t) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size, pad_k = ba_padded(c, p->head_dim), pad_v = ba_padded(c, p->v_dim);
@@ -33,7 +33,7 @@ static void write_dq(const ba_backward_call *c, const ba_backward_scratch *w, co
     }
 }
 
-/* Takes the keys of the next chunk of the walks; none where all are over. */
+/* Takes the keys of the next chunk of the walks; no keys where all walks are over. */
 static void take_chunk(const ba_backward_call *c, const ba_item *item, ba_walk *walks, int walk_count, ba_gradient_rows *rows) {
     rows->walk = ba_next_walk(walks, walk_count);
     rows->keys = rows->walk < 0 ? 0 : ba_walk_take(&walks[rows->walk], rows->key_index);

@@ -2,8 +2,8 @@
  * Internal.
  *
  * backward_setup.c sets the call up, and clears and rounds dK and dV. backward_by_tile.c runs items whose tiles walk their lists. backward_by_block.c
- * runs items of lists that route single queries, block by block. backward_tiles.c lays out scratch memory and computes some tiles and one chunk for
- * both. backward_bias.c is a pass of its own, for gradients of masks, which uses this header, too. */
+ * runs items of lists that route single queries, block by block. For both, backward_tiles.c lays out scratch memory and computes the gradients of
+ * some tiles and one chunk. backward_bias.c, a pass of its own for gradients of biases, uses this header, too. */
 #ifndef BA_OPS_BACKWARD_CALL_H
 #define BA_OPS_BACKWARD_CALL_H
 
@@ -19,7 +19,7 @@ typedef struct ba_gradient_rows {
     int64_t keys;
     int64_t shared; /* how many keys, from the first on, belong to whole groups of shared K and V; 0 where none are shared */
     int32_t *key_index;
-    const void **k_rows, **v_rows, **k_columns; /* the first `shared` are rows of the shared, packed K and V, the others rows of K and V */
+    const void **k_rows, **v_rows, **k_columns; /* the first `shared` pointers lead to the shared, packed K and V, the others to K and V themselves */
 } ba_gradient_rows;
 
 enum { BA_GRADIENT_AHEADS = 5 }; /* dK, dV, and the next chunk's K, V and K in columns */
@@ -44,11 +44,11 @@ typedef struct ba_backward_call {
     const ba_tuning *tuning;
     ba_plan plan;
     ba_sharing sharing;
-    int64_t shared_bytes;   /* reserved for packed K and V that items share; 0: they do not share any */
+    int64_t shared_bytes;   /* reserved for packed K and V that items share; 0: items share none */
     ba_turn *turns;         /* [items] */
     int64_t *last;          /* [batch][KV head]: scratch memory of backward_setup.c */
     ba_view dk, dv;         /* the sums, as reals */
-    bool apart;             /* the sums are not the outputs themselves, and are rounded into these, or added to them, at the end */
+    bool apart;             /* the sums are not the outputs themselves; at the end, they are rounded into the outputs, or added to them */
     int64_t list_row_lanes; /* the largest number of queries of a list row */
     char *scratch;
     int64_t scratch_bytes; /* per worker */
@@ -59,12 +59,13 @@ static inline int64_t ba_gradient_tile_room(const ba_backward_call *c) {
     return ba_round_up(c->plan.tiling.tile_queries, c->family->lanes[BA_PANEL_WIDE]);
 }
 
-/* The lanes whose weights over a chunk are in memory at a time: those of one tile, or of all `tiles` tiles of an item where the family joins them. */
+/* The number of lanes whose weights over a chunk are in memory at a time: those of one tile, or of `tiles` tiles where the family joins the tiles of
+ * an item. */
 static inline int64_t ba_gradient_room_at_once(const ba_backward_call *c, int64_t tiles) {
     return ba_gradient_tile_room(c) * (c->family->joins_tiles ? tiles : 1);
 }
 
-/* The number of reals that a packed row takes, in whichever of its forms. */
+/* The number of reals for which a packed row has room, whatever its form. */
 static inline int64_t ba_padded(const ba_backward_call *c, int64_t dim) { return ba_round_up(dim, ba_max(BA_PACK_PAD, c->family->lane_block)); }
 
 /* ---- backward_tiles.c ------------------------------------------------------------------------------------------------ */
@@ -75,15 +76,15 @@ int64_t ba_lay_out_backward_scratch(const ba_backward_call *c, int64_t tiles, ch
 /* Adds a panel to the tile, for its lanes from `lane` on. *at counts the lanes of the scratch memory that are in use. */
 ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t, int64_t lane, int64_t *at);
 
-/* Sets the keys that each lane of a panel sees, its log-sum-exp, and its delta, times `scale`, with which dout is packed, too. A query whose
+/* Sets the keys that each lane of a panel sees, its log-sum-exp, and its delta times `scale`, the factor that dout is packed with. A query whose
  * log-sum-exp is -inf sees no key. */
 void ba_open_gradient_lanes(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, ba_tile_state *t, ba_panel_state *s,
                             double scale);
 
-/* Packs a tile's queries as columns, those of dout times `scale`. w->rows are their rows of q, w->more_rows their rows of dout. */
+/* Packs a tile's rows of q and of dout as columns, dout times `scale`. w->rows are the rows of q, w->more_rows the rows of dout. */
 void ba_pack_gradient_panels(const ba_backward_call *c, const ba_backward_scratch *w, const ba_tile_state *t, double scale);
 
-/* Packs a tile's queries as columns and as rows, likewise. */
+/* Packs a tile's rows of q and of dout both as columns and as rows. w->rows and w->more_rows are as above. */
 void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t);
 
 /* Clears the dQ of all panels of a tile. */
@@ -93,21 +94,21 @@ void ba_clear_dq(const ba_backward_call *c, const ba_tile_state *t);
  * up to 1, so that it is not scaled. */
 void ba_finish_dq(const ba_backward_call *c, const ba_backward_scratch *w, ba_finish_fn finish, const ba_panel_state *s, void *const *rows);
 
-/* Finds the rows of K and V of the keys in rows->key_index, shared ones where there are any. */
+/* Finds the rows of K and V of the keys in rows->key_index: shared, packed rows where there are any. */
 void ba_find_gradient_rows(const ba_backward_call *c, const ba_item *item, ba_gradient_rows *rows);
 
-/* Finds the rows of the keys' gradients, and packs the rows of K and V that are not shared. Returns the chunk as kernels take it. `next`, unless it
- * is NULL, is the chunk that follows it, whose rows the kernels may prefetch. */
+/* Finds the rows of the keys' gradients, and packs the rows of K and V that are not shared. Returns the chunk as kernels take it. `next` is NULL, or
+ * the chunk that follows, whose rows the kernels may prefetch. */
 ba_chunk ba_open_gradient_chunk(const ba_backward_call *c, const ba_backward_scratch *w, const ba_item *item, const ba_gradient_rows *rows,
                                 const ba_gradient_rows *next);
 
 /* Runs the kernel `gradient` for a panel of a vector family. Returns the keys, by their indices in the chunk, whose weights and slopes it has
- * written: no lane sees the others. */
+ * written: no lane sees the other keys. */
 ba_range ba_run_gradient_panel(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
                                const ba_chunk *whole, char *weights, char *slopes);
 
-/* Adds to dQ, dK and dV what some tiles of an item, which walk the same list, and one chunk contribute to them. *turn says whether the item's turn
- * for the keys of the chunk has come; where it has not, the function waits for it before it adds to dK and dV. */
+/* Adds the contributions of some tiles of an item and of one chunk to dQ, dK and dV. The tiles walk the same list. *turn says whether the item's turn
+ * for the keys of the chunk has come; if not, the function waits for the turn before it adds to dK and dV. */
 void ba_run_gradient_tiles(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *const *tiles, int64_t count,
                            const ba_chunk *chunk, bool *turn);
 

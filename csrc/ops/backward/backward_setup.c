@@ -1,11 +1,11 @@
-/* Sets a backward call up: the plan, the scratch memory, and the sums dK and dV. It looks kernels and numbers up by the level in use and by dtype,
- * but branches on neither.
+/* Sets a backward call up: the plan, the scratch memory, and the sums dK and dV. Kernels and numbers are looked up by the level in use and by dtype,
+ * but no code branches on either.
  *
- * As in the forward pass, an item is a run of tiles of one (batch, KV head), whose tiles walk their lists side by side, chunk by chunk. For each
- * chunk, every panel of a tile computes its P and dS and adds to its dQ; then the whole tile, or all tiles that walk the same list, add to the
- * chunk's rows of dK and dV. dQ belongs to the tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): into
- * the outputs themselves where these are reals, else into arrays of reals that are rounded into the outputs at the end. Where the caller wants
- * gradients added, the outputs are reals, and are not cleared first. */
+ * As in the forward pass, an item is a run of tiles of one (batch, KV head). The tiles walk their lists side by side, chunk by chunk. For each chunk,
+ * every panel of a tile computes its P and dS and adds to its dQ; then the whole tile, or all tiles that walk the same list, add to the chunk's rows
+ * of dK and dV. dQ belongs to the tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): into the outputs
+ * themselves where these are reals, else into arrays of reals that are rounded into the outputs at the end. Where the caller wants gradients added,
+ * the outputs are reals, and are not cleared first. */
 #include <string.h>
 
 #include "core/arena.h"
@@ -16,7 +16,7 @@
 
 /* ---- dK and dV as a whole ----------------------------------------------------------------------------------------------- */
 
-/* The number of runs of ba_work.gradient_keys keys per (batch, KV head): that of the longest sequence. */
+/* The number of runs of ba_work.gradient_keys keys that each (batch, KV head) is given, enough for the longest sequence. */
 static int64_t runs(const ba_problem *p) { return ba_ceil_div(p->kv_len, ba_work.gradient_keys); }
 
 typedef void (*key_fn)(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key);
@@ -88,13 +88,13 @@ static int64_t sum_bytes(const ba_backward_call *c, int64_t dim) {
 
 /* ---- The call ---------------------------------------------------------------------------------------------------------- */
 
-/* Decides whether items may share packed K and V, and how much memory that takes. Whether it pays is known once the plan has its cost
- * (ba_share_kv). Only families over tiles pack K here; those over pairs read it in place. V is packed like K; K is packed once more, in columns. */
+/* Decides whether items may share packed K and V, and how much memory that takes. Whether sharing pays is known once the plan has its cost
+ * (ba_share_kv). Only families over tiles pack K here; those over pairs read K in place. V is packed like K; K is packed once more, in columns. */
 static void choose_sharing(ba_backward_call *c, bool by_block) {
     const ba_problem *p = c->problem;
     const ba_pack_kernels *pack = c->family->pack;
     if (!pack->keys || !c->family->gradient->gradient_tile || !ba_may_share(p, c->family)) return;
-    /* so many queries attend each key that an item packs, on average */
+    /* `queries`: the number of queries that attend each key that an item packs, on average */
     int64_t queries;
     if (by_block) {
         queries = c->plan.grouping.tiles * c->list_row_lanes * ba_min(p->block_columns, p->blocks.dims[3]) / ba_max(1, p->block_columns);
@@ -115,7 +115,7 @@ static void choose_sharing(ba_backward_call *c, bool by_block) {
     if (c->shared_bytes > c->tuning->shared_bytes) c->shared_bytes = 0;
 }
 
-/* Lays out the memory of a call. Where the sums are not the outputs, it makes their views, too. */
+/* Lays out the memory of a call. Where the sums are not the outputs, makes the views of the sums, too. */
 static int64_t lay_out_call(ba_backward_call *c, int threads, char *base) {
     const ba_problem *p = c->problem;
     int64_t used = 0;

@@ -107,7 +107,7 @@ ba_panel_state *ba_add_gradient_panel(const ba_backward_call *c, const ba_backwa
     return s;
 }
 
-/* Packs the queries of one panel as columns, those of dout times `scale`. */
+/* Packs one panel's rows of q and of dout as columns, dout times `scale`. */
 static void pack_panel(const ba_backward_call *c, const ba_backward_scratch *w, const ba_panel_state *s, double scale) {
     const ba_problem *p = c->problem;
     const ba_pack_queries_fn pack = c->family->pack->queries[s->width];
@@ -122,7 +122,7 @@ void ba_pack_gradient_panels(const ba_backward_call *c, const ba_backward_scratc
 void ba_pack_gradient_tile(const ba_backward_call *c, const ba_backward_scratch *w, ba_tile_state *t) {
     const ba_problem *p = c->problem;
     const ba_gradient_kernels *f = c->family->gradient;
-    /* add_tile takes rows that are packed panel by panel, add_rows those of a whole tile */
+    /* add_tile takes rows that are packed panel by panel, add_rows takes rows that are packed for a whole tile */
     const int64_t some = f->gradient_tile ? c->family->lanes[BA_PANEL_WIDE] : t->tile.lanes, real = c->family->real_size;
     t->finite_q = t->finite_dout = true;
     int n = 0;
@@ -189,13 +189,13 @@ static void pack_others(ba_pack_rows_fn pack, char *packed, const void **packed_
     if (shared < keys) pack(packed, packed_rows + shared, rows + shared, NULL, keys - shared, dim);
 }
 
-/* The rows of the next chunk that a kernel may prefetch: those of shared groups, or else `bytes` bytes of each row in the caller's array. */
+/* The rows of the next chunk that a kernel may prefetch: shared, packed rows, or else `bytes` bytes of each row in the caller's array. */
 static ba_prefetch_rows rows_of_next(const ba_gradient_rows *next, const void *const *rows, const ba_shared_rows *shared, int64_t bytes) {
     if (next->shared) return (ba_prefetch_rows){.rows = rows, .count = next->shared, .bytes = shared->row_bytes};
     return (ba_prefetch_rows){.rows = rows, .count = next->keys, .bytes = bytes};
 }
 
-/* Sets the rows that gradient_tile may prefetch: those that add_tile adds to, and those of the next chunk, where it is known. */
+/* Sets the rows that gradient_tile may prefetch: the rows that add_tile adds to, and the rows of the next chunk, where this is known. */
 static void set_ahead(const ba_backward_call *c, const ba_backward_scratch *w, int64_t keys, const ba_gradient_rows *next) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size, size = p->kv_element_size;
@@ -258,8 +258,8 @@ ba_range ba_run_gradient_panel(const ba_backward_call *c, const ba_backward_scra
     return (ba_range){begin, end};
 }
 
-/* Computes the weights and slopes of one panel, 0 for keys of the chunk that it does not see, `at` bytes behind the beginning of their scratch
- * memory, and adds to its dQ. */
+/* Computes the weights and slopes of one panel, `at` bytes behind the beginning of their scratch memory, and adds to its dQ. If the panel sees some
+ * keys of the chunk, the weights and slopes of the other keys become 0. */
 static void run_panel(const ba_backward_call *c, const ba_backward_scratch *scratch, int64_t batch, const ba_tile *tile, const ba_panel_state *s,
                       const ba_chunk *whole, int64_t at, ba_weights *w, ba_weights *sl) {
     char *const weights = scratch->weights + at, *const slopes = scratch->slopes + at;
@@ -275,7 +275,7 @@ static void run_panel(const ba_backward_call *c, const ba_backward_scratch *scra
     sl->data = slopes;
 }
 
-/* Prefetches the rows of dK and dV of keys [first, end) of the chunk. run_panels() calls it after each panel, for a part of the keys. */
+/* Prefetches the rows of dK and dV of keys [first, end) of the chunk. run_panels() calls this function after each panel, for a part of the keys. */
 static void prefetch_sums(const ba_backward_call *c, const ba_backward_scratch *w, int64_t first, int64_t end) {
     const int64_t real = c->family->real_size, n = end - first;
     const int level = ba_prefetch_level(c->family->isa);
@@ -320,7 +320,8 @@ static void run_panels(const ba_backward_call *c, const ba_backward_scratch *w, 
     c->family->gradient->add_rows(&add);
 }
 
-/* Writes the panels of a tile to `panels`. `at`: how many lanes the panels before them have room for. Returns whether some lane sees some key. */
+/* Writes the panels of a tile to `panels`. `at`: the number of lanes that the panels of earlier tiles have room for. Returns whether some lane sees
+ * some key. */
 static bool take_panels(const ba_backward_call *c, const ba_backward_scratch *w, int64_t batch, const ba_tile_state *t, const ba_chunk *chunk,
                         int64_t at, ba_tile_panel *panels) {
     const int64_t real = c->family->real_size, wide = c->family->lanes[BA_PANEL_WIDE];
@@ -342,7 +343,7 @@ static bool take_panels(const ba_backward_call *c, const ba_backward_scratch *w,
     return some;
 }
 
-/* ba_run_gradient_tiles() for families that have gradient_tile: gives these tiles to the kernels as one. */
+/* ba_run_gradient_tiles() for families that have gradient_tile: gives the tiles to the kernels as one tile. */
 static void run_whole_tiles(const ba_backward_call *c, const ba_backward_scratch *w, int64_t item, const ba_tile_state *const *tiles, int64_t count,
                             const ba_chunk *chunk, bool *turn) {
     ba_tile_panel panels[BA_TILE_PANELS];
@@ -357,7 +358,8 @@ static void run_whole_tiles(const ba_backward_call *c, const ba_backward_scratch
                             .dv_rows = w->dv_rows,
                             .ahead = w->ahead,
                             .aheads =
-                                *turn ? 0 : BA_GRADIENT_AHEADS}; /* once it is the item's turn, an earlier call for this chunk has prefetched them */
+                                *turn ? 0 : BA_GRADIENT_AHEADS}; /* once the item has its turn, an earlier call for this chunk has prefetched the rows
+                                                                  */
     for (int64_t i = 0; i < count; i++) {
         const ba_tile_state *t = tiles[i];
         assert(all.panels + t->panels <= BA_TILE_PANELS);

@@ -15,7 +15,7 @@
 
 /* ---- Arrays that are written share no memory ------------------------------------------------------------------------ */
 
-/* A part of the cache as an array of bytes: pages, tokens of a page, heads, and `bytes` of each. */
+/* One array of the caches as an array of bytes, of shape (pages, tokens of a page, heads, bytes of a row). */
 static ba_tensor bytes_of(const ba_caches *c, const ba_view *v, int64_t element, int64_t numbers) {
     return (ba_tensor){.data = v->data,
                        .dtype = BA_INT8,
@@ -24,7 +24,7 @@ static ba_tensor bytes_of(const ba_caches *c, const ba_view *v, int64_t element,
                        .strides = {v->batch_stride * element, v->token_stride * element, v->head_stride * element, 1}};
 }
 
-/* Checks that no array that is written shares memory with another, or with scales that are read. */
+/* Checks that the arrays that are written share no memory with each other, nor with scales that are read. */
 static ba_status check_apart(const ba_caches *c, const ba_store_call *call) {
     static const char *const names[] = {"k_cache", "v_cache", "k_scale", "v_scale"};
     const int64_t element = ba_dtype_size(c->dtype), real = (int64_t)sizeof(float);
@@ -123,7 +123,7 @@ static ba_status choose_slots(ba_store_call *c, const int64_t *slots, const ba_p
 
 /* ---- The operation -------------------------------------------------------------------------------------------------- */
 
-/* Checks k or v, and fills `rows` except for where the rows go. */
+/* Checks k or v, and fills `rows`, except for the members that set_places() sets. */
 static ba_status open_rows(const char *name, const ba_tensor *t, const ba_caches *c, ba_dtype dtype, int64_t dim, ba_stored_rows *rows) {
     BA_TRY(ba_check_float(name, t));
     if (t->ndim != 3 || t->dims[1] != c->heads || t->dims[2] != dim)
@@ -141,7 +141,7 @@ static ba_status open_rows(const char *name, const ba_tensor *t, const ba_caches
     return BA_OK;
 }
 
-/* Where the rows of one array go. */
+/* Sets where the rows of one array go. */
 static void set_places(ba_stored_rows *rows, const ba_view *cache, const ba_view *scale, bool scale_is_fixed) {
     rows->to = *cache;
     rows->scale = *scale;
@@ -159,7 +159,7 @@ static ba_status open_call(const ba_tensor *k, const ba_tensor *v, const ba_page
     if (!v && ba_given(&a.v_cache)) return ba_fail(BA_ERROR_VALUE, BA_ARG("v") ": expected values for " BA_ARG("v_cache") ", got none");
     if (!v && ba_given(&a.v_scale)) return ba_fail(BA_ERROR_VALUE, BA_ARG("v_scale") ": expected none without " BA_ARG("v") ", got some");
     if (v && !ba_given(&a.v_cache)) return ba_fail(BA_ERROR_VALUE, BA_ARG("v_cache") ": expected a cache for " BA_ARG("v") ", got none");
-    if (!v) { /* ba_check_caches() takes two caches: that of K stands for that of V */
+    if (!v) { /* ba_check_caches() takes two caches: the cache of K stands for the missing one */
         a.v_cache = a.k_cache;
         a.v_scale = a.k_scale;
     }

@@ -1,15 +1,15 @@
-/* Page tables: which pages hold the tokens of each request, and which of its tokens the queries are. They are checked and copied once, for one call
- * or for all calls of a decode step. Calls use the copy, so it does not matter what happens to the caller's arrays after the check. Internal. */
+/* Page tables say which pages hold the tokens of each request, and at which tokens its queries stand. They are checked and copied once, for one call
+ * or for all calls of a decode step. Calls use the copy, so the caller may change its arrays after the check. Internal. */
 #ifndef BA_OPS_PAGE_TABLES_H
 #define BA_OPS_PAGE_TABLES_H
 
 #include "blitz_attn.h"
 #include "core/common.h"
 
-/* Opened tables, or, all zero, closed ones. */
+/* Opened tables, or closed ones, whose members are all zero. */
 typedef struct ba_page_tables {
     int64_t batch, page_size;
-    int64_t kv_split;     /* 0: none. Else requests are attended in KV splits of so many tokens */
+    int64_t kv_split;     /* 0: none. Else requests are attended in KV splits of this many tokens */
     int64_t longest;      /* tokens of the longest request */
     int64_t queries;      /* of one head, of all requests */
     int64_t most_queries; /* of one head, of one request */
@@ -22,12 +22,12 @@ typedef struct ba_page_tables {
 } ba_page_tables;
 
 /* Checks block_tables, indptr, seq_lens, cu_q, q_begin, kv_split and batch of `args` for pages of page_size >= 1 tokens, and copies them. `pages` is
- * the number of pages of the cache, and `queries` the number of all queries; -1 where these are not known yet. On failure there is nothing to close.
- */
+ * the number of pages of the cache, and `queries` the number of all queries; each is -1 where it is not known yet. On failure there is nothing to
+ * close. */
 ba_status ba_open_page_tables(const ba_paged_args *args, int64_t page_size, int64_t pages, int64_t queries, ba_page_tables *tables);
 
-/* Checks cumulative numbers of queries, which are among the seq_lens[b] tokens of each request unless q_begin is given. `all` is the number of all
- * queries; -1 where it is not known. Does nothing where cu_q is NULL. */
+/* Checks cumulative numbers of queries. Unless q_begin is given, request b has at most seq_lens[b] queries. `all` is the number of all queries, or -1
+ * where it is not known. Does nothing where cu_q is NULL. */
 ba_status ba_check_queries(const int64_t *cu_q, const int64_t *seq_lens, const int64_t *q_begin, int64_t batch, int64_t all);
 
 /* Fails where a page number is beyond a cache of `pages` pages. */

@@ -5,7 +5,7 @@
 #include "ops/kv_cache/page_tables.h"
 #include "ops/problem.h"
 
-/* A cache, or an array of summaries, as rows by (page, row, head), whatever its layout. */
+/* A cache, or an array of summaries, whose rows are found by (page, row, head), whatever its layout. */
 typedef struct ba_pages {
     char *data;
     int64_t count, rows, heads, dim, page_stride, row_stride, head_stride; /* strides in bytes */
@@ -20,7 +20,7 @@ static inline int64_t ba_table_page(const ba_tensor *table, int64_t batch, int64
     return ba_list_entry(table, batch * table->strides[0] + index * table->strides[1]);
 }
 
-/* The same from opened tables, or, where `opened` is NULL, from the request's own. */
+/* The same from `opened`, or, where that is NULL, from `table`. */
 static inline int64_t ba_request_page(const ba_page_tables *opened, const ba_tensor *table, int64_t batch, int64_t index) {
     return opened ? opened->page[opened->first[batch] + index] : ba_table_page(table, batch, index);
 }
@@ -28,11 +28,11 @@ static inline int64_t ba_request_page(const ba_page_tables *opened, const ba_ten
 /* Checks the dtype, the shape and the strides of a cache or an array of summaries, and fills `out`. */
 ba_status ba_take_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out);
 
-/* The same for a cache, which may also be quantised, and whose layout is checked, too. */
+/* The same for a cache, whose dtype may also be quantised or have cells. */
 ba_status ba_take_cache_pages(const char *name, const ba_tensor *t, ba_kv_layout layout, ba_pages *out);
 
-/* Checks a table of pages: for each request b, it must have pages for tokens[b] tokens, which sentences call `lens_name`, and these must be among the
- * `count` pages of the array. A page holds unit * units tokens, a product that may exceed int64. */
+/* Checks a table of pages. For each request b, it must name enough pages for tokens[b] tokens, all of them among the `count` pages of the array.
+ * Sentences call the numbers of tokens `lens_name`. A page holds unit * units tokens; this product may exceed int64. */
 ba_status ba_check_table(const char *name, const ba_tensor *t, int64_t batch, int64_t count, const char *lens_name, const int64_t *tokens,
                          int64_t unit, int64_t units);
 

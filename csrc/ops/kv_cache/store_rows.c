@@ -1,4 +1,4 @@
-/* Stores rows in caches; and ba_quantize_kv(), which stores quantised rows in arrays of their own. */
+/* Stores rows in caches. ba_quantize_kv() stores quantised rows in arrays of their own. */
 #include "ops/kv_cache/store_rows.h"
 
 #include <inttypes.h>
@@ -60,7 +60,7 @@ static const double *as_doubles(const ba_stored_rows *r, const row_scratch *w, c
     return w->doubles;
 }
 
-/* A float that rounds to the same number of 16 bits as x does: x itself where it is a float, else the one of its neighbours whose last bit is 1. */
+/* A float that rounds to the same 16-bit number as x: x itself where x is a float, else that one of the two floats around x whose last bit is 1. */
 static float round_to_odd(double x) {
     const float near = (float)x;
     uint32_t bits;
@@ -80,13 +80,13 @@ static const void *as_reals(const ba_stored_rows *r, const row_scratch *w, const
     return w->floats;
 }
 
-/* The scale of a row with this largest magnitude: not finite where the row cannot be quantised. */
+/* The scale of a row whose largest magnitude is `magnitude`. The scale is not finite where the row cannot be quantised. */
 static float scale_for(const ba_stored_rows *r, double magnitude) {
     const float scale = (float)(magnitude / (r->to_dtype == BA_INT8 ? 127 : 448));
     return scale == 0 ? 1 : scale;
 }
 
-/* Whether no number of the row is infinite or NaN, by the bits of its exponents. */
+/* Whether all numbers of the row are finite, by the bits of their exponents. */
 #define DEFINE_ALL_FINITE(type)                                                                                                                      \
     static bool all_finite_##type(const void *row, int64_t dim, type exponent) {                                                                     \
         type found = 0, bits;                                                                                                                        \
@@ -100,7 +100,7 @@ DEFINE_ALL_FINITE(uint32_t)
 DEFINE_ALL_FINITE(uint16_t)
 #undef DEFINE_ALL_FINITE
 
-/* The largest magnitude of which cells can be made: their factors are float16. */
+/* The largest magnitude that a cell can hold, since its factor is a float16. */
 static double most_of_cells(ba_dtype dtype) { return 65504 * (dtype == BA_Q8_0 ? 127.0 : dtype == BA_Q4_0 ? 8.0 : 1.0); }
 
 /* Whether a row with this largest magnitude can be quantised. */
@@ -109,7 +109,7 @@ static bool is_fit_magnitude(const ba_stored_rows *r, double magnitude) {
     return r->scale_is_fixed ? isfinite(magnitude) : isfinite(scale_for(r, magnitude));
 }
 
-/* Whether the row can be quantised. Any finite float32 can be scaled; a float64 may be too large, and so may any number for cells. */
+/* Whether the row can be quantised. Every finite float32 can be scaled. A float64 may be too large, and for cells a number of any dtype may be. */
 static bool is_fit(const ba_stored_rows *r, const row_scratch *w, const void *row) {
     switch (ba_has_cells(r->to_dtype) ? BA_FLOAT64 : r->from_dtype) {
     case BA_FLOAT32: return all_finite_uint32_t(row, r->dim, 0x7f800000);
@@ -142,7 +142,7 @@ static void store_row(const ba_stored_rows *r, const row_scratch *w, const void 
 /* ---- All rows ------------------------------------------------------------------------------------------------------- */
 
 typedef bool visit_fn(const ba_store_call *, ba_stored_rows *, const row_scratch *, int64_t token, int64_t head);
-/* An item is some tokens of one array. Calls `visit` for each row of those that have a slot, until `visit` returns false. */
+/* Calls `visit` for each row of an item's tokens that have a slot, until `visit` returns false. An item is some tokens of one array. */
 static inline void visit_rows(ba_store_call *c, int64_t item, int worker, visit_fn *visit) {
     ba_stored_rows *r = &c->rows[item % c->arrays];
     const int64_t begin = item / c->arrays * c->item_tokens, end = ba_min(c->tokens, begin + c->item_tokens);
@@ -169,7 +169,7 @@ static bool store_one(const ba_store_call *c, ba_stored_rows *r, const row_scrat
 static void check_rows(void *context, int64_t item, int worker) { visit_rows(context, item, worker, check_one); }
 static void store_rows(void *context, int64_t item, int worker) { visit_rows(context, item, worker, store_one); }
 
-/* Refuses the first number of an array that cannot be quantised, whichever thread has found one. */
+/* Refuses the first number of an array that cannot be quantised, whichever thread has found such a number first. */
 static ba_status refuse_number(const ba_store_call *c, const ba_stored_rows *r) {
     row_scratch w;
     lay_out(c, c->scratch, &w);

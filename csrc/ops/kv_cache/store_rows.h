@@ -1,5 +1,5 @@
 /* Stores rows of K and V in the dtype of a cache. Where that dtype has 8 bits or fewer, all numbers are checked first, so that nothing is written
- * where some cannot be quantised. Internal. */
+ * where a number cannot be quantised. Internal. */
 #ifndef BA_OPS_STORE_ROWS_H
 #define BA_OPS_STORE_ROWS_H
 
@@ -15,7 +15,7 @@ typedef struct ba_stored_rows {
     int64_t dim;
     const char *from;
     int64_t token_stride, head_stride;
-    ba_view to, scale;   /* the batch strides are those from one page to the next. Scales are of 8-bit dtypes only */
+    ba_view to, scale;   /* the batch strides are those from one page to the next. Only 8-bit dtypes have scales */
     bool scale_is_fixed; /* scales are read, and not written; or there are none, since rows have cells */
     /* The rest is set by ba_store_rows(). */
     ba_pack_rows_fn pack;    /* converts from_dtype to float; NULL where it is float32 or float64 */

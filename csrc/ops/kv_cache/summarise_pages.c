@@ -15,8 +15,8 @@
 #include "ops/kv_cache/pages.h"
 #include "ops/scratch.h"
 
-/* Checks one of the three summaries. *rows and *count, 0 before the first, are the rows per summary page and the number of summary pages, which must
- * be the same for all given summaries. */
+/* Checks one of the three summaries. *rows is the number of rows per summary page, and *count the number of summary pages; both are 0 before the
+ * first summary, and must be the same for all given summaries. */
 static ba_status take_summary(const ba_summary_call *c, const char *name, const ba_tensor *t, ba_pages *out, int64_t *rows, int64_t *count) {
     const ba_pages *k = &c->k;
     const ba_dtype cache = c->args->k_cache.dtype;
@@ -38,8 +38,8 @@ static ba_status take_summary(const ba_summary_call *c, const char *name, const 
     return BA_OK;
 }
 
-/* Treats all heads as one wide head where they lie side by side in every array, so that a token's row is read in one piece. Not for quantised keys,
- * whose scales may differ from head to head. */
+/* Treats all heads as one wide head where they lie side by side in every array, so that a token's row is read in one piece. Keys that need `widen`
+ * keep their heads, because their scales may differ from head to head. */
 static void join_heads(ba_summary_call *c) {
     if (c->widen) return;
     const int64_t step = c->k.dim * ba_dtype_size(c->args->k_cache.dtype);
@@ -50,7 +50,7 @@ static void join_heads(ba_summary_call *c) {
     c->k.heads = 1;
 }
 
-/* Makes float32 rows of the quantised keys of a page, times their scales where they have some, and sets `rows` to these. */
+/* Makes float32 rows of the quantised keys of a page, times their scales where they have some, and sets `rows` to the new rows. */
 static void widen_rows(const ba_summary_call *c, int64_t page, int64_t head, int64_t tokens, const void **rows, int worker) {
     int64_t used = 0;
     float scales[1024];
@@ -90,7 +90,7 @@ static void summarise_item(void *context, int64_t item, int worker) {
     }
 }
 
-/* Checks everything but the memory for the scratch. */
+/* Checks everything. Only scratch memory may still be missing in ba_run_summaries(). */
 ba_status ba_open_summaries(const ba_quest_metadata_args *a, const ba_page_tables *opened, ba_summary_call *c) {
     *c = (ba_summary_call){.args = a, .opened = opened};
     BA_TRY(ba_take_cache_pages("k_cache", &a->k_cache, a->kv_layout, &c->k));

@@ -1,4 +1,4 @@
-/* Summaries of pages, opened and run in two steps, also for the requests of tables that were opened for all calls of a step. Internal. */
+/* Summaries of pages. A call is first opened and then run, also with page tables that were opened for all calls of a step. Internal. */
 #ifndef BA_OPS_SUMMARISE_PAGES_H
 #define BA_OPS_SUMMARISE_PAGES_H
 
@@ -16,14 +16,15 @@ typedef struct ba_summary_call {
     ba_view scale;                       /* of quantised keys; data NULL: none */
     /* The rest is set by ba_run_summaries(). */
     ba_pack_rows_fn widen;             /* makes float32 rows of quantised keys, times their scales; NULL: keys are summarised in place */
-    int64_t wide_bytes, scratch_bytes; /* per worker: of the rows of a page; the same with padding and guards */
+    int64_t wide_bytes, scratch_bytes; /* bytes per worker: of the rows of a page; of these rows, padding and guards */
     char *scratch;
     ba_summarise_fn summarise;
     int64_t runs; /* the largest number of runs of ba_work.quest.pages pages in a request, from the page of its token `begin` on */
 } ba_summary_call;
 
-/* Checks a call of ba_quest_metadata(). `opened`: NULL, or opened tables that replace block_tables. `end` and batch of `args` must then be those of
- * the tables, and their page size that of the cache. `args` must not change until the call has run; it may run more than once. */
+/* Checks a call of ba_quest_metadata(). `opened`: NULL, or opened tables that replace block_tables. `end` and `batch` of `args` must then be those of
+ * the opened tables, and the page size of these tables must be that of the cache. `args` must not change until the call has run; the call may run
+ * more than once. */
 ba_status ba_open_summaries(const ba_quest_metadata_args *args, const ba_page_tables *opened, ba_summary_call *c);
 
 /* Writes the summaries of an opened call. Fails for want of memory, or where it is interrupted. */

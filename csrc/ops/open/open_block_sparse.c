@@ -108,7 +108,7 @@ static ba_status set_output_shapes(const ba_block_sparse_args *args, const ba_pr
         lse_shape->dims[0] = q_tokens;
         lse_shape->dims[1] = p->heads;
     }
-    int64_t elements = 16; /* the product is in bytes: twice the size of the largest element */
+    int64_t elements = 16; /* the product is in bytes: an element counts twice the size of a double */
     for (int i = 0; i < out_shape->ndim; i++)
         if (__builtin_mul_overflow(elements, ba_max(1, out_shape->dims[i]), &elements))
             return ba_fail(BA_ERROR_VALUE, BA_ARG("q") ": expected an output below 2^63 bytes, got shape %s", ba_shape_text(out_shape).chars);
@@ -117,7 +117,7 @@ static ba_status set_output_shapes(const ba_block_sparse_args *args, const ba_pr
 
 /* ---- Relations -------------------------------------------------------------------------------------------------- */
 
-/* Checks what divides the tokens of q and of k into sequences, and how many tokens of each are valid. */
+/* Checks the cumulative lengths of q and k, or the numbers of their valid tokens, and puts them into the problem. */
 static ba_status check_sequences(const ba_block_sparse_args *args, int64_t q_tokens, int64_t kv_tokens, ba_problem *p) {
     if (args->layout == BA_TND) {
         if (args->batch < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("cu_seqlens_q") ": expected at least one number, got none");
@@ -202,7 +202,7 @@ static ba_status check_packed_rows(const ba_block_sparse_args *args, ba_problem 
     return BA_OK;
 }
 
-/* What a caller whose list does not fit may have overlooked. */
+/* Advice to a caller whose list does not fit, or no text. */
 static const char *advice_on_list(const ba_block_sparse_args *args, const ba_problem *p, const ba_tensor *list) {
     const bool may_be_swapped = args->layout == BA_BNSD && list->ndim == 4 && p->heads > p->q_len;
     return may_be_swapped && list->dims[2] == ba_ceil_div(p->heads, p->block_q) ? " (it fits q of shape (B, S, H, D), which layout \"BSND\" takes)"

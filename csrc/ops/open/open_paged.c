@@ -31,8 +31,9 @@ static ba_status take_selected_of_queries(const ba_paged_args *args, ba_problem 
     return BA_OK;
 }
 
-/* Checks the shape of the selected pages and their counts, and puts them into the problem as its lists: a block is one page, and one block row
- * has all queries of a request. Without selected pages the problem has no lists. The page numbers are checked when the call runs. */
+/* Checks the shape of the selected pages and their counts, and puts them into the problem as its lists. Without selected_size, a block is one page,
+ * and one block row has all queries of a request. Without selected pages, the problem has no lists. The page numbers are checked when the call runs.
+ */
 static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     const ba_tensor *t = &args->selected;
     p->list_name = "selected";
@@ -72,7 +73,8 @@ static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     return BA_OK;
 }
 
-/* Checks q, which is (T, H, D) where `ragged`, else one query for each of `batch` requests. `reused`: the tables were opened before this call. */
+/* Checks q, which has shape (T, H, D) where `ragged`, and else has one query for each of `batch` requests. `reused`: the tables were opened before
+ * this call. */
 static ba_status check_q(const ba_tensor *q, bool reused, int64_t batch, bool ragged) {
     BA_TRY(ba_check_float("q", q));
     if (q->ndim != 3)
@@ -153,8 +155,8 @@ static ba_status check_inputs(const ba_paged_args *args, bool reused, int64_t ba
     return ba_check_threads(args->num_threads);
 }
 
-/* Checks that page tables which were opened before this call, for all calls of a step, fit the call. In Python such tables belong to a PagedPlan; the
- * sentences of errors call it the plan. */
+/* Checks that page tables which were opened before this call, for all calls of a step, fit the call. In Python such tables belong to a PagedPlan,
+ * which the sentences of errors call the plan. */
 static ba_status check_tables(const ba_paged_args *args, const ba_problem *p, const ba_page_tables *t) {
     if (t->page_size != p->page_size)
         return ba_fail(BA_ERROR_VALUE, BA_ARG("k_cache") ": expected pages of %" PRId64 " tokens as the plan has them, got %s", t->page_size,

@@ -11,7 +11,7 @@ bool ba_make_bias(const ba_problem *p, ba_fill_bias_fn fill, int64_t batch, cons
     int32_t places[BA_MAX_LANES];
     float slopes[BA_MAX_LANES];
     for (int64_t i = 0; i < lanes; i++) {
-        const int64_t at = s->lane + ba_min(i, s->lanes - 1); /* a lane without a query gets the bias of the last one with a query */
+        const int64_t at = s->lane + ba_min(i, s->lanes - 1); /* a lane without a query gets the bias of the last lane that has a query */
         const int64_t head = ba_lane_head(tile, at), query = ba_lane_query(tile, at);
         if (mask->data) {
             const int64_t row = corner + head * mask->strides[1] + query * mask->strides[2];

@@ -15,7 +15,7 @@
 /* ---- Tiles ------------------------------------------------------------------------------------------------------ */
 
 /* The number of tokens of a batch entry whose queries are in tiles. The forward pass leaves padding out, so that neither a result nor the choice of
- * its kernels depends on how much padding the entry has. Gradients have tiles for padding, too, because its dQ must become 0. */
+ * its kernels depends on how much padding the entry has. Gradients have tiles for padding, too, because dQ of padding must become 0. */
 static int64_t tokens_of_batch(const ba_problem *p, const ba_tiling *t, int64_t batch) {
     const ba_span q = ba_q_span(p, batch);
     return t->gradients ? q.rows : q.valid;
@@ -56,8 +56,8 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
     int64_t begin = lanes * tile / tiles, end = lanes * (tile + 1) / tiles;
     /* Tiles of gradients are full, except the last of a row. dK and dV are summed tile by tile in this order: all heads over the first tokens, then
-     * all heads over the next. Calls without lists have the same order, so a list of all blocks gives dK and dV the same bits, where rows consist of
-     * whole tiles. */
+     * all heads over the next. Calls without lists sum in the same order. Where rows consist of whole tiles, a list of all blocks thus gives dK and
+     * dV the bits that no list gives them. */
     if (t->gradients) {
         list = rest % lists;
         tile = rest / lists;
@@ -84,7 +84,7 @@ bool ba_plan_few_queries(const ba_plan *plan, int64_t batch) {
     return queries <= BA_FEW_QUERIES || ba_kv_span(plan->problem, batch).valid >= queries * ba_work.few_keys;
 }
 
-/* Depends on the length of the sequence alone: other batch entries, the width of lists and the number of threads must not change any bit. */
+/* The length of the sequence alone decides: other batch entries, the width of lists and the number of threads must not change any bit. */
 int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch) {
     const int64_t keys = ba_kv_span(plan->problem, batch).valid;
     int64_t part = plan->splitting.least_part_keys;
@@ -146,7 +146,7 @@ void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t colu
                 else rows[--begin[column]] = (int32_t)row;
             }
         }
-        if (pass == 0) /* begin[column] becomes the end of the column's rows, and the second pass fills these from their end */
+        if (pass == 0) /* begin[column] becomes the end of the column's rows, and the second pass fills the rows from their end */
             for (int64_t column = 1; column <= columns; column++) begin[column] += begin[column - 1];
     }
 }
@@ -194,7 +194,7 @@ static void survey_item(void *context, int64_t index, int worker) {
     ba_item *item = &plan->item[index];
     uint64_t *bitmap = plan->bitmaps + worker * plan->bitmap_words;
     const ba_span q = ba_q_span(p, item->batch);
-    if (item->part > 0) return; /* the item of the first part does it for all parts of the list */
+    if (item->part > 0) return; /* the item of the first part stands for all parts of the list */
     int64_t marked_row = -1, marked_head = -1;
     item->cost = 0;
     for (int64_t t = item->first_tile; t < item->first_tile + item->tiles; t++) {
@@ -205,19 +205,19 @@ static void survey_item(void *context, int64_t index, int worker) {
                 const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), ba_list_row(p, item->batch, tile.block_row), at};
                 keep_first_bad_entry(s, bad);
                 marked_row = -1; /* the bitmap is not complete */
-                continue;        /* the first bad entry of the array is wanted, and lists of later tiles may come earlier in it */
+                continue;        /* the first bad entry of the array is wanted, where lists of later tiles may come earlier */
             }
             marked_row = tile.block_row;
             marked_head = tile.head;
         }
-        /* The keys of the middle query stand for those of all queries. Padding costs nothing: costs decide the order of items, and so the rounding of
-         * gradients, which padding may not change. */
+        /* The keys of the middle query stand for those of all queries. Padding counts nothing, because costs decide the order of items and so the
+         * rounding of gradients, and padding must change neither. */
         const int64_t lanes = ba_min(tile.lanes, (q.valid - tile.first_query) * tile.heads - tile.first_lane);
         if (lanes <= 0) continue;
         const int64_t first = tile.first_query + tile.first_lane / tile.heads, tokens = ba_ceil_div(lanes, tile.heads);
         const ba_range range = ba_visible_keys(p, item->batch, first + tokens / 2);
         const int64_t keys = p->listed ? count_keys(p, bitmap, plan->bitmap_words, range) : range.hi - range.lo;
-        /* up to BA_FEW_QUERIES queries take the time that reading their keys takes; more take time by their number */
+        /* up to BA_FEW_QUERIES queries take as long as reading their keys takes; the time of more queries grows with their number */
         item->cost += (double)keys * (double)(ba_plan_few_queries(plan, item->batch) ? ba_max(lanes, BA_FEW_QUERIES) : lanes);
     }
     item->cost *= (double)item->kv_heads / (double)ba_plan_parts(plan, item->batch);
@@ -261,8 +261,8 @@ static ba_status merge_items(const ba_item *a, int64_t n, int64_t all, ba_item *
     return BA_OK;
 }
 
-/* Sorts n items by by_start(), which puts no two items in the same place. Many items are sorted in runs, which are then merged, because nothing can
- * interrupt qsort(). */
+/* Sorts n items by by_start(), which finds no two items equal. Many items are sorted in runs, which are then merged, because nothing can interrupt
+ * qsort(). */
 static ba_status sort_items(ba_item *item, int64_t n) {
     enum { RUN = 1 << 14 };
     ba_item *const spare = n > RUN ? malloc((size_t)n * sizeof *item) : NULL;
@@ -286,7 +286,8 @@ static ba_status sort_items(ba_item *item, int64_t n) {
 }
 
 /* Items of one (batch, KV head) add to the same sums and wait for each other, so they must not run all at once. Each head's items are spread over the
- * whole call: `start` becomes the share of the head's work that its earlier items have. Within a head, the most costly item comes first. */
+ * whole call: `start` of an item becomes the share of the head's work that the head's earlier items have. Within a head, the most costly item comes
+ * first. */
 static ba_status spread_heads(ba_plan *plan) {
     ba_item *item = plan->item;
     for (int64_t i = 0; i < plan->items; i++) item[i].start = (double)(item[i].batch * plan->problem->kv_heads + item[i].kv_head);
@@ -305,7 +306,7 @@ static ba_status spread_heads(ba_plan *plan) {
 
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */
 
-/* The number of KV heads per item of this batch entry, and the number of its items. */
+/* The number of KV heads per item of a batch entry, and the number of items of a batch entry. */
 static int64_t heads_of_item(const ba_plan *plan, int64_t batch) { return ba_plan_few_queries(plan, batch) ? plan->grouping.few_heads : 1; }
 static int64_t items_of_batch(const ba_plan *plan, int64_t batch) {
     return ba_ceil_div(plan->problem->kv_heads, heads_of_item(plan, batch)) *
@@ -348,10 +349,10 @@ static ba_tiling forward_tiling(const ba_problem *p, const ba_tuning *tuning) {
     return (ba_tiling){.tile_queries = tuning->tile_queries, .row_tokens = p->listed ? p->block_q : INT32_MAX, .shared_heads = heads_of_list(p)};
 }
 
-/* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, but at
- * least half as large, so that the threads' shares are as even as possible. A share is the most tiles that a thread gets, times the lanes of the
- * panels of an average tile. Its last panel may be a narrow one, which at every level has half the lanes of a wide one. The size of tiles changes no
- * bit of the result; smaller tiles cost little. */
+/* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, down to
+ * half their size, so that the threads' shares are as even as possible. A share is the most tiles that a thread gets, times the lanes of the panels
+ * of an average tile. The last panel of a tile may be narrow: at every level, a narrow panel has half the lanes of a wide one. The size of tiles
+ * changes no bit of the result; smaller tiles cost little. */
 static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t panel_lanes, int threads) {
     if (threads == 1 || all_tiles(p, &largest) >= ba_work.many_tiles * threads) return largest;
     int64_t queries = 0;
@@ -369,9 +370,9 @@ static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t pan
 }
 
 /* How many KV heads an item of few queries walks at once. The search begins with the number of heads whose rows of one chunk fit into the cache
- * together (few.bytes), divided by the number of panels that take turns at them. The number is halved until each thread has some items or, in a call
- * of one request, until all threads get the same number of items. It is not halved further, because an item of fewer heads reads smaller stretches of
- * memory. */
+ * together (few.bytes), divided by the number of panels that take turns at these rows. The number is halved until each thread has some items or, in a
+ * call of one request, until all threads get the same number of items. It is not halved further, because an item of fewer heads reads smaller
+ * stretches of memory. */
 static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, int threads) {
     const ba_problem *p = plan->problem;
     const int64_t bytes = tuning->few.keys * (p->k_width + p->v_width) * p->kv_element_size;
@@ -389,10 +390,10 @@ static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, in
     }
 }
 
-/* How many tiles an item has: side_by_side, so that as many as possible share each packed chunk. Where there are few tiles, items have fewer, so that
- * every thread gets several items and none waits long for the last one. That is not needed where each thread gets the same number of items and all
- * tiles take the same time, as they do in one sequence without lists that has far fewer queries than keys (some tokens of a prompt over a long
- * cache). */
+/* The number of tiles of an item. It is side_by_side, so that as many tiles as possible share each packed chunk. Where a call has few tiles, items
+ * have fewer, so that every thread gets several items and none waits long for the last one. Smaller items are not needed where each thread gets the
+ * same number of items and all tiles take the same time. Tiles do so in one sequence without lists that has far fewer queries than keys (some tokens
+ * of a prompt over a long cache). */
 static int64_t choose_item_tiles(const ba_problem *p, const ba_tiling *t, int64_t side_by_side, int threads) {
     const int64_t all = all_tiles(p, t);
     if (threads == 1) return ba_max(1, ba_min(side_by_side, all));
@@ -424,7 +425,7 @@ ba_plan ba_plan_forward(const ba_problem *p, const ba_tuning *tuning, int64_t pa
     return plan_of(p, tiling, splitting, forward_grouping(p, tiling, splitting, tuning, threads));
 }
 
-/* The most list rows of an item: so many that the item has at most `lanes` lanes, and that its lists have at most most_entries entries to invert. */
+/* The most list rows of an item, which may have at most `lanes` lanes, and whose lists may have at most most_entries entries to invert. */
 static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes) {
     return ba_max(1, ba_min(lanes / (t->row_tokens * t->shared_heads), ba_work.most_entries / ba_max(1, p->blocks.dims[3])));
 }
@@ -432,7 +433,7 @@ static int64_t most_rows(const ba_problem *p, const ba_tiling *t, int64_t lanes)
 ba_plan ba_plan_forward_by_block(const ba_problem *p, const ba_tuning *tuning, int threads) {
     const ba_tiling tiling = {.tile_queries = BA_FEW_QUERIES, .row_tokens = p->block_q, .shared_heads = heads_of_list(p)};
     /* In an item of n queries whose list rows have `entries` entries each, n * entries / columns queries attend a block on average. `aim` is the n
-     * for which that is by_block_least_lanes. */
+     * for which this average is by_block_least_lanes. */
     const int64_t aim = tuning->by_block_least_lanes * p->block_columns / ba_max(1, p->blocks.dims[3]);
     const int64_t rows = most_rows(p, &tiling, ba_max(tuning->by_block_lanes, ba_min(aim, tuning->by_block_most_lanes)));
     const ba_grouping grouping = {.tiles = ba_max(1, ba_min(rows, all_tiles(p, &tiling) / (ba_work.by_block_items * threads))), .few_heads = 1};
@@ -445,7 +446,7 @@ static ba_tiling gradient_tiling(const ba_problem *p, const ba_tuning *tuning) {
                         .shared_heads = 1,
                         .gradients = true};
     const bool lists_shared = !p->listed || p->blocks.dims[1] != p->heads;
-    /* heads share a tile only where the rows of all of them fit into it */
+    /* heads share a tile only where the rows of all heads fit into the tile */
     if (lists_shared && tiling.row_tokens <= tiling.tile_queries / p->group) tiling.shared_heads = p->group;
     return tiling;
 }
@@ -458,7 +459,8 @@ ba_plan ba_plan_gradients(const ba_problem *p, const ba_tuning *tuning) {
 
 ba_plan ba_plan_gradients_by_block(const ba_problem *p, const ba_tuning *tuning) {
     const ba_tiling tiling = gradient_tiling(p, tuning);
-    /* The number of columns must not enter here: it is that of the longest sequence of the batch, and the order of sums would depend on it. */
+    /* The number of columns must not enter here: the longest sequence of the batch decides it, and must not decide the order of another one's sums.
+     */
     const ba_grouping grouping = {.tiles = most_rows(p, &tiling, tuning->by_block_lanes), .few_heads = 1};
     return plan_of(p, tiling, unsplit, grouping);
 }

@@ -1,18 +1,18 @@
 /* The plan of a call: turns index lists into items of work, checks the lists on the way, and sorts the items by cost. Internal.
  *
- * A *tile* is up to tile_queries queries that walk one list: queries of one block row, of all heads of a KV group where these share the list
- * (a broadcast list or none), else of one head. An *item* is a run of neighbouring tiles of one (batch, KV head). One thread walks the lists of
- * an item's tiles side by side, so that its tiles find K and V in cache. Which tiles form an item depends on the number of threads; what a tile
- * computes does not.
+ * A *tile* is up to tile_queries queries that walk one list: queries of one block row, of all heads of a KV group where these share the list (a
+ * broadcast list or none), else of one head. An *item* is a run of neighbouring tiles of one (batch, KV head). One thread walks the lists of an
+ * item's tiles side by side, so that its tiles find K and V in cache. Which tiles form an item depends on the number of threads; what a tile computes
+ * does not.
  *
- * Where a sequence has so few queries that the kernel for few queries attends them (decode), its list is also cut into *parts* of some hundreds
- * or thousands of keys. Each part is an item, and the states of the parts are joined afterwards, in their order. Whether and where a list is cut
- * depends on the sequence alone. Where all heads share the list, such an item walks it for several KV heads at once, because the heads of a token
- * lie side by side in token-major caches and are then read in the order of memory.
+ * Where a sequence has so few queries that the kernel for few queries attends them (decode), its list is also cut into *parts* of some hundreds or
+ * thousands of keys. Each part is an item, and the states of the parts are joined afterwards, in their order. The sequence alone decides whether and
+ * where a list is cut. Where all heads share the list, the item of a part walks it for several KV heads at once, because the heads of a token lie
+ * side by side in token-major caches and are then read in the order of memory.
  *
- * A query is one token of one query head, so a tile, or a KV head, has as many queries as tokens times heads. Where heads are not counted, queries
- * are called *tokens*. Tokens of keys are called keys. The number of a query (first_query, ba_lane_query) is that of its token among the tokens of
- * its sequence that have queries; all heads number theirs alike. */
+ * A query is one token of one query head, so the number of queries of a tile, or of a KV head, is tokens times heads. Where heads are not counted,
+ * queries are called *tokens*. Tokens of keys are called keys. The number of a query (first_query, ba_lane_query) is the number of its token among
+ * those tokens of its sequence that have queries. All heads number their queries alike. */
 #ifndef BA_OPS_PLAN_H
 #define BA_OPS_PLAN_H
 
@@ -94,24 +94,25 @@ int64_t ba_plan_part_keys(const ba_plan *plan, int64_t batch);
 /* Lays out the memory of a plan (scratch.h), as the next parts of its call's block. */
 void ba_plan_lay_out(ba_plan *plan, int threads, char *base, int64_t *used);
 
-/* Makes the items, in the memory that ba_plan_lay_out() has handed out for so many threads. Checks the entries of list rows that have queries, on up
- * to `threads` threads, and fails for the first bad one. (Rows all of whose queries are padding by q_lens are checked, too.) */
+/* Makes the items, in the memory that ba_plan_lay_out() has handed out for `threads` threads. Checks the entries of list rows that have queries, on
+ * up to `threads` threads, and fails for the first bad one. (Rows all of whose queries are padding by q_lens are checked, too.) */
 ba_status ba_plan_make(ba_plan *plan, int threads);
 
 /* Tile number `tile` of one (batch, KV head). */
 ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_t tile);
 
-/* Inverts the lists of an item's tiles, each of which is one list row: list_rows[begin[column] .. begin[column + 1] - 1] becomes the list rows of the
- * item, counted from its first and in rising order, that name the column. `begin` has room for columns + 1 numbers, `list_rows` for all entries of
- * all the lists. */
+/* Inverts the lists of an item's tiles, each of which is one list row: list_rows[begin[column] .. begin[column + 1] - 1] becomes the numbers of the
+ * list rows that name the column, counted from the item's first list row, in rising order. `begin` has room for columns + 1 numbers, `list_rows` for
+ * all entries of all the lists. */
 void ba_plan_invert_lists(const ba_plan *plan, const ba_item *item, int64_t columns, int32_t *begin, int32_t *list_rows);
 
 /* Whether a call is run block by block: its lists are routed, and each list row has at most BA_FEW_QUERIES queries, where a token counts once for
  * each query head that walks the list row. Routed kernels attend such queries. */
 bool ba_runs_by_block(const ba_problem *problem);
 
-/* Whether the kernel for few queries attends a batch entry: it has at most BA_FEW_QUERIES queries, or no more than splitting.most_queries where each
- * has many keys. A token counts once for each query head that shares a KV head. Depends on the lengths of the sequence alone. */
+/* Whether the kernel for few queries attends a batch entry. It does so where the entry has at most BA_FEW_QUERIES queries, or at most
+ * splitting.most_queries queries and many keys for each of them. A token counts once for each query head that shares a KV head. The lengths of the
+ * sequence alone decide. */
 bool ba_plan_few_queries(const ba_plan *plan, int64_t batch);
 
 /* The most lanes that a tile has. */
@@ -128,7 +129,7 @@ static inline int64_t ba_plan_few_panels(const ba_plan *plan) {
 int64_t ba_plan_parts(const ba_plan *plan, int64_t batch);
 
 /* Sets the bits of the columns that a row lists, in a bitmap of `words` words. Returns false where an entry is out of range or listed twice; *at is
- * then its index in the row. */
+ * then the index of this entry in the row. */
 bool ba_list_to_bitmap(const ba_problem *problem, int64_t batch, int64_t head, int64_t row, uint64_t *bitmap, int64_t words, int64_t *at);
 
 /* Fails for the entry that ba_list_to_bitmap() has found: `bad` has its indices in problem->blocks. */

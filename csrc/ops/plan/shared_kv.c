@@ -9,14 +9,15 @@ bool ba_may_share(const ba_problem *problem, const ba_attend_family *family) {
     return family->pack_groups && !problem->page_size && !(problem->listed && problem->block_kv % family->key_pad);
 }
 
-/* The keys that may be packed: those that any query of the batch entry may see, from the beginning of a chunk on. With a window and a slice of
- * queries, these are few. */
+/* The keys that may be packed: those that any query of the batch entry may see, from the beginning of a chunk on. A slice of queries with a window
+ * sees only few keys. */
 static ba_range shared_range(const ba_sharing *s, int64_t batch) {
     const ba_problem *p = s->plan->problem;
     const int64_t tokens = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
     if (tokens < 1) return (ba_range){0, keys};
     const ba_range first = ba_keys_in_place(p, batch, 0), last = ba_keys_in_place(p, batch, tokens - 1);
-    /* With lists, chunks do not begin at multiples of chunk_keys, so begin at 0. Where the last query sees no key, other queries may see all. */
+    /* With lists, chunks do not begin at multiples of chunk_keys, so the range begins at 0. Where the last query sees no key, other queries may see
+     * all. */
     return (ba_range){p->listed ? 0 : first.lo - first.lo % s->chunk_keys, last.hi ? last.hi : keys};
 }
 
@@ -49,7 +50,7 @@ int64_t ba_sharing_lay_out(ba_sharing *s, char *memory) {
     return used;
 }
 
-/* Packs `keys` keys of one head (counted over the batch) from key `begin` on, a whole number of groups. */
+/* Packs `keys` keys, a whole number of groups, of one head (counted over the batch) from key `begin` on. */
 static void pack_run(const ba_sharing *s, const ba_shared_rows *to, const ba_view *view, int64_t dim, int64_t head, int64_t begin, int64_t keys) {
     const ba_problem *p = s->plan->problem;
     const void *rows[BA_MAX_CHUNK], *packed_rows[BA_MAX_CHUNK];

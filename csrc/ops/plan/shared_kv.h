@@ -33,12 +33,12 @@ typedef struct ba_sharing {
 /* Whether packed keys can be shared: the family packs whole groups of keys, the keys are not paged, and blocks consist of whole groups. */
 bool ba_may_share(const ba_problem *problem, const ba_attend_family *family);
 
-/* Hands out `memory` to the arrays of `s`, and returns its size in bytes. The caller owns it; where page_offset is set, it starts at the beginning of
- * a page. With memory NULL, only the size counts. */
+/* Hands out `memory` to the arrays of `s`, and returns the number of bytes that they take. The caller owns the memory. Where page_offset is set, the
+ * memory must start at the beginning of a page. With memory NULL, only the size is computed. */
 int64_t ba_sharing_lay_out(ba_sharing *s, char *memory);
 
-/* Packs K and V on up to `threads` threads, if that is less work than to pack the chunks of each item, as it is where many queries attend each key.
- * Else sets s->shared to NULL. */
+/* Packs K and V on up to `threads` threads, if that is less work than packing the chunks of each item, because many queries attend each key. Else
+ * sets s->shared to NULL. */
 ba_status ba_share_kv(ba_sharing *s, int threads);
 
 static inline bool ba_is_shared(const ba_sharing *s, int64_t batch) { return s->shared && s->shared[batch]; }

@@ -30,7 +30,7 @@ void ba_close_lanes(const ba_panel_state *s, int64_t room, int32_t *lo, int32_t 
 }
 
 void ba_find_lanes(const ba_problem *p, const ba_view *view, int64_t batch, const ba_tile *tile, int64_t lane, int64_t lanes, const void **rows) {
-    if (tile->heads == 1) { /* neighbours are one token apart */
+    if (tile->heads == 1) { /* neighbouring lanes are one token apart */
         const char *row = ba_query_row(p, view, p->element_size, batch, tile->head, ba_lane_query(tile, lane));
         for (int64_t i = 0; i < lanes; i++) rows[i] = row + i * view->token_stride * p->element_size;
         return;
@@ -61,7 +61,7 @@ static void forget_columns_from(uint64_t *bitmap, int64_t words, int64_t column)
     for (int64_t i = column / 64 + 1; i < words; i++) bitmap[i] = 0;
 }
 
-/* Reads the list of a tile into `bitmap`. Returns which of the n walks has an equal list; n: none has. */
+/* Reads the list of a tile into `bitmap`. Returns the number of the walk that has an equal list, or n where none of the n walks has one. */
 static int find_walk(const ba_plan *plan, const ba_item *item, const ba_tile_state *t, const uint64_t *bitmaps, uint64_t *bitmap, int n) {
     const ba_problem *p = plan->problem;
     const int64_t words = plan->bitmap_words;
@@ -81,7 +81,7 @@ int ba_begin_walks(const ba_plan *plan, const ba_item *item, ba_tile_state *tile
         const ba_tile_state *before = i ? &tiles[i - 1] : NULL;
         uint64_t *bitmap = bitmaps + n * plan->bitmap_words;
         /* Reading a list and comparing it with the others takes time. Three kinds of tiles need neither. */
-        if (t->head > 0) t->walk = tiles[i - item->tiles].walk; /* the same tile of the KV head before: the heads of an item share their lists */
+        if (t->head > 0) t->walk = tiles[i - item->tiles].walk; /* that of the previous KV head's same tile: the heads of an item share lists */
         else if (!listed) t->walk = 0;                          /* all tiles attend all keys */
         else if (before && before->tile.block_row == t->tile.block_row && before->tile.head == t->tile.head)
             t->walk = before->walk; /* both tiles are of the same list row */

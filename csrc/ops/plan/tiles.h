@@ -34,7 +34,7 @@ typedef struct ba_tile_state {
     ba_panel_state panel[BA_TILE_PANELS];
 } ba_tile_state;
 
-/* Set the keys that the lanes of a panel see. ba_open_lanes() comes first; ba_set_lane() sets those of one lane; ba_close_lanes() lets the lanes
+/* Set the keys that the lanes of a panel see. ba_open_lanes() comes first; ba_set_lane() sets the keys of one lane; ba_close_lanes() lets the lanes
  * without a query (s->lanes .. room - 1) see all keys, so that they need no mask, and extends the range of the tile. lo and hi are the panel's
  * bounds. */
 void ba_open_lanes(ba_panel_state *s);

@@ -37,7 +37,7 @@ void ba_walk_begin(ba_walk *w, int64_t start) {
         advance(w, ba_min(w->end - w->key, start - w->position));
         settle(w);
     }
-    /* Go on to the first key that is seen, remember the beginning of its chunk on the way, and return to that. */
+    /* Go on to the first key that is seen, remember the beginning of its chunk on the way, and return to this beginning. */
     ba_walk chunk = *w;
     while (w->key < w->range.lo) {
         const int64_t unseen = ba_min(w->end, w->range.lo) - w->key;

@@ -1,8 +1,8 @@
 /* Walks over a list of keys, chunk by chunk. Internal.
  *
- * The keys of all listed blocks form one sequence, in rising order, which is cut into chunks of chunk_keys keys. A key's position in it
- * decides which chunk it belongs to; neither the borders of blocks nor what a tile sees have any influence. A query's result then depends on
- * its own list alone: a list of all blocks gives the bits that no list gives, and threads, other batch entries and tile shapes change no bit. */
+ * The keys of all listed blocks form one sequence, in rising order, which is cut into chunks of chunk_keys keys. A key's position in it decides which
+ * chunk it belongs to; neither the borders of blocks nor the keys that a tile sees have any influence. A query's result therefore depends on its own
+ * list alone: a list of all blocks gives the bits that no list gives, and threads, other batch entries and tile shapes change no bit. */
 #ifndef BA_OPS_WALK_H
 #define BA_OPS_WALK_H
 
@@ -12,10 +12,10 @@
 
 typedef struct ba_walk {
     /* set by the caller */
-    const uint64_t *bitmap; /* one bit per block column: whether it is listed. NULL: all keys are */
+    const uint64_t *bitmap; /* one bit per block column: whether the column is listed. NULL: all keys are listed */
     int64_t words;          /* of the bitmap */
     int64_t block_kv;       /* keys per column */
-    int64_t keys;           /* of the batch entry, listed or not: key numbers are below it */
+    int64_t keys;           /* of the batch entry, listed or not: key numbers are below this number */
     int64_t chunk_keys;
     int64_t stop;   /* position in the sequence of listed keys where the walk ends */
     ba_range range; /* from the first to the last key that some query of the walk's tiles sees. The walk skips whole chunks before range.lo and ends
