@@ -1,7 +1,7 @@
 /* The forward driver for lists that route single queries, for families that have routed kernels. Each query has a list of its own, so neighbouring
- * queries share few blocks; but among the queries of a longer run, most blocks are listed by several. An item is therefore a run of list rows of
- * one (batch, KV head), short enough that all its queries and their states stay in cache. Its lists are inverted. Then each block, in rising order,
- * is packed, and the queries that list it attend it. What a query computes depends on its own list alone. */
+ * queries share few blocks; but among the queries of a longer run, most blocks are listed by several queries. An item is therefore a run of list rows
+ * of one (batch, KV head), short enough that all its queries and their states stay in cache. Its lists are inverted. Then each block, in rising
+ * order, is packed, and the queries that list it attend it. The result of a query depends on its own list alone. */
 #include "ops/attend/attend_by_block.h"
 
 #include <string.h>
@@ -31,7 +31,7 @@ typedef struct block_scratch {
     char *q;            /* the packed queries of all lanes. In the caller's array, the queries of a head may compete for few lines of the cache */
     int32_t *begin;     /* [columns + 1]: list_rows[begin[c] .. begin[c + 1] - 1] list column c */
     int32_t *list_rows; /* list rows of the item, ordered by column */
-    int32_t *attended;  /* [list row]: chunks that it has attended */
+    int32_t *attended;  /* [list row]: chunks that the list row has attended, counted up to ba_work.by_block_young */
     int32_t *chosen;    /* lanes that attend the current chunk. From the front: lanes that see all its keys. From the back: lanes that see some */
     char *packed_k, *packed_v;
     const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows;
@@ -141,7 +141,7 @@ static void pack_chunk(const call *c, const block_scratch *s, int64_t batch, int
     c->family->routed->pack_values(packed_v, s->packed_v_rows, s->v_rows, NULL, end - begin, p->v_dim);
 }
 
-/* Where the chunk of a column that begins with key `begin` lies in c->shared. */
+/* The place in c->shared of the column's chunk that begins with key `begin`. */
 static char *shared_chunk(const call *c, int64_t batch, int64_t kv_head, int64_t column, int64_t begin) {
     const ba_problem *p = c->problem;
     const int64_t head = batch * p->kv_heads + kv_head, n = (begin - column * p->block_kv) / c->chunk_keys;
@@ -185,8 +185,8 @@ static ba_chunk open_chunk(const call *c, const block_scratch *s, const ba_item 
                       .softcap = p->softcap * BA_LOG2_E};
 }
 
-/* The list rows of the item that name a column attend its keys [begin, end). Rows that have attended little come last, side by side: on tiles, the
- * weights of a whole set of queries get residuals where one of them needs some. */
+/* The list rows of the item that name a column attend its keys [begin, end). Rows that have attended little come last, side by side: their weights
+ * may need residuals (what rounding to bfloat16 leaves), and on tiles a whole set of queries gets residuals where one of its queries needs them. */
 static void attend_chunk(const call *c, const block_scratch *s, const ba_item *item, int64_t column, int64_t begin, int64_t end) {
     const int64_t room = item->tiles * c->list_row_lanes;
     int64_t unbounded = 0, bounded = 0;

@@ -5,8 +5,8 @@
 #include "kernels/kernels.h"
 #include "ops/problem.h"
 
-/* Computes out and lse of the problem's valid queries, where ba_runs_by_block(). The family has routed kernels. (Routed lists come from block-sparse
- * calls alone: K and V have the dtype of Q, and there are neither pages nor sinks.) Keeps the promises of ba_attend(). */
+/* Computes out and lse of the valid queries of a problem for which ba_runs_by_block() is true. The family has routed kernels. (Routed lists come from
+ * block-sparse calls alone: K and V have the dtype of Q, and there are neither pages nor sinks.) Keeps the promises of ba_attend(). */
 ba_status ba_attend_by_block(const ba_problem *problem, const ba_attend_family *family, int threads);
 
 #endif

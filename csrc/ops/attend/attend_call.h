@@ -2,8 +2,8 @@
  * queries have in common. Internal.
  *
  * attend_setup.c sets the call up: it chooses the kernels, makes the plan, and hands out memory. attend_panels.c runs items whose tiles are panels;
- * attend_few.c runs items of few queries, and attend_join.c joins their parts. attend_tiles.c lays out their scratch memory, opens tiles, finds rows
- * and writes results for both. */
+ * attend_few.c runs items of few queries, and attend_join.c joins their parts. For both kinds of items, attend_tiles.c lays out scratch memory, opens
+ * tiles, finds rows and writes results. */
 #ifndef BA_OPS_ATTEND_CALL_H
 #define BA_OPS_ATTEND_CALL_H
 
@@ -40,16 +40,16 @@ typedef struct ba_attend_scratch {
     ba_chunk_rows chunk[BA_MANY_PANELS + 2]; /* a ring: chunks whose panels are still collected, the current chunk, and the next one */
     ba_tile_state *tiles;
     ba_panel *panels; /* [BA_MANY_PANELS]: panels that are collected for one kernel call */
-    ba_chunk *chunks; /* [BA_MANY_PANELS]: the chunk of each of them */
+    ba_chunk *chunks; /* [BA_MANY_PANELS]: the chunk of each of these panels */
 } ba_attend_scratch;
 
 typedef struct ba_attend_call {
     const ba_problem *problem;
     const ba_attend_family *family;
-    ba_pack_rows_fn pack_k, pack_v; /* NULL: kernels read the rows where they lie */
-    ba_pack_rows_fn widen;          /* NULL: rows are packed where they lie. Otherwise they are of a quantised cache, and become rows of the queries'
-                                       dtype first */
-    bool own_few;                   /* few queries are attended by a kernel of their dtype's family, and not by that of the cache's dtype */
+    ba_pack_rows_fn pack_k, pack_v;     /* NULL: kernels read the rows where they lie */
+    ba_pack_rows_fn widen;              /* NULL: rows are packed where they lie. Otherwise rows of a quantised cache first become rows of the queries'
+                                         * dtype */
+    bool own_few;                       /* few queries are attended by a kernel of their own dtype's family, and not by one for the cache's dtype */
     const ba_attend_family *few_family; /* the family that writes the results of few queries: with own_few their dtype's family, else `family` */
     ba_attend_few_fn few;
     ba_pack_queries_fn pack_few;
@@ -68,7 +68,7 @@ typedef struct ba_attend_call {
     ba_sharing sharing;
     int64_t shared_bytes;       /* of packed K and V that items share; 0: each item packs its own */
     char *parts;                /* the states of parts, which are joined at the end */
-    const int64_t *part_offset; /* [batch]: where its parts begin in `parts`, in bytes; -1: its lists are not cut */
+    const int64_t *part_offset; /* [batch]: where the entry's parts begin in `parts`, in bytes; -1: its lists are not cut */
 } ba_attend_call;
 
 /* ---- attend_setup.c ------------------------------------------------------------------------------------------------- */
@@ -76,7 +76,7 @@ typedef struct ba_attend_call {
 /* The number of lanes that the scratch memory of a tile has room for. The last panel of a tile may be half empty. */
 static inline int64_t ba_tile_room(const ba_attend_call *c) { return ba_round_up(ba_plan_tile_lanes(&c->plan), c->family->lanes[BA_PANEL_WIDE]); }
 
-/* Bytes that a packed query has room for, in a panel of either kind. */
+/* The bytes reserved for a packed query, enough for a panel of either kind. */
 static inline int64_t ba_query_room(const ba_attend_call *c) {
     const ba_attend_family *f = c->family, *few = c->few_family;
     const int64_t dim = c->problem->head_dim;
@@ -102,11 +102,11 @@ static inline int64_t ba_few_scratch(const ba_attend_call *c) {
 /* Lays out the scratch memory of one worker (scratch.h), which begins a page where tuning has a page_offset. */
 int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w);
 
-/* Opens tile number `index` of the item, where the tiles of its first KV head come first, then those of the next head, and so on: packs the tile's
- * queries and empties its states. */
+/* Opens tile number `index` of the item: packs the tile's queries and empties its states. The tiles of the item's first KV head come first, then
+ * those of the next head, and so on. */
 void ba_open_tile(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, int64_t index);
 
-/* Writes out and lse of the queries of a panel of the tile. */
+/* Writes the outputs and the log-sum-exps of the queries of a panel of the tile. */
 void ba_write_lanes(const ba_attend_call *c, const ba_attend_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s);
 
 /* Takes the next chunk of the walk that is furthest behind, of `walk_count` walks. Returns false when all of them are at their end. */
@@ -121,16 +121,16 @@ void ba_fetch_scales(const ba_attend_call *c, const ba_attend_scratch *w, int64_
 /* The chunk in the form that kernels take, for one head of the item. `place` is the number of the head among those of the last ba_fetch_scales(). */
 ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int64_t head, int64_t place, const ba_chunk_rows *here);
 
-/* Makes the bias of a panel of the tile for the chunk, where the call has one, in the scratch memory behind those of `place` heads. Returns false
- * where it hides all keys from all lanes. */
+/* Makes the bias of a panel of the tile for the chunk, where the call has a bias. Its scratch memory lies behind the biases of `place` heads. Returns
+ * false where the bias hides all keys from all lanes. */
 bool ba_bias_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int64_t batch, const ba_tile *tile, const ba_panel_state *s, int64_t place,
                    ba_chunk *chunk);
 
 /* Leaves out the chunk's first `keys` keys. */
 void ba_skip_keys(ba_chunk *chunk, int64_t keys);
 
-/* Cuts the chunk to the keys that some lane of the panel sees, and sets *panel, with bounds only where some lane does not see all of them. Returns
- * false where no lane sees a key. */
+/* Cuts the chunk to the keys that some lane of the panel sees, and sets *panel, with bounds only where some lane does not see all keys of the cut
+ * chunk. Returns false where no lane sees a key. */
 bool ba_cut_to_seen(const ba_attend_call *c, const ba_panel_state *s, ba_panel *panel, ba_chunk *chunk);
 
 /* ---- attend_panels.c and attend_few.c: one item each ------------------------------------------------------------------ */
@@ -143,7 +143,7 @@ void ba_attend_few(const ba_attend_call *c, int64_t index, int worker);
 /* Sets where the parts of each batch entry begin, unless `offset` is NULL. Returns the bytes of all parts. */
 int64_t ba_lay_out_parts(const ba_attend_call *c, int64_t *offset);
 
-/* Copies the states of a panel of few queries to where ba_join_parts() finds those of the item's part. */
+/* Copies the states of a panel of few queries to the place where ba_join_parts() finds the states of the item's part. */
 void ba_keep_part(const ba_attend_call *c, const ba_item *item, const ba_tile *tile, const ba_panel_state *s);
 
 /* A ba_item_fn over (batch, KV head): joins the parts in their order and writes the result. */

@@ -12,9 +12,10 @@
 #include "ops/check.h"
 #include "ops/reals.h"
 
-/* How many queries attend a key of this batch entry on average, lists ignored: the tokens that see it, by the causal rule and the window, times the
- * query heads of the KV group. Only the entry's own shape goes into this number, so that the entry's bits depend neither on other entries of the
- * batch nor on the padding of lists. A slice of the queries counts as all queries of its sequence would, the last of which stands at the last key. */
+/* The average number of queries that attend a key of this batch entry, without regard to lists: the tokens that see the key, by the causal rule and
+ * the window, times the query heads of the KV group. Only the entry's own shape goes into this number, so that the entry's bits depend neither on
+ * other entries of the batch nor on the padding of lists. A slice of the queries counts as all queries of its sequence do, as if the last of these
+ * stood at the last key. */
 static double pairs_per_key(const ba_problem *p, int64_t batch) {
     const double tokens = (double)ba_deciding_tokens(p, batch), keys = (double)ba_kv_span(p, batch).valid;
     if (tokens == 0 || keys == 0) return 0;

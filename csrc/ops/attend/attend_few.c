@@ -19,7 +19,7 @@ static int64_t rows_ahead(const ba_attend_call *c, int which, int64_t bytes) {
     return ba_min(c->tuning->few.keys, ba_ceil_div(c->few_prefetch->distances[which], bytes));
 }
 
-/* The largest of these distances, over all passes. */
+/* The largest distance of any pass, in rows of `bytes` bytes. */
 static int64_t most_rows_ahead(const ba_attend_call *c, int64_t bytes) {
     int64_t most = 0;
     for (int i = 0; i < BA_PREFETCH_PASSES; i++) most = ba_max(most, rows_ahead(c, i, bytes));
@@ -53,9 +53,9 @@ typedef struct row_run {
     int64_t bytes;  /* of a row that is read */
 } row_run;
 
-/* What to prefetch while `now` is read: first the rows of `now`, except for its first ones, which lie nearer than any pass reaches, and then the
- * first rows of `then`, which is read next. The pointers to the latter are written behind those of now->rows, so that one array has all. A prefetcher
- * adds the offset of `now` to every pointer, so it is subtracted from those of `then`. */
+/* The rows to prefetch while `now` is read: first the rows of `now`, except its first rows, which lie nearer than any pass reaches, and then the
+ * first rows of `then`, which is read next. The pointers to the rows of `then` are written behind those of now->rows, so that one array has all
+ * pointers. A prefetcher adds the offset of `now` to every pointer, so this offset is subtracted from the pointers to rows of `then`. */
 static ba_prefetch_rows find_ahead(const ba_attend_call *c, const row_run *now, const row_run *then) {
     const int64_t more = then->keys ? ba_min(then->keys, most_rows_ahead(c, then->bytes)) : 0, all = now->keys + more;
     const int64_t nearest = rows_ahead(c, 0, now->bytes), begin = ba_min(nearest, all);
@@ -68,8 +68,8 @@ static ba_prefetch_rows find_ahead(const ba_attend_call *c, const row_run *now, 
     return ahead;
 }
 
-/* Sets what the kernel call for heads first .. first + heads - 1 prefetches: their rows of K, then of V, and then the rows of K of the next heads or
- * of the next chunk. */
+/* Sets the rows that the kernel call for heads first .. first + heads - 1 prefetches: these heads' rows of K, then their rows of V, and then the rows
+ * of K of the next heads or of the next chunk. */
 static void prefetch_ahead(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, int64_t first, int64_t heads,
                            const ba_chunk_rows *here, const ba_chunk_rows *next) {
     const ba_problem *p = c->problem;
@@ -102,8 +102,8 @@ static int64_t collect_heads(const ba_attend_call *c, const ba_attend_scratch *w
     return n;
 }
 
-/* The tiles that walk the chunk's list attend it; heads whose rows lie side by side do so in one kernel call. Where tiles have several panels, the
- * first call fetches the rows from memory, and the others find them in cache. `next` is the chunk that follows, or NULL. */
+/* The tiles that walk the chunk's list attend the chunk; heads whose rows lie side by side attend it in one kernel call. Where tiles have several
+ * panels, the first call fetches the rows from memory, and the others find them in cache. `next` is the chunk that follows, or NULL. */
 static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, const ba_chunk_rows *here,
                          const ba_chunk_rows *next) {
     const ba_problem *p = c->problem;

@@ -1,9 +1,9 @@
 /* Paged attention with kv_split. A KV split, here split for short, is kv_split consecutive tokens of a request. Each split is attended as a sequence
  * of its own, and the states of a request's splits are merged by a fixed tree. (In documents for users, a split is called a chunk.)
  *
- * Node i of level l covers splits i * 2^l to (i + 1) * 2^l - 1, as far as the request has them. Its state is the merge of those of its two halves,
- * or, where its right half has no split, that of its left half. So the result depends on the splits alone: merge_states_tree() of blitz_attn/merge.py
- * gives the same bits from the states of single splits, whoever has computed them.
+ * Node i of level l covers splits i * 2^l to (i + 1) * 2^l - 1, as far as the request has them. Its state is the merge of the states of its two
+ * halves, or, where its right half has no split, the state of its left half. So the result depends on the splits alone: merge_states_tree() of
+ * blitz_attn/merge.py gives the same bits from the states of single splits, whoever has computed them.
  *
  * Queries are attended in slices; a slice is some queries of one request. Slices are attended in *rounds*, so that memory holds the states of one
  * round at a time. A round goes through its splits in *waves*. A wave attends `width` neighbouring splits of every slice, where `width` is a power of
@@ -27,7 +27,7 @@
 
 typedef struct slice {
     int64_t request, first_query, queries; /* which queries of the request */
-    int64_t row;                           /* of the first of them, among the rows of the round */
+    int64_t row;                           /* of the first of these queries, among the rows of the round */
     int64_t splits;
 } slice;
 
@@ -46,9 +46,9 @@ typedef struct split_call {
     int64_t split_tokens; /* kv_split */
     ba_isa level;
     int num_threads;
-    const ba_attend_family *merging, *writing; /* whose kernels merge states, and write results */
+    const ba_attend_family *merging, *writing; /* the families whose kernels merge states, and write results */
     int64_t real_size, pad;                    /* of a state: bytes per real, and reals per row */
-    int64_t most_rows;                         /* of queries in a round; a request with more is cut into slices */
+    int64_t most_rows;                         /* the most rows of queries in a round; a request with more queries is cut into slices */
     int64_t *first_word;                       /* [batch]: where the bitmaps of a request's lists begin in `listed` */
     uint64_t *listed;                          /* NULL: no lists */
     bool refused;                              /* an entry of the lists is wrong; `bad` says where the first wrong one is */
@@ -72,7 +72,7 @@ static int64_t queries_of(const ba_problem *p, int64_t request) { return p->cu_q
 static int64_t pages_of(const ba_problem *p, int64_t request) { return ba_ceil_div(p->kv_lens[request], p->page_size); }
 static int64_t words_of(const ba_problem *p, int64_t request) { return ba_ceil_div(pages_of(p, request), 64); }
 
-/* Reads one list of a request. An item is one (request, head of the lists); the items run in this order, on one thread. */
+/* Reads one list of a request. An item is one (request, head of the lists). The items run one after the other, on one thread. */
 static void mark_list(void *context, int64_t item, int worker) {
     (void)worker;
     split_call *c = context;
@@ -112,7 +112,7 @@ static int64_t state_index(const split_call *c, int64_t slot, int64_t row, int64
 static char *state_out(const split_call *c, int64_t state) { return c->outs + state * c->pad * c->real_size; }
 static double state_lse(const split_call *c, int64_t state) { return ba_get_real(c->lses, state, c->real_size); }
 
-/* Merges a state with another one, and leaves the result in its place. */
+/* Merges a state with another one, and writes the result over the first of them. */
 static void merge_state(const split_call *c, int64_t state, const void *other_out, double other_lse) {
     char *out = state_out(c, state);
     const void *rows[2];
@@ -122,8 +122,8 @@ static void merge_state(const split_call *c, int64_t state, const void *other_ou
     ba_set_real(c->lses, state, lse, c->real_size);
 }
 
-/* Lets a sink take part, which has a score and no value. A sink counts as infinite where it overflows in log2 units, as in a call without splits.
- * Beside a sink of plus infinity, keys with finite scores have weight 0. */
+/* Lets a sink, which has a score but no value, take part in a state. A sink counts as infinite where it overflows in log2 units, as in a call without
+ * splits. Beside a sink of plus infinity, keys with finite scores have weight 0. */
 static void add_sink(const split_call *c, int64_t state, double sink) {
     double exponent = sink * BA_LOG2_E;
     if (c->real_size == 4) exponent = (double)(float)exponent;
@@ -132,7 +132,8 @@ static void add_sink(const split_call *c, int64_t state, double sink) {
         merge_state(c, state, c->nothing, score);
         return;
     }
-    /* A merge would take the difference of two infinities. 0 times an output is NaN where the output is not finite. */
+    /* A merge would take the difference of two infinities. The output is multiplied by 0, and not set to 0, so that it becomes NaN where it is not
+     * finite. */
     char *out = state_out(c, state);
     for (int64_t d = 0; d < c->whole->v_dim; d++) ba_set_real(out, d, ba_get_real(out, d, c->real_size) * 0, c->real_size);
     ba_set_real(c->lses, state, INFINITY, c->real_size);
@@ -192,7 +193,8 @@ static void merge_rows(void *context, int64_t item, int worker) {
 
 /* ---- Rounds ---------------------------------------------------------------------------------------------------------- */
 
-/* The round that begins at *at, which becomes the beginning of the round after it. Its slices are written to `slices`, unless that is NULL. */
+/* Returns the round that begins at *at, and moves *at to the beginning of the next round. Writes the round's slices to `slices`, unless that is NULL.
+ */
 static round_size next_round(const split_call *c, cursor *at, slice *slices) {
     const ba_problem *p = c->whole;
     round_size size = {0, 0, 0};
@@ -219,7 +221,7 @@ typedef struct entries {
 
 enum { NUMBERS_OF_ENTRY = 6 };
 
-/* Fills the batch entries of a wave: each split of each slice. */
+/* Fills the batch entries of a wave: one for each split of each slice. */
 static void fill_entries(const split_call *c, const entries *e, ba_problem *wave) {
     const ba_problem *p = c->whole;
     wave->batch = wave->kv_len = wave->q_len = 0;
@@ -250,13 +252,13 @@ static void fill_entries(const split_call *c, const entries *e, ba_problem *wave
     wave->block_columns = ba_ceil_div(wave->kv_len, p->page_size);
 }
 
-/* The problem of a wave, without what differs from one wave to the next. */
+/* The problem of a wave, without the members that fill_entries() sets for each wave. */
 static ba_problem problem_of_waves(const split_call *c, const entries *e) {
     const ba_problem *p = c->whole;
     ba_problem wave = *p;
     wave.unrounded = p->dtype == BA_FLOAT16 || p->dtype == BA_BFLOAT16;
     wave.out_element_size = c->real_size;
-    wave.sinks = NULL; /* they take part once, at the end */
+    wave.sinks = NULL; /* sinks take part once, at the end */
     wave.kv_splits = e->split;
     wave.kv_lens = e->kv_len;
     wave.first_page = e->first_page;
@@ -286,8 +288,8 @@ static ba_status attend_waves(split_call *c, int64_t waves, const entries *e) {
 /* Attends the round of this size that begins at *at, in memory of its own. */
 static ba_status attend_round(split_call *c, round_size size, cursor *at) {
     const ba_problem *p = c->whole;
-    /* The largest power of two for which the states of a wave are no more than most_rows rows; but at least 1, and no larger than it takes for all
-     * splits to fit in one wave. */
+    /* The width is the largest power of two for which the states of a wave are at most most_rows rows. But it is at least 1, and no larger than
+     * needed for all splits to fit in one wave. */
     for (c->width = 1; c->width < size.splits && 2 * c->width * size.rows <= c->most_rows;) c->width *= 2;
     const int64_t waves = ba_ceil_div(size.splits, c->width), entry_count = ba_min(size.splits, c->width) * size.slices; /* of a wave, at most */
     int64_t levels = 0;
@@ -321,7 +323,7 @@ static ba_status attend_round(split_call *c, round_size size, cursor *at) {
 }
 
 ba_status ba_attend_kv_split(const ba_problem *problem, int64_t kv_split, int num_threads) {
-    const ba_isa level = ba_isa_active(); /* once, for all waves: another thread may change it at any time */
+    const ba_isa level = ba_isa_active(); /* read once, for all waves: another thread may change the level at any time */
     const ba_kernels *kernels = ba_kernels_at(level);
     const ba_dtype real = ba_real_of(problem->dtype);
     split_call c = {.whole = problem,

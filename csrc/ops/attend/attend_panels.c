@@ -21,7 +21,7 @@ static void share_out(share *s, ba_chunk *chunk) {
     s->panel++;
 }
 
-/* Panels of one width that are collected for one kernel call. No panel may be in it twice. */
+/* Panels of one width that are collected for one kernel call. No panel may be in a batch twice. */
 typedef struct batch {
     ba_panel_width width;
     int64_t n;
@@ -50,7 +50,7 @@ static void attend_tile(const ba_attend_call *c, const ba_attend_scratch *w, int
         ba_panel panel;
         ba_chunk chunk = *whole;
         if (!ba_cut_to_seen(c, s, &panel, &chunk)) continue;
-        if (ba_has_bias(c->problem)) flush(c, many); /* there is memory for the bias of one panel */
+        if (ba_has_bias(c->problem)) flush(c, many); /* there is memory for the bias of one panel only */
         if (!ba_bias_chunk(c, w, batch_entry, &t->tile, s, 0, &chunk)) continue;
         s->panel.fresh = false;
         share_out(next, &chunk);
@@ -93,7 +93,7 @@ static const void *const *pack_others(const ba_attend_call *c, const ba_attend_s
     return job->packed_rows;
 }
 
-/* The tiles that walk the chunk's list attend it. They see no keys outside `range`. `next` is the chunk that follows, or NULL. */
+/* The tiles that walk the chunk's list attend the chunk. These tiles see no keys outside `range`. `next` is the chunk that follows, or NULL. */
 static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, const ba_item *item, const ba_range *range, const ba_chunk_rows *here,
                          const ba_chunk_rows *next, batch *many) {
     const ba_problem *p = c->problem;

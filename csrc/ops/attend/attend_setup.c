@@ -1,5 +1,6 @@
-/* Sets a forward call up: chooses the kernels, makes the plan, hands out memory, and runs the items. It looks kernels and numbers up by the call's
- * level and by dtype, and no branch names a level or a dtype. attend_entry.c reads the level, and decides which batch entries this is called for. */
+/* Sets a forward call up: chooses the kernels, makes the plan, hands out memory, and runs the items. Kernels and numbers are looked up by the call's
+ * level and by dtype, and no branch names a level or a dtype. attend_entry.c reads the level, and decides for which batch entries it calls
+ * ba_attend_with(). */
 #include "core/arena.h"
 #include "core/status.h"
 #include "kernels/prefetch_rows.h"
@@ -26,8 +27,8 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     assert(!c->widen || BA_WIDE_KEYS % f->key_pad == 0);
     c->pack_k = !own ? cache->pack : f->pack->keys ? f->pack->keys : c->widen;
     c->pack_v = !own ? v_cache->pack : f->pack->values ? f->pack->values : c->widen;
-    /* The number of query heads per KV head decides, not the number of queries in a panel: the former is the same whether heads share lists or
-     * not, and both kinds of lists must give the same bits. */
+    /* The number of query heads per KV head decides, not the number of queries in a panel: the number of heads is the same whether they share lists
+     * or not, and both kinds of lists must give the same bits. */
     const int64_t least_heads = ba_tuning_at(native->isa)->few_least_heads[p->k_dtype];
     c->own_few = native->few->attend[p->k_dtype] && least_heads > 0 && p->group >= least_heads;
     c->few_family = c->own_few ? native : f;
@@ -73,7 +74,7 @@ static bool gathers(const ba_attend_call *c) {
     return scattered && c->plan.grouping.few_heads == 1 && ba_max(p->k_width, p->v_width) * p->kv_element_size <= c->tuning->few.gathered_bytes;
 }
 
-/* Decides whether items share packed K and V, as far as their size is known before the plan is made. */
+/* Decides whether items may share packed K and V, as far as their size tells before the plan is made. */
 static void choose_sharing(ba_attend_call *c) {
     /* There is room for packed keys in whole chunks of the tuning's size; the size of this call's chunks, which may be smaller, divides that size. */
     c->sharing = (ba_sharing){.plan = &c->plan,

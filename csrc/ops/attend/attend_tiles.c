@@ -241,8 +241,8 @@ ba_chunk ba_head_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int6
                       .v_rows = here->v_rows,
                       .k_offset = head * p->k.head_stride * p->kv_element_size,
                       .v_offset = head * p->v.head_stride * p->kv_element_size,
-                      /* The bytes of a row in the caller's array. A shared, packed row has about as many. In families that split elements into pieces
-                       * it has more, but their kernels do not read k_next_bytes and v_next_bytes. */
+                      /* The bytes of a row in the caller's array. A shared, packed row has about as many. In families that split elements into
+                       * pieces, a shared row has more bytes, but their kernels do not read k_next_bytes and v_next_bytes. */
                       .k_next_bytes = p->k_width * p->kv_element_size,
                       .v_next_bytes = p->v_width * p->kv_element_size,
                       .next_level = c->prefetch_level,

@@ -4,9 +4,9 @@
 
 #include "kernels/kernels.h"
 
-/* Merges the results of `parts` parts, rows of v_dim elements of the family's dtype, into `out`, which may be the row of one of them, and returns the
- * log-sum-exp over all. A part whose log-sum-exp is -inf is empty, and its row is not read. `rows` has room for a pointer per part, and `weights` for
- * a real per part. */
+/* Merges the results of `parts` parts into `out`, and returns the log-sum-exp over all parts. A result is a row of v_dim elements of the family's
+ * dtype, and `out` may be the row of one part. A part whose log-sum-exp is -inf is empty, and its row is not read. `rows` has room for a pointer per
+ * part, and `weights` for a real per part. */
 double ba_merge_row_states(const ba_attend_family *family, int64_t parts, const void *const *outs, const double *lses, const void **rows,
                            void *weights, void *out, int64_t v_dim);
 

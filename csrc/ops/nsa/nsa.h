@@ -1,4 +1,4 @@
-/* What the operations of native sparse attention share: arrays that have one row per token and head. Internal. */
+/* Arrays that have one row per token and head, and functions on them, which the operations of native sparse attention share. Internal. */
 #ifndef BA_OPS_NSA_H
 #define BA_OPS_NSA_H
 
@@ -20,8 +20,8 @@ static inline char *ba_row(const ba_token_rows *r, int64_t batch, int64_t token,
     return r->data + batch * r->batch_step + token * r->token_step + head * r->head_step;
 }
 
-/* Row `at` of a sequence, and how many rows it has. cu NULL: each batch entry is a sequence, of `each` rows. Else the array is packed, and cu has the
- * cumulative numbers of its sequences' rows (tokens or blocks). */
+/* Row `at` of a sequence, and the number of rows of a sequence. cu NULL: each batch entry is a sequence of `each` rows. Else the array is packed, and
+ * cu has the cumulative numbers of its sequences' rows (tokens or blocks). */
 static inline char *ba_sequence_row(const ba_token_rows *r, const int64_t *cu, int64_t sequence, int64_t at, int64_t head) {
     return cu ? ba_row(r, 0, cu[sequence] + at, head) : ba_row(r, sequence, at, head);
 }

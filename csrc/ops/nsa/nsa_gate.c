@@ -1,4 +1,5 @@
-/* The gates of native sparse attention: three sigmoids per token and query head, the gated sum of the branches, and the gradients of both. */
+/* The gates of native sparse attention: three sigmoids per token and query head, the gated sum of the branches, and the gradients of the gates and of
+ * the sum. */
 #include <math.h>
 #include <string.h>
 
@@ -35,7 +36,8 @@ typedef struct gate_call {
 } gate_call;
 
 typedef struct gate_scratch {
-    /* Forward: [BA_FEW_QUERIES][LOGITS_STRIDE] reals; row g is that of gate g. Backward: the gradients of the three gates of one token and head. */
+    /* Forward: [BA_FEW_QUERIES][LOGITS_STRIDE] reals; row g has the logits of gate g. Backward: the gradients of the three gates of one token and
+     * head. */
     char *logits;
     char *gates;       /* forward: [TOKENS_AT_ONCE][head][3] reals; backward: up to three weights for merge_row */
     char *row;         /* one row of dq, as reals */

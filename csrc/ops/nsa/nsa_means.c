@@ -1,5 +1,5 @@
-/* The means of blocks of tokens, and their gradient, to which some whole arrays may be added. Both only sum rows. Here is also what other operations
- * of native sparse attention use: how arrays with a row per token and head are read, and how rows are summed. */
+/* The means of blocks of tokens, and their gradient, to which some whole arrays may be added. Both only sum rows. This file also has the functions of
+ * nsa.h that check arrays and sum rows for all operations of native sparse attention. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -107,8 +107,8 @@ static int64_t blocks_of(const sequences *s, int64_t n) { return ba_sequence_len
 
 typedef int64_t length_fn(const sequences *s, int64_t n);
 
-/* Items are runs of s->run_length tokens (or blocks: `length` gives the number of either in a sequence) that do not cross sequences. Returns how
- * many there are. */
+/* Items are runs of at most s->run_length tokens, or blocks, of one sequence. `length` gives the number of tokens, or of blocks, of a sequence.
+ * Returns the number of items. */
 static int64_t count_runs(const sequences *s, length_fn *length) {
     int64_t total = 0;
     if (!s->cu) return s->count ? s->count * ba_ceil_div(length(s, 0), s->run_length) : 0;
@@ -116,7 +116,7 @@ static int64_t count_runs(const sequences *s, length_fn *length) {
     return total;
 }
 
-/* Gets scratch memory, of which each of `threads` workers has `bytes` bytes at *scratch, and notes down where each sequence's items begin. */
+/* Gets scratch memory, with `bytes` bytes for each of `threads` workers at *scratch, and notes down where each sequence's items begin. */
 static ba_status get_memory(sequences *s, length_fn *length, int threads, int64_t bytes, char **scratch) {
     const int64_t places = s->cu ? s->count + 1 : 0;
     int64_t used = 0;
@@ -261,7 +261,7 @@ typedef struct means_backward_call {
     char *scratch;
 } means_backward_call;
 
-/* The largest number of rows that a token's gradient is the sum of. */
+/* The largest number of rows that are summed to a token's gradient. */
 static int64_t most_rows(const means_backward_call *c) { return BA_MOST_SUMMANDS + ba_ceil_div(c->s.block, c->s.stride); }
 
 typedef struct means_backward_scratch {

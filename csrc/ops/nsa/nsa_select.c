@@ -56,7 +56,7 @@ typedef struct nsa_select_scratch {
     char *scores;   /* scores of blocks: [block][lane] */
     char *means;    /* mean scores of runs of compressed keys: [run][lane] */
     char *keys;     /* scratch of the kernel `choose`: [block][BA_CHOOSE_LIST_ROWS] */
-    int32_t *lists; /* what it chooses: [BA_CHOOSE_LIST_ROWS][width + 1] */
+    int32_t *lists; /* the blocks that `choose` chooses: [BA_CHOOSE_LIST_ROWS][width + 1] */
 } nsa_select_scratch;
 
 static int64_t dim_pad(const nsa_select_call *c) { return ba_round_up(BA_FEW_PAD(c->dim), c->family->dim_pad); }
@@ -146,9 +146,9 @@ static void pack_rows(const nsa_select_call *c, const nsa_select_scratch *s, con
     c->family->pack->queries[0](panel, s->pointers, at->rows, c->dim, c->scale);
 }
 
-/* Opens the g-th panel, of `heads` heads from `head` on: lane h * rows + i is row i of the h-th of them. Sets how many compressed keys each lane
- * sees, in s->hi, and *most and *least, the largest and the smallest of these numbers. m becomes the log-sum-exp of each query, so that softmax gives
- * its probabilities. */
+/* Opens the g-th panel, of `heads` heads from `head` on: lane h * rows + i is row i of head number h among these. Sets s->hi to the numbers of
+ * compressed keys that the lanes see, and *most and *least to the largest and the smallest of these numbers. m becomes the log-sum-exp of each query,
+ * so that softmax gives the query's probabilities. */
 static ba_panel open_panel(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at, int64_t head, int64_t heads, int64_t g,
                            int64_t *most, int64_t *least) {
     const ba_nsa_select_args *a = c->args;
@@ -204,8 +204,8 @@ static ba_chunk open_chunk(const nsa_select_call *c, const nsa_select_scratch *s
                       .scratch = s->chunk};
 }
 
-/* Adds probabilities to s->sum[key][row]. `from` has those of `heads` heads side by side, [key][head][row]. The heads are added one after the other,
- * which gives the bits that a panel for each head gives. */
+/* Adds probabilities to s->sum[key][row]. `from` has the probabilities of `heads` heads side by side, [key][head][row]. The heads are added one after
+ * the other, which gives the bits that a panel for each head gives. */
 static void add_side(const nsa_select_call *c, const nsa_select_scratch *s, const item_rows *at, int64_t heads, const char *from, int64_t keys) {
     const int64_t real = c->real_size, line = at->lanes * real;
     for (int64_t j = 0; j < keys; j++)
@@ -276,7 +276,7 @@ static void score_by_tile(const nsa_select_call *c, const nsa_select_scratch *s,
 /* Which blocks of a row are always selected, and which compete for the other entries. */
 typedef struct rules {
     int64_t init, local_lo, local_hi; /* blocks [0, init) and [local_lo, local_hi) are always selected */
-    int64_t hi;                       /* all other blocks below this compete */
+    int64_t hi;                       /* all other blocks below this number compete */
 } rules;
 
 static rules rules_of(const nsa_select_call *c, const item_rows *at, int64_t row) {

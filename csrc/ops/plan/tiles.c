@@ -81,7 +81,7 @@ int ba_begin_walks(const ba_plan *plan, const ba_item *item, ba_tile_state *tile
         const ba_tile_state *before = i ? &tiles[i - 1] : NULL;
         uint64_t *bitmap = bitmaps + n * plan->bitmap_words;
         /* Reading a list and comparing it with the others takes time. Three kinds of tiles need neither. */
-        if (t->head > 0) t->walk = tiles[i - item->tiles].walk; /* that of the previous KV head's same tile: the heads of an item share lists */
+        if (t->head > 0) t->walk = tiles[i - item->tiles].walk; /* the walk of this tile at the previous KV head: the heads of an item share lists */
         else if (!listed) t->walk = 0;                          /* all tiles attend all keys */
         else if (before && before->tile.block_row == t->tile.block_row && before->tile.head == t->tile.head)
             t->walk = before->walk; /* both tiles are of the same list row */
