@@ -1,5 +1,5 @@
 /* Decides from the scores which blocks are kept. ba_budget_block_row() decides for one block row: it keeps the forced blocks first, and then those of
- * the others that the budget asks for. Where block rows share a density, it only outlines how the other blocks compete, by their tails
+ * the others that the budget asks for. Where block rows share a density, this function only outlines how the other blocks compete, by their tails
  * (select_prefill_call.h), and ba_budget_share() keeps the best of all block rows together. */
 #include <math.h>
 #include <string.h>
@@ -59,7 +59,7 @@ static void keep_run(const kept_words *r, int64_t begin, int64_t end) {
         if (!is_kept(r, b)) keep(r, b);
 }
 
-/* Keeps the forced blocks of a block row, which are always kept. `seen` runs from the first to the last block that it sees. */
+/* Keeps the forced blocks of a block row, which are always kept. `seen` runs from the first to the last block that the block row sees. */
 static void keep_forced(const ba_prefill *c, const kept_words *r, int64_t batch, int64_t block_row, ba_range seen) {
     const ba_select_prefill_args *a = c->args;
     const int64_t q_valid = ba_q_span(&c->p, batch).valid, kv_valid = ba_kv_span(&c->p, batch).valid;
@@ -78,8 +78,8 @@ static void keep_forced(const ba_prefill *c, const kept_words *r, int64_t batch,
     }
     keep_run(r, seen.lo, ba_min(seen.hi, a->sink));
     keep_run(r, ba_max(seen.lo, columns - ba_min(columns, a->last_columns)), seen.hi);
-    /* Query i stands beside key i + kv_valid - q_valid, on the diagonal. The block row's diagonal goes from key `first` to key `last`, without the
-     * part of it that lies before key 0. `recent` keeps the blocks that the diagonal crosses, and recent - 1 blocks before them. */
+    /* Query i stands beside key i + kv_valid - q_valid, on the diagonal. The block row's diagonal goes from key `first` to key `last`, without its
+     * part before key 0. `recent` keeps the blocks that the diagonal crosses, and recent - 1 blocks before them. */
     const int64_t begin = block_row * c->p.block_q, diagonal = kv_valid - q_valid;
     const int64_t first = ba_max(0, begin + diagonal), last = ba_min(begin + c->p.block_q, q_valid) - 1 + diagonal;
     if (a->recent == 0 || last < 0) return;
@@ -105,8 +105,8 @@ enum {
     BYTE = 256,             /* values of a byte */
 };
 
-/* Sorts n sort keys of which few are far from where they belong: each moves past the higher ones before it. Returns false where that would take many
- * moves; those with equal scores are then still in order. */
+/* Sorts n sort keys, few of which are far from their final places: each moves past the higher sort keys before it. Returns false where that would
+ * take many moves; sort keys with equal scores are then still in order. */
 static bool settle(uint64_t *sort_keys, int64_t n) {
     for (int64_t i = 1, moves = 0; i < n; i++) {
         const uint64_t sort_key = sort_keys[i];
@@ -167,11 +167,11 @@ static void sort_by_key(uint64_t *sort_keys, uint64_t *other, int64_t n) {
 
 /* ---- Outline of a block row ----------------------------------------------------------------------------------------
  *
- * Few blocks of a block row have tails near the least one that is kept. So it is not sorted as a whole. Its blocks are put into buckets by the bits
- * of their scores, from the highest score down. Sums of whole buckets bound the tails of the blocks in each bucket. Where blocks are kept by their
- * mass, the bound of the kept tails is given; where they share a density, the sums tell in which range the least kept tail lies. Blocks of buckets
- * whose tails are all above this bound or range are kept, blocks of buckets whose tails are all below it are not. Only the blocks of the buckets
- * between, the *middle* of the block row, are sorted. */
+ * Few blocks of a block row have tails near the least kept tail. So the block row is not sorted as a whole. Its blocks are put into buckets by the
+ * bits of their scores, from the highest score down. Sums of whole buckets bound the tails of the blocks in each bucket. Where blocks are kept by
+ * their mass, the bound of the kept tails is given; where they share a density, the sums tell in which range the least kept tail lies. Blocks of
+ * buckets whose tails are all above this bound or range are kept, and blocks of buckets whose tails are all below are not. Only the blocks of the
+ * buckets between, the *middle* of the block row, are sorted. */
 
 enum {
     BUCKETS = BA_OUTLINE_BUCKETS,
@@ -193,7 +193,7 @@ static inline void raise_and_lower(float score, int32_t *high, int32_t *low) {
 /* The outline of the blocks [lo, hi) with these scores; blocks that do not compete have score -1. `counts` is set to the numbers of blocks in the
  * buckets. */
 static void draw_outline(ba_outline *o, const float *scores, int64_t lo, int64_t hi, int32_t *counts) {
-    enum { APART = 8 }; /* so many extremes are found side by side, of which a compiler makes vectors */
+    enum { APART = 8 }; /* extremes that are found side by side, so that a compiler can use vectors */
     int32_t high[APART] = {0}, low[APART], out = 0;
     for (int i = 0; i < APART; i++) low[i] = INT32_MAX;
     int64_t b = lo;
@@ -278,7 +278,7 @@ static double budget_of(const ba_prefill *c, int64_t list_head) {
     return ((const double *)t->data)[t->dims[0] > 1 ? list_head * t->strides[0] : 0];
 }
 
-/* Tails of one class differ by less than a 32nd of an octave. Class 0 holds all below 2^-OCTAVES. */
+/* Tails of one class differ by less than a 32nd of an octave. Class 0 also holds all tails below 2^-OCTAVES. */
 enum { OCTAVES = 16, CLASS_SHIFT = 18, CLASS_ZERO = (127 - OCTAVES) << (23 - CLASS_SHIFT) };
 
 static int class_of(double tail) { return (int)ba_min(BA_TAIL_CLASSES - 1, ba_max(0, (bits_of((float)tail) >> CLASS_SHIFT) - CLASS_ZERO)); }
@@ -365,7 +365,7 @@ void ba_budget_block_row(const ba_prefill *c, const ba_band_scratch *s, int64_t 
         keep_by_number(&r, s, scores, seen, visible, budget_of(c, list_head));
         return;
     }
-    /* The budgets that look at tails. A density is shared later, when the outlines of all block rows are known. */
+    /* The other budgets look at tails. A density is shared later, when the outlines of all block rows are known. */
     const bool shares = budget == BA_BUDGET_DENSITY;
     float *free_scores = shares ? tails_of(c, batch, list_head, block_row) : s->free_scores;
     ba_outline own, *o = shares ? outline_of(c, batch, list_head, block_row) : &own;
@@ -378,12 +378,12 @@ void ba_budget_block_row(const ba_prefill *c, const ba_band_scratch *s, int64_t 
 
 /* ---- Density ----------------------------------------------------------------------------------------------------
  *
- * A share is the list heads of a sequence that share one density: all of them, or each by itself. It keeps a certain number of blocks, those with the
- * largest tails. The outlines of all block rows bound the least tail that is kept: it is in the range of classes [least_class, most_class]. Each
- * block row is then split by this range, and the tails of the blocks in the middle are computed. The least tail that is kept is found without sorting
- * these tails. A tail is not negative, so that its bits, read as an integer, rise with it. Such an integer has three digits of 11, 11 and 10 bits.
- * Counting the tails by their first digit tells with which digit the least tail that is kept begins, and how many blocks are still to be found among
- * the tails that begin with it. Counting these by their second digit, and those that are left by their third, tells the rest. */
+ * A share is the list heads of a sequence that share one density: all of them, or each by itself. A share keeps a certain number of blocks, those
+ * with the largest tails. The outlines of all block rows bound the least tail that is kept: it is in the range of classes [least_class, most_class].
+ * Each block row is then split by this range, and the tails of the blocks in the middle are computed. The least tail that is kept is found without
+ * sorting these tails. A tail is not negative, so that its bits, read as an integer, rise with it. Such an integer has three digits of 11, 11 and 10
+ * bits. Counting the tails by their first digit tells with which digit the least tail that is kept begins, and how many blocks are still to be found
+ * among the tails that begin with this digit. Counting these by their second digit, and those that are left by their third, tells the rest. */
 
 enum { DIGITS = 3 };
 static const struct {
@@ -456,7 +456,7 @@ static void split_list_head(void *context, int64_t item, int worker) {
 }
 
 /* Counts the tails of a list head that begin with the known digits, by their next digit, in the bins of its share. The others are counted in spare
- * bins, because a branch would be mispredicted; there are several of these, because additions to one bin wait for each other. */
+ * bins, because a branch would be mispredicted; there are several spare bins, because additions to one bin wait for each other. */
 static void count_tails(void *context, int64_t item, int worker) {
     const ba_prefill *c = context;
     const int64_t batch = item / c->list_heads, list_head = item % c->list_heads;
@@ -531,7 +531,7 @@ static void keep_ties(const ba_prefill *c, ba_share *share, int64_t batch, int64
     }
 }
 
-/* Sets how many blocks a share keeps in addition to those that are always kept. */
+/* Sets the number of blocks that a share keeps in addition to those that are always kept, and the classes that its least tail may have. */
 static void open_share(const ba_prefill *c, int64_t batch, int64_t first, int64_t list_heads) {
     int64_t all = 0, kept = 0;
     for (int64_t block_row = 0; block_row < c->p.block_rows; block_row++) {

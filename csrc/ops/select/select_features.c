@@ -1,6 +1,6 @@
 /* Pools queries and keys: turns one or a few of them into one vector of reals or, for families that multiply pairs, of bfloat16. The product of a
- * pooled query and a pooled key is the score. For bfloat16 inputs, the elements of both are rounded to bfloat16: these are the numbers that kernels
- * for pairs multiply, and every level chooses by them. */
+ * pooled query and a pooled key is the score. For bfloat16 inputs, the elements of both vectors are rounded to bfloat16, because kernels for pairs
+ * multiply such numbers, and every level must choose by the same numbers. */
 #include <string.h>
 
 #include "kernels/prefetch_rows.h"
@@ -28,7 +28,7 @@ static void copy_row(const ba_prefill *c, const ba_features *s, void *to, const 
     memcpy(to, packed, (size_t)(c->p.head_dim * c->number_size));
 }
 
-/* Prefetches the rows of n tokens that will be pooled later. The array is read once, so reading it from memory takes most of the time. */
+/* Prefetches the rows of n tokens that will be pooled later. The array is read only once, so waiting for memory takes most of the time. */
 static void prefetch_tokens(const char *row, int64_t step, int64_t n, int64_t bytes) {
     for (int64_t i = 0; i < n; i++, row += step) ba_prefetch_to_read(row, bytes);
 }

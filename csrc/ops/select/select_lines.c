@@ -11,8 +11,8 @@
 /* The sums of one query head. Distance d, from a query back to a key, has index d + behind. */
 typedef struct lines {
     double *columns;    /* [block of keys]: the mass of the block's keys */
-    double *slash;      /* [distance]: first the mass of each distance, then the sum of all masses up to it */
-    double *slash_sums; /* [distance]: the sum of all elements of slash up to it */
+    double *slash;      /* [distance]: first the mass of each distance, then the sum of all masses up to this distance */
+    double *slash_sums; /* [distance]: the sum of all elements of slash up to this distance */
     int64_t behind, distances;
     int64_t shift; /* query i stands at token i + shift */
 } lines;

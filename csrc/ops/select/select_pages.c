@@ -46,7 +46,7 @@ typedef struct select_pages_call {
 
 /* The passes over the rows of a request, which the entries of its KV heads share. They depend on the number of entries alone. */
 typedef struct row_passes {
-    int64_t heads_at_once;   /* 0: the kernel for few queries scores one head after the other. Else so many heads read each row together */
+    int64_t heads_at_once;   /* 0: the kernel for few queries scores one head after the other. Else this many heads read each row together */
     int64_t entries_at_once; /* entries of each head that are scored in one pass over the rows */
     int64_t chunk_rows;      /* rows of `a` that are scored for every head before the next rows are */
     int64_t ahead;           /* where heads read rows together: rows that are prefetched ahead */
@@ -136,7 +136,7 @@ static void add_mean(const select_pages_call *c, const select_pages_scratch *s, 
     }
 }
 
-/* Packs the entries from `first` on of a (request, KV head). */
+/* Packs `entries` entries of a (request, KV head), from entry `first` on. */
 static void load_entries(const select_pages_call *c, const select_pages_scratch *s, const row_passes *h, int64_t batch, int64_t kv_head,
                          int64_t first, int64_t entries) {
     const ba_tensor *q = &c->args->q;
@@ -160,7 +160,7 @@ static void load_entries(const select_pages_call *c, const select_pages_scratch 
     if (c->cache->order_few) c->cache->order_few(packed, entries, c->dim);
 }
 
-/* The same for all KV heads, unless this thread's previous item has left the same entries there. */
+/* The same for all KV heads, unless s->q still holds these entries from this worker's previous item. */
 static void load_all_entries(const select_pages_call *c, const select_pages_scratch *s, const row_passes *h, int64_t batch, int64_t first,
                              int64_t entries) {
     if (s->loaded[0] == batch && s->loaded[1] == first) return;
@@ -169,7 +169,7 @@ static void load_all_entries(const select_pages_call *c, const select_pages_scra
     s->loaded[1] = first;
 }
 
-/* The pool number of page `index` of a request: a page of keys for BA_SELECT_MAX, a page of summaries otherwise. */
+/* The number of page `index` of a request in the array c->a: a page of keys for BA_SELECT_MAX, a page of summaries otherwise. */
 static int64_t page_of(const select_pages_call *c, int64_t batch, int64_t index) {
     return ba_request_page(c->args->method == BA_SELECT_MAX ? c->opened : NULL, &c->args->tables, batch, index);
 }
@@ -193,7 +193,7 @@ static ba_prefetch_rows rows_ahead(const select_pages_call *c, const ba_pages *p
     return ba_rows_ahead(p->head_stride, p->row_stride, c->kv_heads, head, c->dim * ba_dtype_size(c->args->a.dtype), rows, count);
 }
 
-/* Scores one head's rows, and prefetches its share of the next rows meanwhile. */
+/* Scores one head's rows, and meanwhile prefetches the head's share of the next rows. */
 static void score_rows(const select_pages_call *c, const ba_pages *p, const row_passes *h, const char *q, int64_t entries, int64_t head,
                        const void *const *rows, int64_t count, const void *const *next, int64_t next_count, char *scores) {
     const ba_prefetch_rows ahead = rows_ahead(c, p, head, next, next_count);
@@ -213,14 +213,14 @@ static void scale_scores(const select_pages_call *c, const struct rows_at *rows,
     for (int64_t i = 0; i < rows->count; i++) scores[i] *= ((const float *)rows->b[i])[head * c->k_scale.head_stride];
 }
 
-/* Raises a page's score to its score for another query; a NaN of either remains. */
+/* Raises a page's score to its score for another query, where that is higher. Where either score is NaN, the result is NaN. */
 static inline void keep_higher(float *page, float score) {
     if (score > *page || score != score) *page = score;
 }
 
-/* Turns the scores of one entry with `count` rows from row `at` on, which stand `step` apart, into scores of pages. A row of summaries is a page.
- * For BA_SELECT_MAX a row is a token, and a page's score is the largest of its tokens' scores, NaN where one of them is NaN. `fresh`: the pages have
- * no score for other queries of this request yet. */
+/* Turns one entry's scores of `count` rows, from row `at` on, into scores of pages. The scores of rows stand `step` apart. A row of summaries is a
+ * page. For BA_SELECT_MAX a row is a token, and a page's score is the largest of its tokens' scores, NaN where one of them is NaN. `fresh`: the pages
+ * have no score for other queries of this request yet. */
 static void keep_scores(const select_pages_call *c, int64_t at, int64_t count, const char *scores, int64_t step, bool fresh, float *pages) {
     const int64_t real = c->family->real_size, size = c->args->page_size;
     if (c->args->method == BA_SELECT_MAX) {
@@ -238,7 +238,7 @@ static void keep_scores(const select_pages_call *c, int64_t at, int64_t count, c
     }
 }
 
-/* Keeps the scores of one of a KV head's entries. `pages`: those of the request's row 0, [row][most_pages]. */
+/* Keeps the scores of one of a KV head's entries. `pages`: the scores of the request's pages, [row][most_pages]. */
 static void keep_entry(const select_pages_call *c, int64_t head, int64_t entry, int64_t at, int64_t count, const char *scores, int64_t step,
                        float *pages) {
     const int64_t rows_per_head = c->rows / c->kv_heads, row = head * rows_per_head + entry % rows_per_head;
@@ -308,7 +308,7 @@ static void score_item(void *context, int64_t item, int worker) {
     }
 }
 
-/* An integer that is larger for a higher score and, of equal scores, for the lower page. NaN gives the smallest. The low half holds ~page. */
+/* An integer that is larger for a higher score and, of equal scores, for the lower page. NaN counts as the lowest score. The low half holds ~page. */
 static uint64_t order_key(float score, int64_t page) {
     uint32_t bits;
     if (score == 0) score = 0; /* -0 counts as 0 */
@@ -364,8 +364,8 @@ static void largest_first(uint64_t *keys, int64_t n, int64_t count) {
     }
 }
 
-/* Writes the keys of some of the n pages from `first` on, among them the `count` best, and returns how many it has written. Most pages are ruled
- * out by a bound: page i belongs to class i mod `classes`, and each class has a largest score. The count-th highest of these largest scores is
+/* Writes the order_key() of some of the n pages from `first` on, among them the `count` best, and returns how many it has written. Most pages are
+ * ruled out by a bound: page i belongs to class i mod `classes`, and each class has a largest score. The count-th highest of these largest scores is
  * reached by at least `count` pages, so no page below it can be among the best. */
 static int64_t best_keys(const float *scores, int64_t first, int64_t n, int64_t count, float *largest, uint64_t *keys) {
     const int64_t classes = ba_max(2 * count, n / 16);
@@ -447,7 +447,7 @@ static ba_status check_query(const ba_select_args *a, const ba_page_tables *open
     return ba_check_extent("query", q);
 }
 
-/* Checks what queries are compared with, summaries or keys, and fills `c` with it. */
+/* Checks the summaries or keys that queries are compared with, and puts them into `c`. */
 static ba_status check_summaries(const ba_select_args *a, select_pages_call *c) {
     const ba_tensor *q = &a->q;
     const bool tokens = a->method == BA_SELECT_MAX;
@@ -488,7 +488,7 @@ static ba_status check_requests(const ba_select_args *a, const select_pages_call
     return c->opened ? BA_OK : ba_check_queries(a->cu_q, a->seq_lens, NULL, a->batch, a->q.dims[0]);
 }
 
-/* Checks how many pages are forced, and how many may be chosen. */
+/* Checks the numbers of forced pages, and the budgets. */
 static ba_status check_budgets(const ba_select_args *a) {
     if (a->sink < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("sink") ": expected at least 0 pages, got %" PRId64, a->sink);
     for (int64_t b = 0; b < a->batch; b++) {

@@ -4,8 +4,8 @@
 
 #include "ops/kv_cache/page_tables.h"
 
-/* As ba_select_blocks(). Opened tables replace seq_lens, cu_q, batch and page_size of `args`, and for BA_SELECT_MAX its tables. They may have no
- * q_begin. */
+/* As ba_select_blocks(). The opened tables replace seq_lens, cu_q, batch and page_size of `args`, and for BA_SELECT_MAX its `tables`, too. Opened
+ * tables with q_begin are refused. */
 ba_status ba_select_by_tables(const ba_select_args *args, const ba_page_tables *opened);
 
 #endif

@@ -16,7 +16,7 @@ static int64_t most_chunks(const ba_prefill *c) {
     return ba_ceil_div(c->p.block_columns * per_block, c->chunk - c->chunk % per_block) + 1;
 }
 
-/* Bytes of what each panel of a band has for itself. */
+/* Bytes of the arrays that each panel of a band has for itself. */
 typedef struct panel_sizes {
     int64_t q, reals, bounds, sums, alphas, chunks;
 } panel_sizes;

@@ -138,7 +138,7 @@ ba_status ba_set_prefill_outputs(const ba_select_prefill_args *a, ba_prefill *c)
     return ba_given(&a->scores) ? ba_check_output("scores", &a->scores, &c->scores_shape, false) : BA_OK;
 }
 
-/* Checks the numbers of the scores that are given. */
+/* Checks the numbers in given_scores. */
 static ba_status check_given_numbers(const ba_prefill *c) {
     ba_tensor t = c->args->given_scores;
     ba_drop_unused_strides(&t);
@@ -254,8 +254,8 @@ static int64_t lay_out_call(ba_prefill *c, int threads, char *base) {
 
 static ba_status run(ba_prefill *c, int threads) {
     ba_status status = c->notes.seen ? ba_parallel(threads, c->p.batch * c->p.block_rows, ba_note_block_row, c) : BA_OK;
-    /* The KV heads of all batch entries take turns, as many at once as there is room for their pooled keys. c->batch_heads becomes the number of KV
-     * heads in this round. */
+    /* The KV heads of all batch entries take turns: in each round, as many of them as there is room for their pooled keys. c->batch_heads becomes the
+     * number of KV heads in this round. */
     const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->batch_heads, list_heads = c->list_heads / c->p.kv_heads; /* per KV head */
     const int64_t runs = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->k_tokens), ba_work.choose.pooled_keys);
     for (c->first_batch_head = 0; status == BA_OK && c->first_batch_head < all; c->first_batch_head += at_once) {
@@ -268,7 +268,7 @@ static ba_status run(ba_prefill *c, int threads) {
     return status;
 }
 
-/* There is no block to keep: `kept` and `scores` have no elements, and all counts are 0. */
+/* Writes the outputs where no block can be kept: `kept` and `scores` have no elements, and all counts are 0. */
 static void keep_nothing(const ba_prefill *c) {
     const ba_tensor *counts = &c->args->counts;
     for (int64_t b = 0; b < c->p.batch; b++)
@@ -304,10 +304,11 @@ ba_status ba_run_prefill(ba_prefill *c) {
     const int64_t most_items =
         ba_max(c->p.batch * c->list_heads * c->p.block_rows, ba_ceil_div(c->batch_heads * pooled_keys, ba_work.choose.pooled_keys));
     const int threads = ba_threads_of_call(c->args->call.num_threads, work, ba_work.small_products, most_items);
-    /* How many block rows fit into a panel as a whole. 0: a block row takes several panels, and the next block row begins with a new panel. */
+    /* The number of block rows that fit into a panel as a whole. 0: a block row takes several panels, and the next block row begins with a new panel.
+     */
     const int64_t panel_blocks = c->lanes / c->q_per_block;
     c->panel_queries = panel_blocks ? panel_blocks * c->q_per_block : c->lanes;
-    /* Several panels read a chunk of pooled keys together, where there are bands enough for all threads. Their number changes no bit. */
+    /* Several panels read a chunk of pooled keys together, where there are bands enough for all threads. The number of panels changes no bit. */
     for (c->panels = BA_BAND_PANELS;; c->panels /= 2) {
         c->band_rows = ba_min(c->p.block_rows, panel_blocks ? c->panels * panel_blocks : 1);
         c->bands = ba_ceil_div(c->p.block_rows, c->band_rows);

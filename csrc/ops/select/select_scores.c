@@ -10,7 +10,7 @@
 #include "ops/select/select_prefill_call.h"
 
 /* The end of the chunk of pooled keys that begins at `begin`. A chunk is some whole blocks, or a part of one block. Where pooled keys are packed in
- * groups, it is some whole groups instead. */
+ * groups, a chunk is some whole groups instead. */
 static int64_t chunk_end(const ba_prefill *c, int64_t begin) {
     const int64_t per_block = c->k_per_block;
     if (c->align > 1) return (begin / c->chunk + 1) * c->chunk;
@@ -33,8 +33,8 @@ typedef struct scored_panel {
 static double join(bool largest, double a, double b) { return !largest ? a + b : b > a ? b : a; }
 
 /* Joins the shares that a panel's block rows have of some blocks to the scores of these blocks. Each block row has `size` shares of block b, side by
- * side in shares[b * pitch ..], as reals. First these are joined in the place of the first one. (The sum of two floats has the same bits if it is
- * rounded to a double before it is rounded to a float.) */
+ * side in shares[b * pitch ..], as reals. First, these shares are joined in the place of the first of them. (The sum of two floats has the same bits
+ * if it is rounded to a double before it is rounded to a float.) */
 static void join_rows(const ba_prefill *c, int64_t rows, int64_t size, void *shares, int64_t pitch, int64_t blocks, double *scores) {
     const bool largest = c->args->largest != 0;
     const int64_t real_size = c->real_size;
@@ -46,8 +46,8 @@ static void join_rows(const ba_prefill *c, int64_t rows, int64_t size, void *sha
         for (int64_t b = 0; b < blocks; b++) scores[b] = join(largest, scores[b], ba_get_real(shares, b * pitch + row * size, real_size));
 }
 
-/* Turns the sums of a panel into shares, and joins those of each block row's lanes to the scores of the band. It goes backwards, because the factor
- * of a chunk's sums is the product of the alphas of all chunks behind it, divided by the sum of all weights. */
+/* Turns the sums of a panel into shares, and joins the shares of each block row's lanes to the scores of the band. The function goes backwards,
+ * because the factor of a chunk's sums is the product of the alphas of all chunks behind it, divided by the sum of all weights. */
 static void close_panel(const ba_prefill *c, const scored_panel *p, const ba_band *band, double *scores) {
     const int64_t lanes = c->lanes, line = lanes * c->real_size, together = ba_min(c->q_per_block, lanes); /* together: lanes of a block row */
     const int64_t joined = together & -together, rows = ba_ceil_div(p->queries, together);
@@ -72,7 +72,7 @@ static void close_panel(const ba_prefill *c, const scored_panel *p, const ba_ban
     }
 }
 
-/* Scores the pooled keys of a range that the panel sees, and adds up their blocks. */
+/* Scores those pooled keys of a range that the panel sees, and adds up their weights by blocks. */
 static void score_chunk(const ba_prefill *c, scored_panel *p, const ba_pooled_range *range) {
     const int64_t per_block = c->k_per_block, line = c->lanes * c->real_size;
     ba_pooled_range own = *range;
@@ -103,7 +103,7 @@ static void score_panels(const ba_prefill *c, const ba_band_scratch *s, const ba
         p->begin = p->at.lo - p->at.lo % (c->align > 1 ? c->align : per_block);
         p->first_block = p->begin / per_block;
         p->end_block = ba_ceil_div(p->at.hi, per_block);
-        if (p->begin % per_block) memset(p->s.sums, 0, (size_t)(c->lanes * c->real_size)); /* the kernel goes on with this block */
+        if (p->begin % per_block) memset(p->s.sums, 0, (size_t)(c->lanes * c->real_size)); /* the kernel adds to a block that has begun */
         lo = ba_min(lo, p->begin);
         hi = ba_max(hi, p->at.hi);
     }
@@ -128,13 +128,13 @@ static void take_given(const ba_prefill *c, const ba_band_scratch *s, const ba_b
         const float *from = (const float *)t->data + band->batch * t->strides[0] + head * t->strides[1] + (band->first + r) * t->strides[2];
         for (int64_t b = 0; b < c->p.block_columns; b++) {
             const float score = from[b * t->strides[3]];
-            s->head[r * ba_head_pitch(c) + b] = score > 0 ? (double)score : 0; /* what is not a number counts as 0 */
+            s->head[r * ba_head_pitch(c) + b] = score > 0 ? (double)score : 0; /* NaN and -inf count as 0 */
         }
     }
 }
 
-/* Adds the scores of a head, those of each block row divided by their sum, to the scores of its list head, which `shared_heads` heads share. Where
- * the sum is not positive, all visible blocks score the same. Given scores that have been divided already stay as they are. */
+/* Adds the scores of a head to the scores of its list head, which `shared_heads` heads share. Before, the scores of each block row are divided by
+ * their sum. Where the sum is not positive, all visible blocks score the same. Given scores whose sum is 1 already are not divided by it. */
 static void add_head(const ba_prefill *c, const ba_band_scratch *s, const ba_band *band, int64_t shared_heads) {
     for (int64_t r = 0; r < band->block_rows; r++) {
         const ba_range seen = ba_prefill_blocks(c, band->batch, band->first + r);
@@ -145,7 +145,7 @@ static void add_head(const ba_prefill *c, const ba_band_scratch *s, const ba_ban
         double sum = 0;
         for (int64_t b = seen.lo; b < seen.hi && visible; b++) head[b] = ba_is_visible(visible, b) ? head[b] : 0;
         for (int64_t b = seen.lo; b < seen.hi; b++) sum += head[b];
-        if (c->args->chooser == BA_CHOOSER_GIVEN && fabs(sum - 1) <= 1e-4) sum = 1; /* it differs by rounding to float32 alone */
+        if (c->args->chooser == BA_CHOOSER_GIVEN && fabs(sum - 1) <= 1e-4) sum = 1; /* the sum differs from 1 by rounding to float32 alone */
         const double weight = 1 / (sum > 0 ? sum * (double)shared_heads : (double)blocks * (double)shared_heads);
         for (int64_t b = seen.lo; b < seen.hi; b++) scores[b] += (float)((sum > 0 ? head[b] : ba_is_visible(visible, b)) * weight);
     }

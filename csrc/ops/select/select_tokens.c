@@ -1,10 +1,10 @@
-/* Choosing tokens: the best keys of each query by the scores of an indexer, whose several small heads share one key per token.
+/* Chooses tokens: the best keys of each query, by the scores of an indexer. An indexer has several small heads, which share one key per token.
  *
- * The keys are the lanes of a panel, and the rows that it is multiplied by are the heads of some queries, so that the sum over heads is vertical:
- * scores[query][lane] by the kernel sum_heads. What may be among a query's best goes into a buffer that has room for a little more than twice as many
- * candidates as the result has places. From a full buffer the worst are dropped, and from then on only scores above the best dropped one are taken
- * in. So no array has a score of each pair. Keys come in rising order, and a later key loses against an equal score. Where blocks of keys are
- * chosen, the largest score so far of one block waits until the block ends. */
+ * The keys are the lanes of a panel, and the panel is multiplied by the heads of some queries as rows. The sum over heads is then vertical, and the
+ * kernel sum_heads makes scores[query][lane]. Keys that may be among a query's best become candidates in a buffer, which has room for a little more
+ * than twice as many as the result has places. From a full buffer the worst candidates are dropped, and from then on only scores above the best
+ * dropped score are taken in. So no array has a score of each pair. Keys come in rising order, and a key loses against an earlier one with the same
+ * score. Where blocks of keys are chosen, the largest score so far of one block waits until the block ends. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -28,16 +28,16 @@ typedef struct select_tokens_call {
     ba_token_rows q, k, k_scale;
     int64_t sequences, heads, dim;
     bool quantised; /* k is of 8 bits, and k_scale has a number per key */
-    bool paged;     /* k is (pages, tokens of a page, 1, D), and block_tables has those of a sequence */
+    bool paged;     /* k has shape (pages, tokens of a page, D), and block_tables lists the pages of each sequence */
     double scale;
     double floor;                                  /* the largest number that is below min_score; NAN: all scores are high enough */
-    int64_t top_k, width;                          /* keys or blocks that a query gets, and places per row of the result: one more for a tail */
-    int64_t most;                                  /* candidates that stay: top_k, or as many as there are where these are fewer */
+    int64_t top_k, width;                          /* keys or blocks that a query gets; places per row of the result, one of them for a tail */
+    int64_t most;                                  /* candidates that stay: top_k, or the number of blocks where that is smaller */
     int64_t room;                                  /* candidates per query */
     int64_t tile;                                  /* queries of an item */
-    int64_t part_keys;                             /* keys of an item; with several parts whole blocks, or a multiple of the lanes where a block is
-                                                    * one key */
-    int64_t parts;                                 /* of each sequence; those of shorter ones may be empty */
+    int64_t part_keys;                             /* keys of an item. Where there are several parts, each is whole blocks, or a multiple of the lanes
+                                                    * where a block is one key */
+    int64_t parts;                                 /* of each sequence; parts of shorter sequences may be empty */
     int64_t most_keys, most_blocks;                /* of the longest sequence */
     int64_t at_once;                               /* queries whose heads are scored together */
     int64_t *first_tile;                           /* [sequences + 1] */
@@ -46,24 +46,24 @@ typedef struct select_tokens_call {
     ba_move_better_fn move_better;
     ba_pack_rows_fn widen; /* makes rows for panel_family from 8-bit keys: reals, or bfloat16 where scales_scores */
     bool scales_scores;    /* scores are multiplied by the scales of 8-bit keys, which the widened keys do not carry */
-    int next_level;        /* where rows are prefetched to */
+    int next_level;        /* the cache into which rows are prefetched */
     int64_t real_size, lanes, scratch_bytes;
     char *scratch;
     candidate *best; /* with several parts: [tile][query][part][most] */
-    int64_t *counts; /* of these: [tile][query][part] */
+    int64_t *counts; /* the numbers of these candidates: [tile][query][part] */
 } select_tokens_call;
 
-/* Where the keys of a panel lie. */
+/* The places of the keys of a panel. */
 typedef struct panel_keys {
-    int64_t first, count; /* the first one's number in its sequence */
+    int64_t first, count; /* the number of the first key in its sequence, and the number of keys */
     const void **rows;
     float *scales; /* of 8-bit keys */
 } panel_keys;
 
-/* What divides candidates. */
+/* The kernel that divides candidates, and its spare memory. */
 typedef struct divider {
     ba_move_better_fn move_better;
-    candidate *spare; /* room for as many as a query has */
+    candidate *spare; /* room for as many candidates as a query has */
 } divider;
 
 typedef struct select_tokens_scratch {
@@ -73,7 +73,7 @@ typedef struct select_tokens_scratch {
     candidate *candidates; /* [query][room] */
     divider divider;
     int64_t *counts;  /* [query] */
-    int64_t *seen;    /* [query]: how many keys, from the first on, it may choose from */
+    int64_t *seen;    /* [query]: how many keys, from the first on, the query may choose from */
     double *least;    /* [query]: only scores above this one are taken in; NAN: all are */
     double *largest;  /* [query]: the largest score so far of the block that has begun */
     uint64_t *chosen; /* a bit per block */
@@ -127,8 +127,8 @@ static void swap(candidate *a, candidate *b) {
 
 static int64_t split(const divider *d, candidate *all, int64_t n, int64_t low, int64_t high);
 
-/* Picks a pivot among n candidates, which are all different, and moves all candidates that are better to the front, with the pivot right behind
- * them. Returns the place of the pivot, which is near `wanted`. */
+/* Picks a pivot among n candidates, which are all different, and moves all better candidates to the front, with the pivot right behind them. Returns
+ * the place of the pivot, which is near `wanted`. */
 static int64_t divide(const divider *d, candidate *all, int64_t n, int64_t wanted) {
     enum { SAMPLE = 32, LEAST_SAMPLED = 8 * SAMPLE };
     int64_t of_pivot = n / 2;
@@ -148,8 +148,8 @@ static int64_t divide(const divider *d, candidate *all, int64_t n, int64_t wante
     return at;
 }
 
-/* Finds a place from `low` to `high`, and moves candidates so that those before it are better than the one at this place, and those behind it are
- * not. All are different; 0 <= low <= high < n. */
+/* Chooses a place from `low` to `high`, and moves candidates so that those before this place are better than the candidate at it, and those behind
+ * are worse. Returns the place. All candidates are different; 0 <= low <= high < n. */
 static int64_t split(const divider *d, candidate *all, int64_t n, int64_t low, int64_t high) {
     for (int64_t begin = 0, end = n;;) {
         const int64_t at = begin + divide(d, all + begin, end - begin, (low + high) / 2 - begin);
@@ -194,7 +194,7 @@ static void sort_best(const divider *d, candidate *all, int64_t n, int depth) {
         for (int64_t at = i; at > 0 && is_better(all + at, all + at - 1); at--) swap(all + at, all + at - 1);
 }
 
-/* Makes room for n more candidates of a query. How many stay is left open, so that dividing them once is enough most of the time. */
+/* Makes room for n more candidates of a query. The number of candidates that stay is left open, so that one division is enough most of the time. */
 static void make_room(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, int64_t n) {
     if (s->counts[query] + n <= c->room) return;
     candidate *all = s->candidates + query * c->room;
@@ -209,7 +209,7 @@ static void add_keys(const select_tokens_call *c, const select_tokens_scratch *s
     s->counts[query] += c->append_keys(s->candidates + query * c->room + s->counts[query], scores, n, first, s->least[query]);
 }
 
-/* The same where blocks are chosen: one is a candidate when its last key has come. `end` is the end of the query's keys in this part. */
+/* The same where blocks are chosen: a block becomes a candidate when its last key has come. `end` is the end of the query's keys in this part. */
 static void add_blocks(const select_tokens_call *c, const select_tokens_scratch *s, int64_t query, const void *scores, int64_t n, int64_t first,
                        int64_t end) {
     const int64_t size = c->args->block_size;
@@ -233,9 +233,9 @@ static void add_blocks(const select_tokens_call *c, const select_tokens_scratch 
 /* ---- An item: the queries of a tile and the keys of a part ------------------------------------------------------------ */
 
 typedef struct item_of_tokens {
-    int64_t sequence, first, queries; /* the tile's first query in its sequence, and how many it has */
+    int64_t sequence, first, queries; /* the tile's first query in its sequence, and the number of its queries */
     int64_t begin, end;               /* the part's keys */
-    int64_t tile, part;               /* their places in c->best */
+    int64_t tile, part;               /* the places of the tile and of the part in c->best */
 } item_of_tokens;
 
 static int64_t queries_of(const select_tokens_call *c, int64_t n) { return ba_sequence_length(c->args->cu_q, c->q.tokens, n); }
@@ -243,7 +243,7 @@ static int64_t valid_queries(const select_tokens_call *c, int64_t n) { return c-
 static int64_t tokens_of(const select_tokens_call *c, int64_t n) {
     return c->args->kv_lens ? c->args->kv_lens[n] : ba_sequence_length(c->args->cu_kv, c->k.tokens, n) * c->args->pool_size;
 }
-/* Keys that may be chosen: only complete pools have one. */
+/* The number of keys that may be chosen: only complete pools have a key. */
 static int64_t keys_of(const select_tokens_call *c, int64_t n) { return tokens_of(c, n) / c->args->pool_size; }
 
 /* How many tokens, from the first on, a query sees. */
@@ -286,7 +286,7 @@ static void open_rows(const select_tokens_call *c, const select_tokens_scratch *
     }
 }
 
-/* Finds the keys of the item's panel that begins with key `first`. Behind the last panel there are none. */
+/* Finds the keys of the item's panel that begins with key `first`. Behind the last panel there are no keys. */
 static void find_keys(const select_tokens_call *c, const item_of_tokens *at, int64_t first, panel_keys *keys) {
     const int64_t n = ba_max(0, ba_min(c->lanes, at->end - first)), sequence = at->sequence;
     keys->first = first;
@@ -304,7 +304,7 @@ static void find_keys(const select_tokens_call *c, const item_of_tokens *at, int
     }
 }
 
-/* Scores the keys of a panel for all queries of the tile, and prefetches those of the next one. */
+/* Scores the keys of a panel for all queries of the tile, and prefetches the keys of the next panel. */
 static void score_panel(const select_tokens_call *c, const select_tokens_scratch *s, const item_of_tokens *at, const panel_keys *keys,
                         const panel_keys *next) {
     const int64_t begin = keys->first;
@@ -342,7 +342,8 @@ static void score_panel(const select_tokens_call *c, const select_tokens_scratch
     }
 }
 
-/* Writes the best candidates of a query as a row of the result, and the tail behind them. */
+/* Writes the best candidates of a query as a row of the result, and behind them the tail: the last pool that the query sees, where it is incomplete.
+ */
 static void write_row(const select_tokens_call *c, const select_tokens_scratch *s, int64_t sequence, int64_t query, candidate *all, int64_t count) {
     const ba_tensor *selected = &c->args->selected, *scores = &c->args->scores;
     const int64_t kept = ba_min(count, c->most), to = row_of(c, selected, sequence, query), step = ba_step(selected, selected->ndim - 1);
@@ -425,7 +426,7 @@ static void join_item(void *context, int64_t item, int worker) {
     memset(s.chosen, 0, (size_t)ba_ceil_div(c->most_blocks, 64) * sizeof *s.chosen);
     candidate *all = c->best + item * c->parts * c->most;
     int64_t count = 0;
-    for (int64_t part = 0; part < c->parts; part++) { /* moves their candidates together, and keeps the best */
+    for (int64_t part = 0; part < c->parts; part++) { /* moves the candidates of all parts together, and keeps the best */
         const int64_t some = c->counts[item * c->parts + part];
         memmove(all + count, all + part * c->most, (size_t)some * sizeof *all);
         keep_best(&s.divider, all, count + some, c->most);
@@ -605,7 +606,7 @@ static int cut_call(select_tokens_call *c, int64_t *tiles) {
     c->parts = 1;
     c->part_keys = ba_max(1, c->most_keys);
     const int threads = ba_is_small(work, ba_work.small_products) ? 1 : ba_threads_for(c->args->num_threads);
-    if (*tiles > 0 && *tiles < threads * ba_work.tokens.tiles) { /* so few tiles that threads share the keys of each */
+    if (*tiles > 0 && *tiles < threads * ba_work.tokens.tiles) { /* so few tiles that threads share the keys of each tile */
         const int64_t panels = ba_ceil_div(c->most_keys, c->lanes), least = ba_ceil_div(ba_work.tokens.part_keys, c->lanes);
         const int64_t wanted = ba_min(ba_ceil_div(threads * ba_work.tokens.tiles, *tiles), panels / ba_max(1, least));
         c->part_keys = ba_round_up(ba_max(1, ba_ceil_div(panels, ba_max(1, wanted))) * c->lanes, c->args->block_size);

@@ -1,7 +1,7 @@
-/* What block rows see. Where the queries are the last tokens and have no kv_ranges, both ends of what a query sees never fall from one query to the
- * next, and the last query sees some key, so that the first and the last query of a block row say what it sees. With kv_ranges, each query may see
- * any run of keys, and with q_begin, queries may stand so far behind the keys that a window shows them none. What a block row sees and always keeps
- * is then noted before the scores are made, once for all heads. */
+/* The blocks that block rows see. Where the queries are the last tokens and have no kv_ranges, neither end of a query's range of keys falls from one
+ * query to the next, and the last query sees some key. The range of a block row then follows from its first and its last query. With kv_ranges, each
+ * query may see any run of keys, and with q_begin, queries may stand so far behind the keys that a window shows them none. In these two cases, the
+ * blocks that each block row sees and always keeps are noted before the scores are made, once for all heads. */
 #include <string.h>
 
 #include "core/pool.h"
@@ -67,8 +67,8 @@ void ba_note_block_row(void *context, int64_t item, int worker) {
         set_run(visible, own.lo, own.hi);
         seen.lo = ba_min(seen.lo, own.lo);
         seen.hi = ba_max(seen.hi, own.hi);
-        /* The query's sinks are counted from where its range begins, and its recent blocks from the diagonal, or from the last key that it sees where
-         * this lies before the diagonal. */
+        /* The query's sinks are counted from the beginning of its range, and its recent blocks from the diagonal, or from the last key that the query
+         * sees, where this key lies before the diagonal. */
         const int64_t begin = c->p.kv_ranges.data ? ba_max(0, ba_range_end(&c->p, batch, query, 0)) / block : 0;
         const int64_t newest = ba_min(ba_diagonal(&c->p, batch, query), keys.hi - 1);
         set_run(forced, ba_max(own.lo, begin), ba_min(own.hi, begin + ba_min(a->sink, columns)));
