@@ -45,9 +45,7 @@ ba_status ba_check_extent(const char *name, const ba_tensor *t) {
     for (int i = 0; i < t->ndim; i++) {
         if (t->dims[i] < 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("%s") ": expected no negative axis, got shape %s", name, ba_shape_text(t).chars);
         if (t->dims[i] == 0) empty = true;
-        else
-            overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements); /* also in an empty array: drivers multiply the lengths of its axes
-                                                                                  */
+        else overflow |= __builtin_mul_overflow(elements, t->dims[i], &elements); /* also in an empty array: drivers multiply its other axes */
     }
     for (int i = 0; i < t->ndim && !empty; i++) {
         int64_t reach;
@@ -98,8 +96,7 @@ ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor 
 }
 
 /* Whether two elements may share memory. With the axes sorted by stride, that is so where the stride of an axis is no larger than the distance that
- * all axes of smaller strides span together. (The answer may be true for an exotic array that does not overlap; it is never false for an array that
- * does.) */
+ * all axes of smaller strides span together. (The answer is true for every array that overlaps, and also for some exotic arrays that do not.) */
 static bool overlaps_itself(const ba_tensor *t) {
     int64_t steps[BA_MAX_DIMS], reaches[BA_MAX_DIMS];
     int count = 0;

@@ -24,7 +24,7 @@ typedef struct ba_text {
 } ba_text;
 ba_text ba_shape_text(const ba_tensor *t);
 
-/* A number as text, for a sentence. It has six digits, or more where six would be read as another number of `dtype`. */
+/* A number as text, for a sentence. The number is rounded to six digits, or to more where six would be read as another number of `dtype`. */
 ba_text ba_number_text(double number, ba_dtype dtype);
 
 /* Checks that the array has at most BA_MAX_DIMS axes, that no axis is negative, that data is given unless the array is empty, and that its size
@@ -69,9 +69,9 @@ ba_status ba_check_same(const char *name, const ba_tensor *t, const ba_tensor *e
 /* ba_check_same() and ba_check_places(), for an output. */
 ba_status ba_check_output(const char *name, const ba_tensor *t, const ba_tensor *expected, bool contiguous_last_axis);
 
-/* Whether two arrays share no memory. Two arrays may interleave, as the keys and the values of one array do. They are found apart if no byte of one
- * equals a byte of the other modulo the step of some axis. (Some arrays that share no memory are not found apart, but arrays that share some never
- * are.) */
+/* Whether two arrays share no memory. Two arrays may interleave, as the keys and the values of one array do. They are found apart if, modulo the step
+ * of some axis, no address in one equals an address in the other. (The answer is false for all arrays that share memory, and also for some exotic
+ * arrays that share none.) */
 bool ba_are_apart(const ba_tensor *a, const ba_tensor *b);
 
 /* Checks that no two elements of an output share memory. Call it after ba_check_extent(), which bounds the products of strides and lengths. */

@@ -16,8 +16,7 @@ typedef struct ba_view {
 } ba_view;
 
 /* A batch entry of a paged call with kv_split (attend_kv_split.c): a slice of a request's queries, and one KV split of its tokens. The split counts
- * as a sequence of its own: `kv_lens`, `first_page` and `q_begin` of the problem describe the split, and its tokens are counted from its first one.
- */
+ * as a sequence of its own: `kv_lens`, `first_page` and `q_begin` of the problem describe the split, whose tokens are counted from its first one. */
 typedef struct ba_kv_split {
     int64_t request;        /* the request's index on the batch axes of attn_mask and of the lists */
     int64_t first_query;    /* the number of the slice's first query among those of the request */
@@ -28,7 +27,7 @@ typedef struct ba_kv_split {
 } ba_kv_split;
 
 typedef struct ba_problem {
-    ba_dtype dtype, k_dtype, v_dtype; /* of q, and of out unless `unrounded` is set; of k; of v, which differs from k's only where both have cells */
+    ba_dtype dtype, k_dtype, v_dtype; /* of q, and of out unless `unrounded`; of k; of v, which may differ from k's only where both have cells */
     int64_t element_size, kv_element_size, out_element_size;
     bool unrounded;                        /* out holds reals, whatever the dtype of q */
     int64_t batch, heads, kv_heads, group; /* group = heads / kv_heads */
@@ -64,7 +63,7 @@ typedef struct ba_problem {
     int64_t block_q, block_kv;
     int64_t block_rows, block_columns; /* blocks of queries and of keys in a sequence of q_len queries and kv_len keys */
     const int64_t *block_counts;       /* NULL: a list row ends at its first pad. Else [batch][head axis of blocks]: how many entries are in use */
-    const int64_t *cu_rows;            /* NULL: the lists have a batch axis. Else the place on the lists' axis of rows where each sequence's begin */
+    const int64_t *cu_rows;            /* NULL: the lists have a batch axis. Else where each sequence's list rows begin on the axis of rows */
 } ba_problem;
 
 /* The tokens of one batch entry: the row where they begin, how many rows there are, and how many of these, from the first on, are valid. */
@@ -184,8 +183,7 @@ static inline int64_t ba_sequence_at(const int64_t *begin, int64_t sequences, in
     return low;
 }
 
-/* The number of block columns that the lists of a batch entry may name. Where keys are paged, the entry's own tokens decide, else the padded length.
- */
+/* The number of block columns that the lists of a batch entry may name: by its own tokens where keys are paged, else by the padded length. */
 static inline int64_t ba_list_columns(const ba_problem *p, int64_t batch) {
     return p->page_size ? ba_ceil_div(ba_kv_span(p, batch).valid, p->block_kv) : p->block_columns;
 }

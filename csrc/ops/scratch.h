@@ -1,7 +1,8 @@
 /* How drivers divide their scratch memory. Internal.
  *
- * A function that lays out scratch memory hands out the parts of the block at `base`, and computes the size of the block. Each is called twice: with
- * base NULL to learn the size, and then with the memory. A call's block holds one block for each worker, which is laid out anew for each item. */
+ * A function that lays out scratch memory hands out the parts of the block at `base`, and computes the size of the block. Such a function is called
+ * twice: with base NULL to learn the size, and then with the memory. A call's block holds one block for each worker, which is laid out anew for each
+ * item. */
 #ifndef BA_OPS_SCRATCH_H
 #define BA_OPS_SCRATCH_H
 

@@ -45,7 +45,7 @@ static bool guess_next_item(const ba_attend_call *c, int64_t index, ba_chunk_row
     return true;
 }
 
-/* Rows of K, or of V, that a few kernel reads one after the other: those of one head, or of heads that lie side by side. */
+/* Rows of K, or of V, that a few kernel reads one after the other: the rows of one head, or of heads that lie side by side. */
 typedef struct row_run {
     const void **rows; /* [keys]: rows of the item's first head */
     int64_t keys;

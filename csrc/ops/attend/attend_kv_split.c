@@ -112,7 +112,7 @@ static int64_t state_index(const split_call *c, int64_t slot, int64_t row, int64
 static char *state_out(const split_call *c, int64_t state) { return c->outs + state * c->pad * c->real_size; }
 static double state_lse(const split_call *c, int64_t state) { return ba_get_real(c->lses, state, c->real_size); }
 
-/* Merges a state with another one, and writes the result over the first of them. */
+/* Merges another state into state number `state`. */
 static void merge_state(const split_call *c, int64_t state, const void *other_out, double other_lse) {
     char *out = state_out(c, state);
     const void *rows[2];
@@ -193,8 +193,7 @@ static void merge_rows(void *context, int64_t item, int worker) {
 
 /* ---- Rounds ---------------------------------------------------------------------------------------------------------- */
 
-/* Returns the round that begins at *at, and moves *at to the beginning of the next round. Writes the round's slices to `slices`, unless that is NULL.
- */
+/* Returns the round that begins at *at, and moves *at to the next round. Writes the round's slices to `slices`, unless that is NULL. */
 static round_size next_round(const split_call *c, cursor *at, slice *slices) {
     const ba_problem *p = c->whole;
     round_size size = {0, 0, 0};

@@ -37,8 +37,8 @@ static void choose_kernels(ba_attend_call *c, const ba_problem *p, ba_isa level)
     c->order_few = c->own_few ? native->few->order_queries : cache->order_few;
 }
 
-/* Chooses the tuning numbers: those of the family's level, except that the numbers for few queries are those of the call's level. They are copied to
- * `own`. */
+/* Chooses the tuning numbers: those of the family's level, except that the numbers for few queries are those of the call's level. All numbers are
+ * copied to `own`. */
 static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     const ba_tuning *of_level = ba_tuning_at(level);
     *own = *ba_tuning_at(c->family->isa);
@@ -74,7 +74,7 @@ static bool gathers(const ba_attend_call *c) {
     return scattered && c->plan.grouping.few_heads == 1 && ba_max(p->k_width, p->v_width) * p->kv_element_size <= c->tuning->few.gathered_bytes;
 }
 
-/* Decides whether items may share packed K and V, as far as their size tells before the plan is made. */
+/* Decides whether items may share packed K and V, as far as that is known before the plan is made. */
 static void choose_sharing(ba_attend_call *c) {
     /* There is room for packed keys in whole chunks of the tuning's size; the size of this call's chunks, which may be smaller, divides that size. */
     c->sharing = (ba_sharing){.plan = &c->plan,

@@ -358,8 +358,7 @@ static void run_whole_tiles(const ba_backward_call *c, const ba_backward_scratch
                             .dv_rows = w->dv_rows,
                             .ahead = w->ahead,
                             .aheads =
-                                *turn ? 0 : BA_GRADIENT_AHEADS}; /* once the item has its turn, an earlier call for this chunk has prefetched the rows
-                                                                  */
+                                *turn ? 0 : BA_GRADIENT_AHEADS}; /* once the item has its turn, an earlier call for this chunk has prefetched all */
     for (int64_t i = 0; i < count; i++) {
         const ba_tile_state *t = tiles[i];
         assert(all.panels + t->panels <= BA_TILE_PANELS);

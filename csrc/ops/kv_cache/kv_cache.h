@@ -6,7 +6,7 @@
 
 /* Caches that have been checked. The batch stride of a view is the stride from one page to the next. */
 typedef struct ba_caches {
-    ba_dtype dtype, v_dtype;                       /* of K; of V, which differs only where both have cells */
+    ba_dtype dtype, v_dtype;                       /* of K; of V, which may differ only where both have cells */
     int64_t pages, page_size, heads, k_dim, v_dim; /* page_size, heads and dims are at least 1 */
     int64_t k_width, v_width;                      /* the last axes: dims, or the bytes of cells */
     ba_view k, v, k_scale, v_scale;                /* a scale's data is NULL for dtypes that are not quantised */

@@ -90,7 +90,7 @@ static void summarise_item(void *context, int64_t item, int worker) {
     }
 }
 
-/* Checks everything. Only scratch memory may still be missing in ba_run_summaries(). */
+/* Checks everything, so that ba_run_summaries() fails only for want of memory or where it is interrupted. */
 ba_status ba_open_summaries(const ba_quest_metadata_args *a, const ba_page_tables *opened, ba_summary_call *c) {
     *c = (ba_summary_call){.args = a, .opened = opened};
     BA_TRY(ba_take_cache_pages("k_cache", &a->k_cache, a->kv_layout, &c->k));

@@ -16,7 +16,7 @@ typedef struct ba_summary_call {
     ba_view scale;                       /* of quantised keys; data NULL: none */
     /* The rest is set by ba_run_summaries(). */
     ba_pack_rows_fn widen;             /* makes float32 rows of quantised keys, times their scales; NULL: keys are summarised in place */
-    int64_t wide_bytes, scratch_bytes; /* bytes per worker: of the rows of a page; of these rows, padding and guards */
+    int64_t wide_bytes, scratch_bytes; /* bytes per worker: of the rows of a page; of these rows with a guard */
     char *scratch;
     ba_summarise_fn summarise;
     int64_t runs; /* the largest number of runs of ba_work.quest.pages pages in a request, from the page of its token `begin` on */

@@ -261,7 +261,7 @@ typedef struct means_backward_call {
     char *scratch;
 } means_backward_call;
 
-/* The largest number of rows that are summed to a token's gradient. */
+/* The largest number of rows that are added up to a token's gradient. */
 static int64_t most_rows(const means_backward_call *c) { return BA_MOST_SUMMANDS + ba_ceil_div(c->s.block, c->s.stride); }
 
 typedef struct means_backward_scratch {

@@ -33,7 +33,7 @@ typedef struct nsa_select_call {
     int64_t most_blocks;       /* blocks of the longest sequence */
     int64_t width, cmp_width;  /* entries per row of `selected` and of `selected_cmp` */
     const ba_kernels *kernels;
-    const ba_attend_family *family; /* where has_own, the family of q's dtype; else that of reals */
+    const ba_attend_family *family; /* where has_own, the family of q's dtype; else the family of reals */
     bool has_own;                   /* the family of q's own dtype has add_probabilities, which is used */
     int64_t real_size;
     int64_t *first_row, *first_panel; /* [sequences + 1], where args->cu_q is given: the first row and panel of each sequence among those of a head */

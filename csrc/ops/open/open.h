@@ -39,7 +39,7 @@ ba_status ba_set_paged_outputs(const ba_paged_args *args, ba_attention *attentio
 void ba_gradient_shapes(const ba_block_sparse_backward_args *args, ba_tensor shapes[3]);
 ba_status ba_set_gradients(const ba_block_sparse_backward_args *args, const ba_attention *attention, ba_gradients *gradients);
 
-/* Run an opened call whose outputs are set. They fail as ba_attend() does. */
+/* Run an opened call whose outputs are set. Both functions fail as ba_attend() does. */
 ba_status ba_run_attention(const ba_attention *attention);
 ba_status ba_run_attention_backward(const ba_attention *attention, const ba_gradients *gradients);
 

@@ -32,8 +32,7 @@ static ba_status take_selected_of_queries(const ba_paged_args *args, ba_problem 
 }
 
 /* Checks the shape of the selected pages and their counts, and puts them into the problem as its lists. Without selected_size, a block is one page,
- * and one block row has all queries of a request. Without selected pages, the problem has no lists. The page numbers are checked when the call runs.
- */
+ * and one block row has all queries of a request. Without selected pages, the problem has no lists. The call checks the page numbers when it runs. */
 static ba_status check_selected(const ba_paged_args *args, ba_problem *p) {
     const ba_tensor *t = &args->selected;
     p->list_name = "selected";

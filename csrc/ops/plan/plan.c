@@ -194,7 +194,7 @@ static void survey_item(void *context, int64_t index, int worker) {
     ba_item *item = &plan->item[index];
     uint64_t *bitmap = plan->bitmaps + worker * plan->bitmap_words;
     const ba_span q = ba_q_span(p, item->batch);
-    if (item->part > 0) return; /* the item of the first part stands for all parts of the list */
+    if (item->part > 0) return; /* the item of the first part checks the list and computes the cost for all parts */
     int64_t marked_row = -1, marked_head = -1;
     item->cost = 0;
     for (int64_t t = item->first_tile; t < item->first_tile + item->tiles; t++) {
@@ -205,13 +205,13 @@ static void survey_item(void *context, int64_t index, int worker) {
                 const int64_t bad[4] = {ba_list_batch(p, item->batch), ba_list_head(p, tile.head), ba_list_row(p, item->batch, tile.block_row), at};
                 keep_first_bad_entry(s, bad);
                 marked_row = -1; /* the bitmap is not complete */
-                continue;        /* the first bad entry of the array is wanted, where lists of later tiles may come earlier */
+                continue;        /* the first bad entry of the array is wanted, and lists of later tiles may come earlier in the array */
             }
             marked_row = tile.block_row;
             marked_head = tile.head;
         }
-        /* The keys of the middle query stand for those of all queries. Padding counts nothing, because costs decide the order of items and so the
-         * rounding of gradients, and padding must change neither. */
+        /* The keys of the middle query stand for those of all queries. Padding adds no cost: costs decide the order of items, and so the rounding of
+         * gradients, which padding must not change. */
         const int64_t lanes = ba_min(tile.lanes, (q.valid - tile.first_query) * tile.heads - tile.first_lane);
         if (lanes <= 0) continue;
         const int64_t first = tile.first_query + tile.first_lane / tile.heads, tokens = ba_ceil_div(lanes, tile.heads);
@@ -459,8 +459,8 @@ ba_plan ba_plan_gradients(const ba_problem *p, const ba_tuning *tuning) {
 
 ba_plan ba_plan_gradients_by_block(const ba_problem *p, const ba_tuning *tuning) {
     const ba_tiling tiling = gradient_tiling(p, tuning);
-    /* The number of columns must not enter here: the longest sequence of the batch decides it, and must not decide the order of another one's sums.
-     */
+    /* The number of columns must not enter here: the longest sequence of the batch decides it, and it would change the order of other sequences'
+     * sums. */
     const ba_grouping grouping = {.tiles = most_rows(p, &tiling, tuning->by_block_lanes), .few_heads = 1};
     return plan_of(p, tiling, unsplit, grouping);
 }

@@ -22,7 +22,7 @@ static float *tails_of(const ba_prefill *c, int64_t batch, int64_t list_head, in
     return c->tails + c->tails_begin[batch] + (list_head * block_rows + block_row) * ba_prefill_columns(c, batch);
 }
 
-/* The number of a block row among those of all list heads of the call. */
+/* The number of a block row among the block rows of all list heads of the call. */
 static int64_t number_of(const ba_prefill *c, int64_t batch, int64_t list_head, int64_t block_row) {
     return (batch * c->list_heads + list_head) * c->p.block_rows + block_row;
 }

@@ -112,7 +112,7 @@ static row_passes choose_row_passes(const select_pages_call *c, int64_t entries)
     return h;
 }
 
-/* Makes room for requests whose KV heads have so many entries. */
+/* Makes room for requests whose KV heads have `entries` entries each. */
 static void make_room(select_pages_call *c, int64_t entries) {
     const row_passes h = choose_row_passes(c, entries);
     c->most_rows = ba_max(c->most_rows, h.chunk_rows + h.ahead);

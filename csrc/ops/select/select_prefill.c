@@ -254,8 +254,8 @@ static int64_t lay_out_call(ba_prefill *c, int threads, char *base) {
 
 static ba_status run(ba_prefill *c, int threads) {
     ba_status status = c->notes.seen ? ba_parallel(threads, c->p.batch * c->p.block_rows, ba_note_block_row, c) : BA_OK;
-    /* The KV heads of all batch entries take turns: in each round, as many of them as there is room for their pooled keys. c->batch_heads becomes the
-     * number of KV heads in this round. */
+    /* The KV heads of all batch entries take turns. Each round has as many of them as memory has room for their pooled keys. c->batch_heads becomes
+     * the number of KV heads in this round. */
     const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->batch_heads, list_heads = c->list_heads / c->p.kv_heads; /* per KV head */
     const int64_t runs = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->k_tokens), ba_work.choose.pooled_keys);
     for (c->first_batch_head = 0; status == BA_OK && c->first_batch_head < all; c->first_batch_head += at_once) {
@@ -304,8 +304,7 @@ ba_status ba_run_prefill(ba_prefill *c) {
     const int64_t most_items =
         ba_max(c->p.batch * c->list_heads * c->p.block_rows, ba_ceil_div(c->batch_heads * pooled_keys, ba_work.choose.pooled_keys));
     const int threads = ba_threads_of_call(c->args->call.num_threads, work, ba_work.small_products, most_items);
-    /* The number of block rows that fit into a panel as a whole. 0: a block row takes several panels, and the next block row begins with a new panel.
-     */
+    /* The number of whole block rows that fit into a panel. 0: a block row takes several panels, and the next block row begins with a new panel. */
     const int64_t panel_blocks = c->lanes / c->q_per_block;
     c->panel_queries = panel_blocks ? panel_blocks * c->q_per_block : c->lanes;
     /* Several panels read a chunk of pooled keys together, where there are bands enough for all threads. The number of panels changes no bit. */

@@ -17,7 +17,7 @@
 /* An outline of those blocks of a block row that are not always kept, made before they are sorted (select_budget.c). */
 enum { BA_OUTLINE_BUCKETS = 64 };
 typedef struct ba_outline {
-    int32_t highest, shift;                /* the bits of the highest score; a bucket takes 1 << shift such numbers */
+    int32_t highest, shift;                /* the bits of the highest score; a bucket takes 1 << shift different bits */
     int32_t in_middle;                     /* blocks in the middle of the block row */
     double bounds[BA_OUTLINE_BUCKETS + 1]; /* tails of the blocks in bucket i are above bounds[i + 1] and at most bounds[i] */
 } ba_outline;
@@ -30,7 +30,7 @@ typedef struct ba_share {
     bool none, has_all; /* only the blocks that are always kept are kept; all blocks with exactly the least tail are kept */
 } ba_share;
 
-/* The blocks that block rows see, and those that they always keep. They are noted where queries have kv_ranges or q_begin, and the pointers are NULL
+/* The blocks that block rows see, and those that they always keep. Both are noted where queries have kv_ranges or q_begin; the pointers are NULL
  * where queries have neither (select_visible.c). */
 typedef struct ba_notes {
     ba_range *seen;    /* [B][block row]: from the first block that some query sees to the one after the last; [0, 0) where none is seen */
@@ -44,8 +44,7 @@ typedef struct ba_prefill {
     ba_tensor kept_shape, counts_shape, scores_shape, lists_shape; /* of the outputs. The width of the lists, here 1, follows from counts */
     int64_t list_heads, shared_heads;                              /* list heads of a sequence; query heads that share one */
     int64_t q_tokens, k_tokens;                                    /* tokens of a pooled query, and of a pooled key */
-    int64_t q_per_block, k_per_block;                              /* pooled queries, and pooled keys. With BA_CHOOSER_VERTICAL_SLASH each is one
-                                                                    * token */
+    int64_t q_per_block, k_per_block;                              /* pooled queries and keys; with BA_CHOOSER_VERTICAL_SLASH, each is one token */
     int64_t depth, pitch;                                          /* numbers of a pooled query or key; numbers from one to the next */
     double scale;                                                  /* of products, in log2 units */
     int64_t words;
@@ -196,8 +195,7 @@ void ba_lines_score(const ba_prefill *c, const ba_band_scratch *s, const ba_band
 /* Decides from its scores which blocks a block row keeps, and writes them. With BA_BUDGET_DENSITY, writes only the blocks that are always kept,
  * and notes the scores of the others. */
 void ba_budget_block_row(const ba_prefill *c, const ba_band_scratch *s, int64_t batch, int64_t list_head, int64_t block_row, const float *scores);
-/* With BA_BUDGET_DENSITY, after the block rows of a band: adds the counts of s->bins, which were 0 before the first block row, to those of the share.
- */
+/* With BA_BUDGET_DENSITY, after the block rows of a band: adds s->bins, which were 0 before the first block row, to the bins of the share. */
 enum { BA_BUDGET_BINS = 1 << 11, BA_SPARE_BINS = 8, BA_TAIL_CLASSES = 1 << 9 | 32 };
 void ba_budget_count(const ba_prefill *c, const ba_band_scratch *s, int64_t batch, int64_t list_head);
 /* With BA_BUDGET_DENSITY: keeps the best of the other blocks. */

@@ -133,8 +133,8 @@ static void take_given(const ba_prefill *c, const ba_band_scratch *s, const ba_b
     }
 }
 
-/* Adds the scores of a head to the scores of its list head, which `shared_heads` heads share. Before, the scores of each block row are divided by
- * their sum. Where the sum is not positive, all visible blocks score the same. Given scores whose sum is 1 already are not divided by it. */
+/* Adds the scores of a head to the scores of its list head, which `shared_heads` heads share. The scores of each block row are first divided by their
+ * sum. Where the sum is not positive, all visible blocks score the same. Given scores whose sum is 1 already are not divided by it. */
 static void add_head(const ba_prefill *c, const ba_band_scratch *s, const ba_band *band, int64_t shared_heads) {
     for (int64_t r = 0; r < band->block_rows; r++) {
         const ba_range seen = ba_prefill_blocks(c, band->batch, band->first + r);

@@ -342,8 +342,7 @@ static void score_panel(const select_tokens_call *c, const select_tokens_scratch
     }
 }
 
-/* Writes the best candidates of a query as a row of the result, and behind them the tail: the last pool that the query sees, where it is incomplete.
- */
+/* Writes a query's best candidates as a row of the result, and behind them the tail: the last pool that the query sees, where it is incomplete. */
 static void write_row(const select_tokens_call *c, const select_tokens_scratch *s, int64_t sequence, int64_t query, candidate *all, int64_t count) {
     const ba_tensor *selected = &c->args->selected, *scores = &c->args->scores;
     const int64_t kept = ba_min(count, c->most), to = row_of(c, selected, sequence, query), step = ba_step(selected, selected->ndim - 1);
