@@ -31,7 +31,7 @@ ba_text ba_number_text(double number, ba_dtype dtype);
  * and its span are below 2^63 bytes, so that no later product of dims and strides overflows. */
 ba_status ba_check_extent(const char *name, const ba_tensor *t);
 
-/* Check that the dtype is a float dtype; for a cache, a float dtype, a quantised one or one of cells. */
+/* Check that the dtype is a float dtype, or, for a cache, a float dtype, a quantised dtype or a dtype with cells. */
 ba_status ba_check_float(const char *name, const ba_tensor *t);
 ba_status ba_check_cache_dtype(const char *name, const ba_tensor *t);
 
@@ -84,8 +84,8 @@ ba_status ba_check_cumulative(const char *name, const int64_t *cu, int64_t batch
 ba_status ba_check_lengths(const char *name, const int64_t *lens, int64_t batch, int64_t limit);
 
 /* Check the scale and the softcap (0: none) of a call whose queries have the dtype q_dtype. Sums are made in float, or, for float64, in double. The
- * scale, the softcap and the reciprocal of the softcap must not overflow there. *taken becomes the scale, or, where that is NaN, the default for the
- * head dim. */
+ * scale, the softcap and the reciprocal of the softcap must not overflow in these sums. *taken becomes the scale, or, where that is NaN, the default
+ * for the head dim. */
 ba_status ba_take_scale(ba_dtype q_dtype, int64_t head_dim, double scale, double *taken);
 ba_status ba_check_softcap(ba_dtype q_dtype, double softcap);
 

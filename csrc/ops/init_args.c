@@ -1,4 +1,4 @@
-/* The arguments that a caller begins with, and what a scale of NAN stands for. */
+/* The arguments that a caller begins with, and the scale that NAN stands for. */
 #include <math.h>
 
 #include "blitz_attn.h"

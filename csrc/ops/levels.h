@@ -1,4 +1,4 @@
-/* Which level's kernels a driver takes. Internal. */
+/* The level whose kernels a driver takes. Internal. */
 #ifndef BA_OPS_LEVELS_H
 #define BA_OPS_LEVELS_H
 

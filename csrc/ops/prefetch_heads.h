@@ -1,4 +1,4 @@
-/* Which rows of several heads a driver prefetches. Internal. */
+/* The rows of several heads that a driver prefetches. Internal. */
 #ifndef BA_OPS_PREFETCH_HEADS_H
 #define BA_OPS_PREFETCH_HEADS_H
 

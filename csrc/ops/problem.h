@@ -1,4 +1,5 @@
-/* A checked call: shapes, strides and rules, whatever the layout was. Every driver starts from one, and ops/open/open.h makes them. Internal. */
+/* A checked call: its shapes, strides and rules, in one form for all layouts. The functions of ops/open/open.h make it, and drivers start from it.
+ * Internal. */
 #ifndef BA_OPS_PROBLEM_H
 #define BA_OPS_PROBLEM_H
 
@@ -19,7 +20,7 @@ typedef struct ba_view {
  * as a sequence of its own: `kv_lens`, `first_page` and `q_begin` of the problem describe the split, whose tokens are counted from its first one. */
 typedef struct ba_kv_split {
     int64_t request;        /* the request's index on the batch axes of attn_mask and of the lists */
-    int64_t first_query;    /* the number of the slice's first query among those of the request */
+    int64_t first_query;    /* the number of the slice's first query among the queries of the request */
     int64_t result_row;     /* the row of that query in out and lse */
     int64_t first_key;      /* the token of the request with which the split begins */
     const uint64_t *listed; /* one bitmap over all pages of the request for each head of the lists, one after the other; NULL: no lists */
@@ -85,8 +86,8 @@ static inline char *ba_row_of(const ba_view *view, int64_t element_size, int64_t
     return view->data + (batch * view->batch_stride + head * view->head_stride + token * view->token_stride) * element_size;
 }
 
-/* The row of a query of a sequence; ba_key_row() is the same for keys. Sequences of BA_TND share one batch entry, in which each begins at its span's
- * `begin`. */
+/* The row of a query of a sequence; ba_key_row() is the same for keys. Sequences of BA_TND share one batch entry, in which each sequence begins at
+ * `begin` of its span. */
 static inline char *ba_query_row(const ba_problem *p, const ba_view *view, int64_t element_size, int64_t batch, int64_t head, int64_t query) {
     return ba_row_of(view, element_size, p->cu_q ? 0 : batch, head, ba_q_span(p, batch).begin + query);
 }

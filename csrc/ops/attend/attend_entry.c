@@ -27,7 +27,7 @@ static double pairs_per_key(const ba_problem *p, int64_t batch) {
 }
 
 /* Runs the call in two passes, where some batch entries are for one family and the others for the other family. Each pass treats the other pass's
- * queries as padding. The first pass reads and checks all lists, so that nothing is written if one is wrong. */
+ * queries as padding. The first pass reads and checks all lists, so that nothing is written if a list is wrong. */
 static ba_status attend_in_two_passes(ba_isa level, const ba_attend_family *packed, const ba_attend_family *vectors, const ba_problem *problem,
                                       int64_t least_pairs, int threads) {
     const size_t bytes = (size_t)problem->batch * sizeof(int64_t);

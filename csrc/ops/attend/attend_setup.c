@@ -44,8 +44,8 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     *own = *ba_tuning_at(c->family->isa);
     own->few = c->own_few && of_level->tile_few.keys ? of_level->tile_few : of_level->few;
     /* few_queries is the largest number of queries that few kernels attend; panels attend larger numbers of queries. Panels of the level's own family
-     * are faster than others, so few_queries is smaller where the call uses them: where it widens rows, or where the family has kernels of its own
-     * for few queries. (It does not matter whether this call has enough heads for these kernels.) */
+     * are faster than others, so few_queries is smaller where the call uses panels of that family: where the call widens rows, or where the family
+     * has kernels of its own for few queries. (It does not matter whether this call has enough heads for these kernels.) */
     const ba_dtype kv_dtype = c->problem->k_dtype;
     const bool own_panels = c->widen || (c->family->few->attend[kv_dtype] && of_level->few_least_heads[kv_dtype] > 0);
     own->few_queries = own_panels ? of_level->own_few_queries : of_level->few_queries;

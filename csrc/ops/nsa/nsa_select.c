@@ -1,8 +1,8 @@
-/* The selection of native sparse attention: which blocks each query, or each tile of queries, attends.
+/* The selection of native sparse attention: chooses the blocks that each query, or each tile of queries, attends.
  *
- * The rows of the result are the lanes of a panel. A chunk of compressed keys gives scores [key][lane]; these become scores of blocks,
- * [block][lane]; each lane's blocks with the highest scores are chosen. Every step works on all lanes at once. A thread holds the block
- * scores of one panel at a time. */
+ * The rows of the result are the lanes of a panel. A chunk of compressed keys gives scores [key][lane], from which scores of blocks [block][lane] are
+ * made. Each lane's blocks with the highest scores are chosen. Every step works on all lanes at once. A thread holds the block scores of one panel at
+ * a time. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -273,7 +273,7 @@ static void score_by_tile(const nsa_select_call *c, const nsa_select_scratch *s,
 
 /* ---- The blocks with the highest scores ------------------------------------------------------------------------------------- */
 
-/* Which blocks of a row are always selected, and which compete for the other entries. */
+/* The blocks of a row that are always selected, and those that compete for the other entries. */
 typedef struct rules {
     int64_t init, local_lo, local_hi; /* blocks [0, init) and [local_lo, local_hi) are always selected */
     int64_t hi;                       /* all other blocks below this number compete */

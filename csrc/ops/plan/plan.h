@@ -48,7 +48,7 @@ typedef struct ba_tiling {
 
 /* How the keys of a sequence of few queries are split into parts. */
 typedef struct ba_splitting {
-    int64_t most_queries;               /* the most queries of a KV head of such a sequence: tokens times query heads that share it */
+    int64_t most_queries;               /* the most queries of a KV head in such a sequence: tokens times query heads that share the KV head */
     int64_t part_keys, least_part_keys; /* the largest and the smallest number of keys per part */
 } ba_splitting;
 
@@ -80,9 +80,9 @@ ba_plan ba_plan_forward(const ba_problem *problem, const ba_tuning *tuning, int6
 /* The same for the driver by blocks (attend_by_block.h): a tile is a list row, and an item has many. */
 ba_plan ba_plan_forward_by_block(const ba_problem *problem, const ba_tuning *tuning, int threads);
 
-/* The same for gradients. The order of tiles and items is the order in which dK and dV are summed, so it depends on nothing but the sequence and its
- * lists. Tiles are full; without lists, they are the tiles of lists whose rows are whole tiles. Items of one (batch, KV head) add in the order in
- * which the plan has them. */
+/* The same for gradients. The order of tiles and items is the order in which dK and dV are summed, so these orders depend on nothing but the sequence
+ * and its lists. Tiles are full; without lists, tiles are cut as for lists whose rows are whole tiles. Items of one (batch, KV head) add in the order
+ * in which the plan has them. */
 ba_plan ba_plan_gradients(const ba_problem *problem, const ba_tuning *tuning);
 
 /* The same for gradients by blocks: a tile is a list row, and an item has many. */

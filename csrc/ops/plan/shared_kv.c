@@ -17,7 +17,7 @@ static ba_range shared_range(const ba_sharing *s, int64_t batch) {
     if (tokens < 1) return (ba_range){0, keys};
     const ba_range first = ba_keys_in_place(p, batch, 0), last = ba_keys_in_place(p, batch, tokens - 1);
     /* With lists, chunks do not begin at multiples of chunk_keys, so the range begins at 0. Where the last query sees no key, other queries may see
-     * all. */
+     * all keys. */
     return (ba_range){p->listed ? 0 : first.lo - first.lo % s->chunk_keys, last.hi ? last.hi : keys};
 }
 

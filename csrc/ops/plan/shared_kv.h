@@ -1,8 +1,8 @@
 /* K and V, packed once for all items of a call. Internal.
  *
- * Each tile whose list holds a key needs that key packed, and packing a key costs as much as attending it with about thirty queries. A family
- * with pack_groups packs whole groups of key_pad keys, and the bytes of a group do not depend on the chunk that it belongs to. Where blocks
- * consist of such groups, the driver packs all keys once, before the work on tiles begins, if that is less work. */
+ * Each tile whose list holds a key needs that key packed, and packing a key costs as much as attending it with about thirty queries. A family with
+ * pack_groups packs whole groups of key_pad keys, and the bytes of a group do not depend on the chunk that it belongs to. Where blocks consist of
+ * such groups, the driver packs all keys once, before the work on tiles begins, if packing once is less work. */
 #ifndef BA_OPS_SHARED_KV_H
 #define BA_OPS_SHARED_KV_H
 

@@ -25,9 +25,9 @@ typedef struct ba_panel_state {
 
 typedef struct ba_tile_state {
     ba_tile tile;
-    int64_t head;   /* its KV head, counted from the first of the item */
+    int64_t head;   /* its KV head, counted from the item's first KV head */
     int walk;       /* the walk over its list */
-    ba_range range; /* all keys that some query sees lie in it */
+    ba_range range; /* all keys that some query sees lie in this range */
     char *q, *dout; /* backward: rows, packed by pack_tile */
     bool finite_q, finite_dout;
     int panels;

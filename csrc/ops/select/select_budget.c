@@ -334,7 +334,7 @@ static void find_free_scores(const kept_words *r, const float *scores, ba_range 
             free_scores[word * 64 + __builtin_ctzll(left)] = -1;
 }
 
-/* Keeps the blocks of the highest scores: as many as it takes for the scores of the others to sum up to at most `least`. */
+/* Keeps the blocks of the highest scores, and so many of them that the scores of the others sum up to at most `least`. */
 static void keep_by_mass(const kept_words *r, const ba_band_scratch *s, const ba_outline *o, const float *free_scores, ba_range seen, double least) {
     int first = 0, last = BUCKETS - 1; /* the buckets whose tails may be on either side of `least` */
     while (first < BUCKETS && o->bounds[first + 1] > least) first++;
