@@ -13,10 +13,10 @@
 enum {
     ALIGN = 4096, /* a page: see ba_take_in_page */
     HUGE_PAGE = 2 << 20,
-    LEAST_HUGE = 1 << 20, /* more bytes than this are rounded up to whole huge pages, which takes up to 2 MiB more */
+    LEAST_HUGE = 1 << 20, /* a request of more bytes than this is rounded up to whole huge pages, which costs up to 2 MiB */
 };
 #ifdef BA_FAULTS
-static const size_t KEEP_BYTES = 0; /* every call allocates, and none reads what another one left in memory */
+static const size_t KEEP_BYTES = 0; /* so that every call allocates, and no call reads what an earlier call left in memory */
 #else
 static const size_t KEEP_BYTES = (size_t)32 << 20;
 #endif

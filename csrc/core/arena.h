@@ -9,10 +9,10 @@
  * arena owns the memory: callers never free it. It is freed by a later get or release, or when the thread ends. (Where the program has taken all
  * pthread keys, the arena cannot be found when the thread ends, so each release frees it.)
  *
- * Some memory comes from malloc instead, and its owner frees it: opened page tables, which outlive a call (ops/kv_cache/page_tables.c), lengths
- * that are in use while two calls of a driver get the arena one after the other (ops/attend/attend_entry.c), the slots of tokens that are written,
- * which are in use while ba_store_rows() has the arena (ops/kv_cache/append.c), the states of KV splits, which are kept from one call with the arena
- * to the next (ops/attend/attend_kv_split.c), and the arrays of a probe (ops/probe.c). */
+ * Some memory comes from malloc instead, and its owner frees it. Opened page tables outlive a call (ops/kv_cache/page_tables.c). Other memory must
+ * outlive one use of the arena: the lengths for two runs of a driver (ops/attend/attend_entry.c), the slots that ba_store_rows() writes
+ * (ops/kv_cache/append.c), and the states of KV splits (ops/attend/attend_kv_split.c). Sorting items (ops/plan/plan.c) and probes (ops/probe.c) also
+ * call malloc. */
 void *ba_arena_get(size_t bytes);
 /* Ends the use of the arena. A large arena goes back to the system; a small one is kept for the thread's next call, so that repeated
  * calls do not ask the system for memory. */
@@ -24,7 +24,7 @@ typedef struct ba_arena {
 } ba_arena;
 
 /* While a call polls, a handler of the program may make further calls in the same thread. So a call puts its arena aside before it polls.
- * Afterwards it puts the arena back, which frees one that the further calls may have left. */
+ * Putting the arena back afterwards frees the arena that the further calls may have left. */
 struct ba_thread;
 ba_arena ba_arena_put_aside(struct ba_thread *thread);
 void ba_arena_put_back(struct ba_thread *thread, ba_arena arena);

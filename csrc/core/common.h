@@ -18,7 +18,7 @@ static inline float ba_float_of_bits(uint32_t bits) {
     return number;
 }
 
-/* The numbers that these bits stand for in a 16-bit float, exactly. */
+/* The exact number that the bits of a 16-bit float stand for. */
 static inline float ba_from_bfloat16(uint16_t x) { return ba_float_of_bits((uint32_t)x << 16); }
 static inline float ba_from_float16(uint16_t x) {
     const uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = x & 0x7fff;

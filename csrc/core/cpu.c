@@ -43,7 +43,8 @@ static char environment_note[160];
 static char refusal_note[160]; /* why the CPU's highest level is not used; empty where it is used */
 
 #if defined(__x86_64__) && !defined(BA_EMULATED) && !(defined(BA_NO_avx512_bf16) && defined(BA_NO_amx))
-/* The kernels of avx512_bf16 and of amx use VBMI, too. Of the CPUs with AVX512_BF16, only Cooper Lake lacks it; there avx512 is faster anyway. */
+/* The kernels of avx512_bf16 and of amx use VBMI, too. Of the CPUs with AVX512_BF16, only Cooper Lake lacks VBMI, and avx512 is faster there
+ * anyway. */
 static bool has_bf16_and_vbmi(void) {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & 1u << 5 && __builtin_cpu_supports("avx512vbmi");
@@ -51,9 +52,9 @@ static bool has_bf16_and_vbmi(void) {
 #endif
 
 #if defined(__x86_64__) && !defined(BA_EMULATED) && !defined(BA_NO_avx512_bf16)
-/* Whether avx512_bf16 is faster than avx512. AMD's cores issue VDPBF16PS, which does twice the work, as often as a multiply-add. Intel's
- * cores issue it a quarter as often, so they are slower with it: there the level is in use only where a caller caps a CPU with amx at it. The
- * vendor decides and not a measurement, so that the same machine always gives the same answer. */
+/* Whether avx512_bf16 is faster than avx512. VDPBF16PS does the work of two multiply-adds. AMD's cores issue it at the rate of one multiply-add;
+ * Intel's cores issue it at a quarter of that rate, and are slower with it. On Intel's CPUs the level is used only where a caller caps a CPU with amx
+ * at avx512_bf16. The vendor decides, not a measurement, so that a machine always gives the same answer. */
 static bool multiplies_pairs_fast(void) { return __builtin_cpu_is("amd"); }
 #endif
 
@@ -67,8 +68,8 @@ static bool cpuid_has_amx(void) {
     return (low >> 17 & 3) == 3;
 }
 
-/* Asks Linux to save tiles for this process, which it does only on request. The permission holds for all threads and for child processes.
- * Returns false, and writes refusal_note, where it is refused. */
+/* Asks Linux to save tiles for this process: Linux does so only on request. The permission holds for all threads and for child processes. Where Linux
+ * refuses, this function writes refusal_note and returns false. */
 static bool request_tiles(void) {
 #ifdef __linux__
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18 };
@@ -97,10 +98,9 @@ static bool cpu_has_bf16(void) {
 #endif
 
 #if defined(__x86_64__) && !defined(BA_EMULATED)
-/* Of AMD's cores with AVX-512, those of family 0x19 (Zen 4) carry out prefetches into L2, and those of family 0x1A (Zen 5) do not: there a line that
- * no cache holds must be prefetched into L1. Intel's cores with tiles (CPUID leaf 7) carry them out. Other CPUs with AVX-512 have not been measured,
- * and prefetch into L1. The kernels that prefetch into L2 use VBMI, which all these cores have. What CPUID says decides and not a measurement, so
- * that the same machine always takes the same path. */
+/* AMD's Zen 4 (family 0x19) and Intel's cores with tiles (CPUID leaf 7) carry out prefetches into L2. AMD's Zen 5 (family 0x1A) does not: its kernels
+ * must prefetch into L1 the lines that no cache holds. Other CPUs with AVX-512 have not been measured, and their kernels prefetch into L1, too.
+ * Kernels that prefetch into L2 use VBMI. CPUID decides, not a measurement, so that a machine always takes the same path. */
 static bool carries_out_l2_prefetches(void) {
     unsigned eax, ebx, ecx, edx;
     if (!__builtin_cpu_supports("avx512vbmi")) return false;
@@ -111,8 +111,8 @@ static bool carries_out_l2_prefetches(void) {
 }
 #endif
 
-/* The highest level that the CPU, the system and this build have. __builtin_cpu_supports reads CPUID and XGETBV, so it says no to registers
- * that the system does not save. F16C is not tested: some compilers' builtins do not know its name, and every CPU with AVX2 has it. */
+/* The highest level that the CPU, the system and this build have. __builtin_cpu_supports reads CPUID and XGETBV, so it denies instruction sets whose
+ * registers the system does not save. F16C is not tested: some compilers' builtins do not know its name, and every CPU with AVX2 has it. */
 static ba_isa detect(void) {
     ba_isa level = BA_ISA_PORTABLE;
 #ifdef BA_EMULATED
@@ -134,7 +134,7 @@ static ba_isa detect(void) {
 #endif
 #ifndef BA_NO_amx
 #ifdef BA_TILE_TRAPS
-    if (!cpuid_has_amx()) return BA_ISA_AMX; /* a signal handler stands for the tiles (kernels/tile_traps.h) */
+    if (!cpuid_has_amx()) return BA_ISA_AMX; /* a signal handler carries out tile instructions (kernels/tile_traps.h) */
 #endif
     if (cpuid_has_amx() && request_tiles()) return BA_ISA_AMX;
 #endif
@@ -191,7 +191,7 @@ ba_isa ba_isa_detected(void) {
     return detected_level;
 }
 
-/* Where levels are emulated, amx has the kernels that prefetch into L2, and the levels below it have those that prefetch into L1, so that both are
+/* Where levels are emulated, amx uses kernels that prefetch into L2, and lower levels use kernels that prefetch into L1, so that both kinds are
  * checked. The levels of aarch64 have only kernels that prefetch into L2. */
 bool ba_prefetches_reach_l2(ba_isa level) {
     pthread_once(&detection, detect_once);
@@ -214,7 +214,7 @@ ba_isa ba_isa_active(void) {
 
 ba_status ba_isa_set_cap(ba_isa level) {
     if ((unsigned)level >= BA_ISA_COUNT) return ba_fail(BA_ERROR_VALUE, BA_ARG("isa") ": expected one of " LEVELS ", got level %d", (int)level);
-    ba_isa_detected(); /* reads BLITZ_ATTN_ISA first, which would otherwise replace this cap later */
+    ba_isa_detected(); /* reads BLITZ_ATTN_ISA now, so that it cannot replace this cap later */
     atomic_store(&cap_level, (int)level);
     return BA_OK;
 }

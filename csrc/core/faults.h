@@ -9,10 +9,11 @@
 typedef enum ba_fault_kind { BA_FAULT_MEMORY, BA_FAULT_THREAD, BA_FAULT_KINDS } ba_fault_kind;
 
 #ifdef BA_FAULTS
-/* Called before every allocation and every start of a thread. Counts it, and returns true where it must fail. */
+/* Called before every start of a thread, and before every allocation without which a call fails. Counts the event, and returns true where it must
+ * fail. */
 bool ba_fault(ba_fault_kind kind);
-/* Makes the n-th allocation, or start of a thread, from here on fail, once; 0: none fails. Returns how many were counted since the last call of this
- * function. */
+/* Makes the n-th event of this kind from now on fail, and no other event; with n = 0, no event fails. Returns the number of events of this kind that
+ * were counted since the last call of this function. */
 int64_t ba_faults_set(ba_fault_kind kind, int64_t n);
 #else
 static inline bool ba_fault(ba_fault_kind kind) {

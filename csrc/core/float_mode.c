@@ -3,7 +3,7 @@
 #include "core/thread.h"
 
 ba_mode_change ba_change_float_mode(ba_float_mode before) {
-    ba_thread *const thread = ba_thread_find(); /* a thread that polls has made one */
+    ba_thread *const thread = ba_thread_find(); /* a thread that polls has a ba_thread */
     ba_mode_change change = {.before = before, .known = thread != NULL};
     if (thread) {
         change.program = thread->program_mode;

@@ -1,8 +1,8 @@
-/* The float mode of a thread: how it rounds, and whether subnormal numbers count as 0. Programs change it: threads of JAX that call back flush
- * subnormal numbers to 0, and so do programs that call torch.set_flush_denormal() or load code linked with -ffast-math. New threads inherit the mode.
- * The library computes in the usual mode, whatever its caller's mode is. Otherwise bits would depend on the caller, and kernels would lose numbers of
- * float16 and float8, which they convert by way of subnormal ones. So each function of the C API that computes with floating-point numbers, or checks
- * them, begins with BA_IN_USUAL_MODE, and so do the functions that bindings call in its place. */
+/* The float mode of a thread: how it rounds, and whether subnormal numbers count as 0. Programs change it: JAX's callback threads flush subnormal
+ * numbers to 0, and so do programs that call torch.set_flush_denormal() or load code linked with -ffast-math. New threads inherit the mode. The
+ * library computes in the usual mode, whatever its caller's mode is. Otherwise bits would depend on the caller, and kernels would lose those numbers
+ * of float16 and float8 that they convert by way of subnormal numbers. So each function of the C API that computes with floating-point numbers, or
+ * checks them, begins with BA_IN_USUAL_MODE, and so do the functions that bindings call instead. */
 #ifndef BA_CORE_FLOAT_MODE_H
 #define BA_CORE_FLOAT_MODE_H
 
@@ -21,8 +21,8 @@ static inline void ba_set_float_mode(ba_float_mode mode) { __builtin_ia32_ldmxcs
 #elif defined(__aarch64__)
 
 typedef uint64_t ba_float_mode;
-#define BA_USUAL_FLOAT_MODE 0u /* FPCR: the same */
-#define BA_FLOAT_FLAGS 0u      /* the flags are in another register */
+#define BA_USUAL_FLOAT_MODE 0u /* FPCR: rounds to nearest, keeps subnormal numbers, and no exception traps */
+#define BA_FLOAT_FLAGS 0u      /* the flags are in another register, FPSR */
 
 static inline ba_float_mode ba_get_float_mode(void) {
     uint64_t mode;
@@ -49,7 +49,7 @@ typedef struct ba_mode_change {
 
 static inline bool ba_is_usual_mode(ba_float_mode mode) { return (mode & ~BA_FLOAT_FLAGS) == BA_USUAL_FLOAT_MODE; }
 
-/* What the two functions below do where the mode is not the usual one. */
+/* The slow paths of the two functions below, for threads in another mode than the usual one. */
 ba_mode_change ba_change_float_mode(ba_float_mode before);
 void ba_restore_float_mode(const ba_mode_change *change);
 
@@ -63,8 +63,8 @@ static inline void ba_leave_usual_mode(const ba_mode_change *change) {
     else if (ba_get_float_mode() != change->before) ba_set_float_mode(change->before);
 }
 
-/* Sets the usual mode until the end of the enclosing block, and then restores the mode as it was, flags included. Where the mode is the usual one
- * already, only flags that were raised meanwhile are restored. */
+/* Sets the usual mode until the end of the enclosing block, and then restores the mode as it was, flags included. Where the mode was the usual one,
+ * only the flags are restored. */
 #define BA_IN_USUAL_MODE const ba_mode_change ba_mode_change_here __attribute__((cleanup(ba_leave_usual_mode), unused)) = ba_enter_usual_mode()
 
 #endif

@@ -16,7 +16,7 @@
 #ifdef BA_GUARDED
 #include <sanitizer/asan_interface.h>
 
-enum { BA_GUARD = 256 }; /* poisoned bytes behind each part, in addition to those that round its size up */
+enum { BA_GUARD = 256 }; /* poisoned bytes behind each part, in addition to the padding that rounds its size up */
 
 /* Of the `room` bytes from `memory` on, allows the first `bytes` and poisons the others. */
 static inline void ba_guard(const char *memory, int64_t bytes, int64_t room) {

@@ -47,12 +47,12 @@ static _Atomic int64_t next_item;
 
 #define POLL_NANOSECONDS 50000000
 /* A check is a call of ba_stopped(). Every check reads the flag `raised` of its job. In the thread of the job's caller some checks also read the
- * clock, to find out whether a poll is due. Where more than RARE_NANOSECONDS lay between the last two readings of the clock, checks are rare, and the
- * very next one reads the clock again. Otherwise the 16th does, because reading the clock costs more than reading the flag. */
+ * clock, to find out whether a poll is due. If the last two readings of the clock lie more than RARE_NANOSECONDS apart, checks are rare, and the very
+ * next check reads the clock. Otherwise only the 16th check from then on reads it, because reading the clock costs more than reading the flag. */
 #define RARE_NANOSECONDS 1000000
 enum {
     CHECKS_PER_READ = 16,
-    CHECKS_IN_JOB = 2 /* a job reads the clock by its second check at the latest; the first one comes before any item */
+    CHECKS_IN_JOB = 2 /* a job reads the clock in its second check at the latest; the first check comes before any item */
 };
 
 /* The state of one job that can be stopped. It lies in the stack frame of the job's caller. All threads of the job read the flag; only the
@@ -62,8 +62,8 @@ typedef struct ba_stopper {
     bool forked;         /* the poll function forked the process, and this is the child, where the job's workers do not exist */
 } ba_stopper;
 
-/* How many forks have led to this process since the fork handler was registered, which happens at the first job of several threads. Earlier forks
- * are not counted: there were no workers then that a child could lack. */
+/* The number of forks that led to this process since the fork handler was registered, in the first job of several threads. Earlier forks are not
+ * counted: before that job, there were no workers that a child could lack. */
 static int forks;
 
 /* The clock that says when to poll: accurate to a few milliseconds, and read in a quarter of the time that the exact clock takes. */
@@ -124,7 +124,7 @@ bool ba_stopped(void) {
 static void open_job(ba_thread *thread, ba_stopper *job) {
     if (!thread->poll.fn) return;
     thread->poll.job = thread->joined = job;
-    thread->poll.checks = (int)ba_min(thread->poll.checks, CHECKS_IN_JOB); /* items of this job may take longer than those before */
+    thread->poll.checks = (int)ba_min(thread->poll.checks, CHECKS_IN_JOB); /* items of this job may take longer than items of the last one */
 }
 
 static ba_status close_job(ba_thread *thread, const ba_stopper *job) {
@@ -167,7 +167,7 @@ static void *worker_main(void *unused) {
     ba_thread own = {0};
     const bool adopted = ba_thread_adopt(&own);
     pthread_mutex_lock(&pool.lock);
-    if (!adopted) { /* it takes part in no job */
+    if (!adopted) { /* this thread takes part in no job */
         pool.workers--;
         pthread_mutex_unlock(&pool.lock);
         return NULL;
@@ -213,18 +213,18 @@ static void reset_in_child(void) {
 }
 
 static pthread_once_t fork_handler = PTHREAD_ONCE_INIT;
-/* False where the system had no memory for the handler: no workers are then started, since a child would wait for them. */
+/* False where the system had no memory for the handler. No workers are then started, since a forked child would wait for them. */
 static bool children_are_reset;
 static void register_fork_handler(void) { children_are_reset = pthread_atfork(NULL, NULL, reset_in_child) == 0; }
 
-static const size_t LEAST_STACK = 1 << 20; /* of a worker: kernels over tiles take some 130 KiB, and musl gives new threads 128 */
+static const size_t LEAST_STACK = 1 << 20; /* bytes, of a worker: kernels over tiles take some 130 KiB, and musl gives new threads 128 KiB */
 
 /* Starts threads until there are `workers` workers, or until the system refuses one. Called with the lock held. */
 static void grow(int workers) {
     if (pool.workers >= workers) return;
-    /* Workers inherit the mask, so signals go to the program's own threads. Signals that an instruction of the worker itself causes stay
-     * unblocked: if they were blocked, the system would end the program at once, without calling a handler such as Python's faulthandler,
-     * which prints where it happened. */
+    /* Workers inherit this mask, so that signals go to the program's own threads. Signals that a worker's own instructions cause stay unblocked: if
+     * they were blocked, the system would end the program at once, without calling a handler. (Python's faulthandler is one: it prints where a
+     * program crashed.) */
     static const int own[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
     sigset_t others, before;
     sigfillset(&others);
@@ -244,8 +244,8 @@ static void grow(int workers) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* Waits until all workers have left the job. Called with the lock held, and releases it. Where the job can be stopped, the caller polls
- * while it waits. */
+/* Waits until all workers have left the job. Called with the lock held; returns with the lock released. Where the job can be stopped, the caller
+ * polls while it waits. */
 static void wait_for_workers(ba_thread *thread) {
     while (pool.running > 0) {
         if (!thread->joined) {
@@ -254,7 +254,7 @@ static void wait_for_workers(ba_thread *thread) {
         }
         struct timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += POLL_NANOSECONDS / 4; /* each wait is a quarter of the polling interval, so that one ends soon after a poll is due */
+        until.tv_nsec += POLL_NANOSECONDS / 4; /* each wait is a quarter of the polling interval, so that a wait ends soon after a poll is due */
         until.tv_sec += until.tv_nsec / 1000000000;
         until.tv_nsec %= 1000000000;
         if (pthread_cond_timedwait(&pool.done, &pool.lock, &until) == 0) continue;
@@ -273,7 +273,7 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
     ba_stopper job = {0};
     open_job(thread, &job);
     threads = (int)ba_min(threads, items);
-    if (threads > 1) pthread_once(&fork_handler, register_fork_handler); /* before any lock is taken, or a child could find it locked */
+    if (threads > 1) pthread_once(&fork_handler, register_fork_handler); /* before any lock is taken: a child could otherwise find the lock taken */
     if (threads <= 1 || !children_are_reset || pthread_mutex_trylock(&pool.owner) != 0) {
         for (int64_t item = 0; item < items && !ba_stopped(); item++) fn(context, item, 0);
         return close_job(thread, &job);
@@ -299,7 +299,7 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
         pool.places = 0;
         wait_for_workers(thread);
     }
-    if (!job.forked) pthread_mutex_unlock(&pool.owner); /* in a forked child this lock is new, and nobody holds it */
+    if (!job.forked) pthread_mutex_unlock(&pool.owner); /* in a forked child, this lock is new and free */
     return close_job(thread, &job);
 }
 

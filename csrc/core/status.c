@@ -6,7 +6,7 @@
 
 #include "core/thread.h"
 
-static _Atomic bool refused; /* whether any thread had no memory for a sentence */
+static _Atomic bool refused; /* whether some thread found no memory for a sentence */
 
 static const char *without_sentence(const ba_thread *thread) {
     return !thread && atomic_load_explicit(&refused, memory_order_relaxed) ? BA_NO_THREAD : "no error";
@@ -36,7 +36,7 @@ ba_status ba_fail(ba_status code, const char *format, ...) {
     char *from = thread->marked;
     for (; *from && length < sizeof thread->error - 1; from++)
         if (*from != BA_ARG_BEGIN && *from != BA_ARG_END) thread->error[length++] = *from;
-    thread->error[length] = *from = '\0'; /* both are cut at the same place */
+    thread->error[length] = *from = '\0'; /* both sentences are cut at the same place */
     return code;
 }
 
@@ -62,7 +62,7 @@ int64_t ba_dtype_size(ba_dtype dtype) {
 
 ba_tensor ba_contiguous(const void *data, ba_dtype dtype, int ndim, const int64_t *dims) {
     ba_tensor t = {.data = (void *)(uintptr_t)data, .dtype = dtype, .ndim = ndim};
-    uint64_t stride = 1; /* unsigned: the sizes have not been checked yet, and may overflow */
+    uint64_t stride = 1; /* unsigned: the sizes have not been checked yet, and their product may overflow */
     for (int i = ndim - 1; i >= 0 && ndim <= BA_MAX_DIMS; stride *= (uint64_t)dims[i--]) {
         t.dims[i] = dims[i];
         t.strides[i] = (int64_t)stride;
