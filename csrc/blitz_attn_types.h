@@ -25,17 +25,17 @@ typedef enum ba_dtype {
     BA_FLOAT16,
     BA_BFLOAT16,
     BA_FLOAT64,
-    BA_UINT16, /* index lists only, padded with 65535. The signed types are padded with any negative entry, lists of pages with -1 */
+    BA_UINT16, /* index lists only, padded with 65535. Lists of the signed types are padded with any negative number; lists of pages, with -1 */
     BA_INT16,
     BA_INT32,
     BA_INT64,
     BA_INT8,        /* caches of K and V only; needs scales */
     BA_FLOAT8_E4M3, /* caches of K and V only; needs scales. One sign bit, 4 bits of exponent, 3 of mantissa; NaN, but no infinity */
     BA_BOOL,        /* masks only: one byte, 0 or not 0 */
-    /* Formats of llama.cpp's ggml, for caches of K and V only. A row is an array of bytes, 32 dims after 32: a float16 factor d, for q4_1 then a
-     * float16 m, and 32 integers n. q8_0: int8, x = d n; 34 bytes. q4_0: 4 bits each, x = d (n - 8); 18 bytes. q4_1: 4 bits each, x = d n + m; 20
-     * bytes. Of the 16 bytes of 4-bit integers, byte i has that of dim i in its lower half and that of dim i + 16 in its upper half. The last axis of
-     * such an array counts bytes; head dims are multiples of 32. */
+    /* Formats of llama.cpp's ggml, for caches of K and V only. A row is an array of bytes. Each 32 of its dims are stored as a float16 factor d, then
+     * (q4_1 only) a float16 m, and then 32 integers n. q8_0: n is int8, x = d n; 34 bytes in all. q4_0: n has 4 bits, x = d (n - 8); 18 bytes. q4_1:
+     * n has 4 bits, x = d n + m; 20 bytes. Byte i of the 16 bytes of 4-bit integers has the n of dim i in its lower half, and the n of dim i + 16 in
+     * its upper half. The last axis of such an array counts bytes; head dims are multiples of 32. */
     BA_Q8_0,
     BA_Q4_0,
     BA_Q4_1,
@@ -55,7 +55,7 @@ typedef struct ba_tensor {
     int64_t strides[BA_MAX_DIMS];
 } ba_tensor;
 
-/* Instruction set levels in rising order, for the architecture that this is compiled for. A CPU that has a level has all levels below it. */
+/* Instruction set levels of the architecture that the program is compiled for, in rising order. A CPU that has a level has all levels below it. */
 #ifdef __aarch64__
 typedef enum ba_isa { BA_ISA_PORTABLE, BA_ISA_NEON, BA_ISA_NEON_BF16, BA_ISA_COUNT } ba_isa;
 #else

@@ -10,7 +10,7 @@
  * pthread keys, the arena cannot be found when the thread ends, so each release frees it.)
  *
  * Some memory comes from malloc instead, and its owner frees it. Opened page tables outlive a call (ops/kv_cache/page_tables.c). Other memory must
- * outlive one use of the arena: the lengths for two runs of a driver (ops/attend/attend_entry.c), the slots that ba_store_rows() writes
+ * outlive one use of the arena: the lengths for two runs of a driver (ops/attend/attend_entry.c), the slots for ba_store_rows()
  * (ops/kv_cache/append.c), and the states of KV splits (ops/attend/attend_kv_split.c). Sorting items (ops/plan/plan.c) and probes (ops/probe.c) also
  * call malloc. */
 void *ba_arena_get(size_t bytes);

@@ -223,8 +223,8 @@ static const size_t LEAST_STACK = 1 << 20; /* bytes, of a worker: kernels over t
 static void grow(int workers) {
     if (pool.workers >= workers) return;
     /* Workers inherit this mask, so that signals go to the program's own threads. Signals that a worker's own instructions cause stay unblocked: if
-     * they were blocked, the system would end the program at once, without calling a handler. (Python's faulthandler is one: it prints where a
-     * program crashed.) */
+     * they were blocked, the system would end the program at once, without calling a handler, such as Python's faulthandler, which prints where the
+     * program crashed. */
     static const int own[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
     sigset_t others, before;
     sigfillset(&others);
