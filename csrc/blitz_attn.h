@@ -294,10 +294,10 @@ BA_API ba_status ba_select_blocks(const ba_select_args *args);
 /* ---- Choosing blocks for block-sparse attention --------------------------------------------------------------- */
 
 /* How blocks of keys are scored for a block of queries. A row is one query or a few pooled queries, and a group is one key or a few pooled keys. Each
- * row has a product with each group. For each row, softmax over the groups that it may see turns the products into weights; the share of a block of
- * keys is the sum of the weights of its groups. The score of a block of keys is its largest share, or its mean share, among the rows of the block of
- * queries. Finally, the scores for each block of queries are divided by their sum. With bfloat16 inputs, means and the elements of bounds are rounded
- * to bfloat16. */
+ * row has a product with each group. For each row, a softmax over the groups that the row may see turns the products into weights; the share of a
+ * block of keys is the sum of the weights of its groups. The score of a block of keys is its largest share, or its mean share, among the rows of the
+ * block of queries. Finally, the scores for each block of queries are divided by their sum. With bfloat16 inputs, means and the elements of bounds
+ * are rounded to bfloat16. */
 typedef enum ba_chooser {
     BA_CHOOSER_POOLED,         /* a row is pool_q queries, and a group is pool_k keys; ba_chooser_term defines their product */
     BA_CHOOSER_ANTIDIAGONAL,   /* rows and groups have pool_q = pool_k tokens; the product of a row and a group is the mean of the products of tokens
@@ -536,8 +536,8 @@ BA_API int ba_kernel_info(ba_isa level, int64_t index, const char **name, ba_isa
 /* Measures fp32 multiply-adds on a level's widest vectors for about `seconds`, on num_threads threads at once (0: as many as ba_get_num_threads()
  * returns). Returns FLOP/s of all threads together; 0 where the level is not available, or for a num_threads that calls refuse. */
 BA_API double ba_probe_flops(ba_isa level, double seconds, int num_threads);
-/* Measures bfloat16 tile products in the same way, at the rate that the CPU sustains: every four products load four tiles of changing operands from
- * the first-level cache, and the first quarter of the time is not counted. 0 where the level has no tiles. */
+/* Measures bfloat16 tile products as ba_probe_flops() measures multiply-adds, at the rate that the CPU sustains: every four products load four tiles
+ * of changing operands from the first-level cache, and the first quarter of the time is not counted. 0 where the level has no tiles. */
 BA_API double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads);
 /* Reads memory over and over for about `seconds`, and returns the bytes/s of all threads together. The threads share out the `bytes` bytes of `data`;
  * where `data` is NULL, each thread reads `bytes` bytes of its own. Also returns 0 where `data` has fewer than 512 bytes per thread, or where there

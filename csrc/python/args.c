@@ -29,8 +29,8 @@ int arg_intern(module_state *state, int index, const operation *function) {
     return 0;
 }
 
-/* The index of a keyword among the names; -1: it is none of them. A keyword in a program's text is interned, as the names are, so that comparing
- * pointers is enough. Most callers give keywords in the order of the names, so the search begins at `likely`. */
+/* The index of a keyword among the names, or -1 where it is no name. Keywords in a program's text are interned, and so are the names, so that
+ * comparing pointers is enough for them. Most callers give keywords in the order of the names, so the search begins at `likely`. */
 static int keyword_index(PyObject *const *interned, const operation *a, PyObject *keyword, int likely) {
     for (int i = likely; i < a->count; i++)
         if (interned[i] == keyword) return i;
@@ -69,7 +69,7 @@ static bool is_sequence(PyObject *object) {
     return PySequence_Check(object) && !PyUnicode_Check(object) && !PyBytes_Check(object) && !PyByteArray_Check(object);
 }
 
-/* Reads an int or anything with __index__. `expected` stands in the sentence about a value that is not an integer. */
+/* Reads an int or anything with __index__. `expected` is what the sentence says where the value is not an integer. */
 static int read_int64(PyObject *object, const char *name, const char *expected, int64_t *value) {
     PyObject *index = PyNumber_Index(object);
     if (index == NULL) {
@@ -114,7 +114,7 @@ int arg_pair(PyObject *object, const char *name, int64_t value[2]) {
     return read_item(object, 0, name, &value[0]) < 0 ? -1 : read_item(object, 1, name, &value[1]);
 }
 
-/* Python's complex numbers, and NumPy's of any size, which would drop their imaginary part. */
+/* Whether `object` is a complex number of Python or of NumPy. Reading it as a double would drop its imaginary part. */
 static bool is_complex(PyObject *object) {
     Py_buffer view;
     if (PyFloat_Check(object) || PyLong_Check(object)) return false;
@@ -268,7 +268,7 @@ static int64_t read_element(const raw_array *raw, const char *at) {
     }
 }
 
-/* In a loop over numbers that may be many: runs Python's signal handlers in every 2^20-th turn. -1 where one raises. */
+/* Called in turn i of a loop that may be long. Runs Python's signal handlers in every 2^20-th turn; returns -1 where a handler raises. */
 static int look_for_signals(Py_ssize_t i) { return i % (1 << 20) == (1 << 20) - 1 ? PyErr_CheckSignals() : 0; }
 
 static int free_list(arg_list *list) {
@@ -277,7 +277,7 @@ static int free_list(arg_list *list) {
     return -1;
 }
 
-/* Copies an integer array of `ndim` dimensions, 1 or 2, row by row. Writes its shape to `dims` where that is not NULL (ndim 2). */
+/* Copies an integer array of `ndim` dimensions, 1 or 2, row by row. With ndim 2, writes its shape to `dims`; with ndim 1, `dims` is NULL. */
 static int read_array_list(module_state *state, PyObject *object, const char *name, int ndim, int64_t *dims, arg_list *list) {
     arg_array array;
     raw_array raw;
@@ -332,7 +332,7 @@ static int read_lengths(module_state *state, PyObject *object, const char *name,
     list->values = NULL;
     list->count = 0;
     if (object == Py_None) return 0;
-    if (PyBytes_Check(object) || PyByteArray_Check(object)) return arg_fail_kind(name, expected, object); /* bytes are text here and not lengths */
+    if (PyBytes_Check(object) || PyByteArray_Check(object)) return arg_fail_kind(name, expected, object); /* bytes are taken for text and refused */
     if (PyObject_CheckBuffer(object) || PyObject_HasAttr(object, state->dlpack_method)) return read_array_list(state, object, name, 1, NULL, list);
     if (!is_sequence(object)) return arg_fail_kind(name, expected, object);
     const Py_ssize_t count = PySequence_Size(object);

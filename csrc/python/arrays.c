@@ -94,7 +94,7 @@ static int read_dl_tensor(const dl_tensor *tensor, const char *name, raw_array *
     return 0;
 }
 
-/* Takes the tensor out of a DLPack capsule and into `array`. From here on arg_release(), and not the capsule, calls the deleter. */
+/* Moves the tensor from a DLPack capsule into `array`. From then on arg_release(), and not the capsule, calls the deleter. */
 static int take_capsule(PyObject *capsule, arg_array *array, raw_array *raw) {
     if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
         dl_managed_versioned *versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
@@ -103,7 +103,7 @@ static int take_capsule(PyObject *capsule, arg_array *array, raw_array *raw) {
         if (versioned->version.major != DL_MAJOR_VERSION)
             return arg_fail(PyExc_ValueError, BA_ARG("%s") ": expected DLPack version 1, got version %u", array->name,
                             (unsigned)versioned->version.major);
-        /* what is written into a copy does not reach the caller's array, so a copy counts as read-only */
+        /* writing into a copy would not change the caller's array, so a copy counts as read-only */
         array->read_only = versioned->flags & (DL_FLAG_READ_ONLY | DL_FLAG_IS_COPIED);
         return read_dl_tensor(&versioned->tensor, array->name, raw);
     }
@@ -143,7 +143,7 @@ int arg_hold_raw(module_state *state, PyObject *object, const char *name, arg_ar
     if (!PyObject_CheckBuffer(object)) return hold_dlpack(state, object, array, raw);
     if (PyObject_GetBuffer(object, &array->view, PyBUF_RECORDS_RO) < 0) {
         array->view.obj = NULL; /* an exporter that fails may have left a dangling pointer here */
-        /* JAX's arrays export the buffer protocol, but those of bfloat16 raise a BufferError and export DLPack only */
+        /* JAX's arrays export the buffer protocol, but JAX's arrays of bfloat16 raise a BufferError and export DLPack only */
         if (!PyErr_ExceptionMatches(PyExc_BufferError)) return arg_fail_unreadable(name, object);
         PyObject *type, *error, *traceback;
         PyErr_Fetch(&type, &error, &traceback);
@@ -173,7 +173,7 @@ void arg_release(arg_array *array) {
 
 /* ---- Arrays: as the library takes them --------------------------------------------------------------------- */
 
-/* The library's dtype for an array's elements; BA_DTYPE_COUNT where it has none. */
+/* The library's dtype for an array's elements; BA_DTYPE_COUNT where the library has no such dtype. */
 static ba_dtype dtype_of(const raw_array *raw, ba_dtype bits_as) {
     switch (raw->kind) {
     case KIND_FLOAT: return raw->size == 4 ? BA_FLOAT32 : raw->size == 2 ? BA_FLOAT16 : raw->size == 8 ? BA_FLOAT64 : BA_DTYPE_COUNT;
@@ -213,7 +213,7 @@ bool arg_role_takes(arg_role role, ba_dtype dtype) {
 
 ba_dtype arg_bits(ba_dtype dtype) { return dtype == BA_BFLOAT16 || dtype == BA_FLOAT8_E4M3 || ba_has_cells(dtype) ? dtype : BA_UINT16; }
 
-/* The name of the array's element type in a sentence: str(object.dtype), or the buffer format where there is no dtype. */
+/* The name of the array's element type, for a sentence: str(object.dtype), or the buffer format where there is no dtype. */
 static PyObject *element_text(PyObject *object, const arg_array *array) {
     PyObject *dtype = PyObject_GetAttrString(object, "dtype");
     PyObject *text = dtype != NULL ? PyObject_Str(dtype) : NULL;
@@ -230,8 +230,8 @@ int arg_fail_elements(PyObject *object, const arg_array *array, const char *expe
     return -1;
 }
 
-/* Fills array->tensor, with strides in elements, and the bytes that the array spans. The strides of axes of length 1, and of empty arrays, mean
- * nothing; they are replaced by harmless ones: 1 on the last axis, else 0, and compact strides in an empty array. */
+/* Fills array->tensor, with strides in elements, and sets array->low and array->high. Strides of axes of length 1, and of empty arrays, mean nothing,
+ * so harmless strides replace them: in empty arrays, compact strides; elsewhere, 1 on the last axis and 0 on others. */
 static int set_tensor(arg_array *array, const raw_array *raw, ba_dtype dtype, bool contiguous_last) {
     ba_tensor *tensor = &array->tensor;
     tensor->data = raw->data;

@@ -1,5 +1,5 @@
 /* Arrays of the caller, held through the buffer protocol or DLPack. Functions that return int return 0 on success; on failure they return -1 with an
- * exception set (sentences.h). `name` is the argument's name. The string must outlive the arg_array that it goes into. */
+ * exception set (sentences.h). `name` is the argument's name. The string `name` must outlive the arg_array that points to it. */
 #ifndef BA_PYTHON_ARRAYS_H
 #define BA_PYTHON_ARRAYS_H
 
@@ -16,13 +16,13 @@ typedef struct module_state {
     PyObject *dlpack_method;                 /* "__dlpack__" */
     PyObject *dlpack_arguments;              /* (): no positional arguments */
     PyObject *dlpack_keywords;               /* {"max_version": (1, 0)} */
-    PyTypeObject *masked;                    /* the type of arrays with a mask, whose memory must not be read without it; NULL: not known */
-    PyObject **names[MODULE_MOST_FUNCTIONS]; /* [function]: the interned names of its arguments; NULL: it has none */
+    PyTypeObject *masked;                    /* the type of arrays with a mask: their memory must not be read without the mask. NULL: not known */
+    PyObject **names[MODULE_MOST_FUNCTIONS]; /* [function]: the interned names of the function's arguments; NULL: it has no arguments */
 } module_state;
 
 /* ---- Arrays ------------------------------------------------------------------------------------------------ */
 
-/* What an argument is. The first ones are arrays of certain dtypes. */
+/* The kind of an argument. Up to ARG_MASK, arguments are arrays of the dtypes that are named. */
 typedef enum arg_role {
     ARG_FLOATS,        /* float32, float16, bfloat16, float64; the last axis contiguous */
     ARG_CACHE,         /* the dtypes of ARG_FLOATS, int8, float8_e4m3 and those of cells; the last axis contiguous */
@@ -34,8 +34,8 @@ typedef enum arg_role {
     ARG_MASK,          /* bool, float32, float16, bfloat16, float64; at most four axes */
     ARG_HEADS,         /* float32, one per query head */
     ARG_LIST,          /* integers; None: not given */
-    ARG_LENGTHS,       /* the same, one per sequence */
-    ARG_PER_SEQUENCE,  /* the same, or one integer for all sequences */
+    ARG_LENGTHS,       /* integers, one per sequence; None: not given */
+    ARG_PER_SEQUENCE,  /* integers, one per sequence, or one integer for all sequences; None: not given */
     ARG_INTEGER,       /* an integer */
     ARG_TOKENS_BEFORE, /* an integer: the window of paged calls */
     ARG_PAIR,          /* two integers */
@@ -57,38 +57,41 @@ typedef struct arg_array {
     ba_tensor tensor;
     uintptr_t low, high; /* the bytes that the array spans: [low, high); low == high where it is empty */
     bool read_only;
-    Py_buffer view; /* view.obj not NULL: held through the buffer protocol. Else through DLPack, by one of the next two */
+    Py_buffer view; /* view.obj not NULL: held through the buffer protocol. Else held through DLPack, by `managed` or `versioned` */
     dl_managed *managed;
     dl_managed_versioned *versioned;
 } arg_array;
 
-/* Holds `object` in `array`; on failure, `array` holds nothing. `object` exports the buffer protocol or DLPack (CPU memory), or is a pair
- * (array of 16-bit integers, "bfloat16") or (array of 8-bit integers, "float8_e4m3", "q8_0", "q4_0" or "q4_1"). `bits_as` says how plain uint16
- * or uint8 arrays are read: as such a dtype, or, with BA_UINT16, as the integers that they are. */
+/* Holds `object` in `array`; on failure, `array` holds nothing. `object` exports the buffer protocol or DLPack (CPU memory), or is a pair of such an
+ * array and the dtype that its integers stand for: (array of 16-bit integers, "bfloat16") or (array of 8-bit integers, "float8_e4m3", "q8_0", "q4_0"
+ * or "q4_1"). `bits_as` says how plain uint16 or uint8 arrays are read: as numbers of this dtype, or, with BA_UINT16, as the integers that they
+ * are. */
 int arg_hold(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array);
 
-/* The same for an array that will be written. It must be writable. (The library refuses one whose elements share memory.) */
+/* Like arg_hold(), for an array that will be written. The array must be writable. (The library refuses an array whose elements share memory.) */
 int arg_hold_output(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array);
 
-/* Holds the caller's output `given`, or, where that is None, a new array: the result of empty(dims, dtype name), both taken from `shape`. Call it
- * after all inputs are checked, so that a refused call makes no array. Returns a new reference to the output, or NULL with an exception set. */
+/* Holds the caller's output `given`. Where `given` is None, holds a new array instead: the result of empty(dims, dtype name), with the dims and the
+ * dtype of `shape`. Call this function after all inputs are checked, so that a refused call makes no array. Returns a new reference to the output, or
+ * NULL with an exception set. */
 PyObject *arg_hold_or_make_output(module_state *state, PyObject *given, PyObject *empty, const ba_tensor *shape, const char *name, arg_role role,
                                   ba_dtype bits_as, arg_array *array);
 
 /* Lets go of what `array` holds, and sets `array` to zero. Keeps a pending exception. */
 void arg_release(arg_array *array);
 
-/* Refuses an output whose span, from its first byte to its last, overlaps that of another array of the call: interleaved views, too. */
+/* Refuses an output whose span, from its first byte to its last, overlaps the span of another array of the call. Interleaved views are refused,
+ * too. */
 int arg_disjoint(const arg_array *output, const arg_array *other);
 
-/* The `bits_as` of arg_hold() for a call whose dtype argument is this. */
+/* The `bits_as` of arg_hold() for a call whose dtype argument is `dtype`. */
 ba_dtype arg_bits(ba_dtype dtype);
 
-/* Checks that array `name`, of dtype `dtype`, has the dtype `named`, which the caller gave as `argument`. BA_DTYPE_COUNT: the caller named none, and
- * nothing is checked. */
+/* Checks that `dtype`, the dtype of array `name`, is the dtype `named`, which the caller gave as `argument`. BA_DTYPE_COUNT: the caller named no
+ * dtype, and nothing is checked. */
 int arg_expect_dtype(const char *name, ba_dtype dtype, const char *argument, ba_dtype named);
 
-/* Holds one float32 per head, [heads], or nothing where `object` is None: *numbers is then unchanged. */
+/* Holds an array of one float32 per head, and sets *numbers to it. Where `object` is None, holds nothing and leaves *numbers unchanged. */
 int arg_head_numbers(module_state *state, PyObject *object, const char *name, int64_t heads, arg_array *array, const float **numbers);
 
 #endif

@@ -37,7 +37,7 @@ static bool is_cache(arg_role role) { return role == ARG_CACHE; }
 
 static ba_dtype bits_of(const py_call *call, arg_role role) { return role == ARG_FLOATS ? call->bits : is_cache(role) ? call->kv_bits : BA_UINT16; }
 
-/* The name of the argument that names dtypes of this kind. */
+/* The name of the argument whose role is `role`. */
 static const char *dtype_argument(const py_call *call, arg_role role) {
     int i = 0;
     while (call->operation->arguments[i].role != role) i++;
@@ -81,8 +81,8 @@ bool call_same_array(const ba_tensor *a, const ba_tensor *b) {
     return same;
 }
 
-/* These are not compared: an array with itself, a pair for a second time, two arrays of one pool, and summaries with the pool of their keys.
- * Summaries may lie between the keys of a pool, or between each other. */
+/* The loop skips an array and itself, a pair that it has already compared, two arrays of a pool, and summaries that are the same array as their keys.
+ * Where a call has a pool, arrays that are written or of the pool may interleave, if they share no element. */
 int call_expect_disjoint(const py_call *call) {
     enum { COMPARED = ARG_WRITTEN | ARG_POOL };
     bool has_pool = false;
@@ -197,7 +197,8 @@ int call_read_each(py_call *call, int64_t heads, int64_t sequences, const char *
         if (a->role == ARG_HEADS && heads > 0) {
             arg_array *const array = &call->array[call->arrays];
             call->place[i] = (signed char)call->arrays;
-            call->traits[call->arrays++] = a->traits; /* counted before it is read: an array of a wrong shape stays held when it is refused */
+            call->traits[call->arrays++] = a->traits; /* counted before it is read, so that call_end() releases an array that is held and then refused
+                                                       * for its shape */
             if (arg_head_numbers(call->state, call->values[i], a->name, heads, array, member_of(call, a)) < 0) return -1;
         } else if (a->role == ARG_PER_SEQUENCE) {
             arg_list *const list = call_add_list(call, i);

@@ -1,5 +1,5 @@
 /* The exchange structures of DLPack, laid out as its specification says: versions 0.x (capsule name "dltensor") and 1.x
- * ("dltensor_versioned"). Only the parts that an importer of CPU memory reads have names. */
+ * ("dltensor_versioned"). Only what an importer of CPU memory reads has a name here. */
 #ifndef BA_PYTHON_DLPACK_H
 #define BA_PYTHON_DLPACK_H
 

@@ -1,6 +1,6 @@
 /* Functions for tests, in builds with BA_FAULTS only: they make the n-th allocation, or the n-th start of a thread, fail. A hook in Python's
- * allocators, which the limited API does not offer, counts allocations while a function of this module runs, and no others: the interpreter
- * and NumPy do not survive every failure (CPython 3.11 crashes in dict.items). */
+ * allocators counts allocations, but only while a function of this module runs: the interpreter and NumPy do not survive every failure (CPython 3.11
+ * crashes in dict.items). The limited API offers no such hooks, so this file does not use it. */
 #ifdef BA_FAULTS
 #undef Py_LIMITED_API
 #include <Python.h>
@@ -15,7 +15,7 @@ enum { DOMAINS = 2 }; /* allocators of objects, and of other memory that needs t
 static const PyMemAllocatorDomain domains[DOMAINS] = {PYMEM_DOMAIN_MEM, PYMEM_DOMAIN_OBJ};
 static PyMemAllocatorEx below[DOMAINS];
 static _Atomic int64_t live_blocks;
-static _Thread_local int depth; /* how many functions of the module run in this thread, one inside the other */
+static _Thread_local int depth; /* how many functions of the module run in this thread, nested in one another */
 
 int enter_function(void) { return depth++; }
 void leave_function(const int *unused) {
@@ -54,8 +54,8 @@ static void hooked_free(void *context, void *block) {
     allocator->free(allocator->ctx, block);
 }
 
-/* Sets the hooks on the first call. They are never removed. Blocks that were allocated before are freed through them, too, so live_blocks is
- * right up to a constant. */
+/* Sets the hooks on the first call. They are never removed. Blocks that were allocated before the first call are freed through the hooks, too, so
+ * live_blocks is right only up to a constant. */
 static void hook_allocators(void) {
     static bool hooked;
     for (int i = 0; !hooked && i < DOMAINS; i++) {

@@ -1,11 +1,11 @@
-/* The table of operations: their names, their arguments in order, and what they return. An operation without such a note returns None. Everything
- * mechanical follows from the table: how arguments are read, held, compared and released (call.c), and what the rest of the package knows of them
- * (blitz_attn/_operations.py): which of them torch and JAX take as tensors, what has a gradient, what belongs to sequences or heads.
+/* The table of operations: their names, their arguments in order, and, in comments, their results. An operation whose comment names no result returns
+ * None. The table decides how arguments are read, held, compared and released (call.c). It also tells the package (blitz_attn/_operations.py) which
+ * arguments torch and JAX take as tensors, which have a gradient, and which belong to sequences or heads.
  *
- * A(T, name, role, traits, member) is an argument that goes to `member` of T, the library's arguments. O(T, name, role) is one that the function's
- * own code reads, or that says how others are read. Lists that several operations have in common stand first; IN is then the prefix, such as
- * `forward.`, under which their members stand in T. `empty(shape, dtype name)` makes results that the caller does not give. An array may also be a
- * pair (array of 16-bit integers, "bfloat16"). */
+ * A(T, name, role, traits, member) is an argument that goes to `member` of T, the library's arguments. O(T, name, role) is an argument that the
+ * function's own code reads, or that says how other arguments are read. Where several operations share a list of arguments, the list is a macro of
+ * its own; IN is the prefix, such as `forward.`, under which its members stand in T. `empty(shape, dtype name)` makes the results that the caller
+ * does not give. An array may also be a pair (array of 16-bit integers, "bfloat16"). */
 #ifndef BA_PYTHON_OPERATIONS_H
 #define BA_PYTHON_OPERATIONS_H
 
@@ -25,14 +25,14 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 
 /* ---- Attention over sequences --------------------------------------------------------------------------------------------------- */
 
-/* The arguments of block_sparse_attention that others share. BLOCK: the traits of block_shape. */
+/* The arguments of block_sparse_attention that other operations share. BLOCK: the traits of block_shape. */
 #define SEQUENCE_ARGUMENTS(A, O, T, IN, BLOCK) \
     O(T, empty, OWN) \
     A(T, q,             FLOATS,       ARG_DIFFERENTIABLE | ARG_NAMED, IN q) \
     A(T, k,             FLOATS,       ARG_DIFFERENTIABLE,             IN k) \
     A(T, v,             FLOATS,       ARG_DIFFERENTIABLE,             IN v) \
     A(T, sabi,          INDICES,      ARG_OPTIONAL,                   IN blocks) \
-    A(T, block_shape,   PAIR,         BLOCK,                          IN block_q) /* and block_kv, which stands behind it */ \
+    A(T, block_shape,   PAIR,         BLOCK,                          IN block_q) /* and block_kv, the member behind block_q */ \
     A(T, scale,         SCALE,        ARG_OPTIONAL,                   IN scale) \
     A(T, layout,        LAYOUT,       0,                              IN layout) \
     A(T, causal,        FLAG,         0,                              IN causal) \
@@ -66,8 +66,8 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, sinks,         HEADS,        ARG_OPTIONAL | ARG_DIFFERENTIABLE, sinks) \
     O(T, return_lse, FLAG) O(T, out_dtype, OWN) O(T, out, OWN) O(T, lse_out, OWN)
 
-/* out and lse are what the forward call returned. Returns (dq, dk, dv). With bias_grads, which makes arrays as empty does, the gradients of attn_mask
- * and of alibi_slopes follow: None for one that is not given, or is of bool. */
+/* The forward call has returned out and lse. Returns (dq, dk, dv). With bias_grads, a function that makes arrays as `empty` does, the gradients of
+ * attn_mask and of alibi_slopes follow. Each of these two is None where its bias is not given, or is a mask of bool. */
 #define BLOCK_SPARSE_ATTENTION_BACKWARD(A, O, T) \
     ATTENTION_ARGUMENTS(A, O, T, forward.) \
     A(T, dout,          FLOATS,       0,            dout) \
@@ -77,7 +77,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, accumulate,    FLAG,         0,            accumulate) \
     O(T, dq, OWN) O(T, dk, OWN) O(T, dv, OWN) O(T, bias_grads, OWN)
 
-/* Callers give k again as v, and None as sabi. Returns (scores or None, sabi). */
+/* Callers give k also as v, and None as sabi. Returns (scores or None, sabi). */
 #define SELECT_PREFILL(A, O, T) \
     SEQUENCE_ARGUMENTS(A, O, T, call., 0) \
     O(T, chooser, OWN) \
@@ -100,7 +100,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 /* ---- Paged caches --------------------------------------------------------------------------------------------------------------- */
 
 /* The requests of a call. With indptr, block_tables lists the pages of all requests one after the other, and last_page_len replaces seq_lens.
- * block_tables may be opened page tables: then all others, and kv_split, are None. */
+ * block_tables may be opened page tables; all other arguments of this list, and kv_split, are then None. */
 #define REQUEST_ARGUMENTS(A, O, T, IN) \
     O(T, block_tables, TABLES) \
     A(T, seq_lens,      LIST,         ARG_OPTIONAL, IN seq_lens) \
@@ -113,8 +113,8 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     REQUEST_ARGUMENTS(A, O, T, ) \
     O(T, page_size, INTEGER) O(T, num_pages, INTEGER) O(T, kv_split, INTEGER)
 
-/* What follows `rules` may be given singly, or as a tuple in the place of `rules`: a PagedPlan makes one for all of its calls
- * (blitz_attn/_paged/call.py). A shorter tuple leaves the last ones out. Returns out, or with return_lse (out, lse). */
+/* The arguments behind `rules` may be given one by one, or all as a tuple in the place of `rules`: a PagedPlan makes one tuple for all of its calls
+ * (blitz_attn/_paged/call.py). A shorter tuple leaves out the last arguments. Returns out, or with return_lse (out, lse). */
 #define PAGED_ATTENTION(A, O, T) \
     O(T, empty, OWN) \
     A(T, q,             FLOATS,       ARG_OPTIONAL | ARG_NAMED, q) \
@@ -146,8 +146,8 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     O(T, dtype, DTYPE) \
     O(T, kv_dtype, KV_DTYPE)
 
-/* The slot of each token comes from slot_mapping. Where that is None, it comes from the requests; q_begin is always None. Summaries are of the cache's
- * dtype, or of float32. */
+/* The slot of each token comes from slot_mapping, or, where slot_mapping is None, from the requests. q_begin is always None. Summaries are of the
+ * cache's dtype, or of float32. */
 #define APPEND_PAGED_KV(A, O, T) \
     A(T, k,             FLOATS,       0,                     k) \
     A(T, v,             FLOATS,       ARG_OPTIONAL,          v) \
@@ -182,9 +182,9 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     A(T, num_threads,           THREADS,   ARG_OPTIONAL,               num_threads) \
     A(T, k_scale,               SCALES,    ARG_POOL | ARG_OPTIONAL,    k_scale)
 
-/* k is the width of a result that is made here, and budget is in blocks, one per request. a and b are the arrays that the method scores. recent is one
- * number, or one per request. seq_lens may be opened page tables, which then also replace q_lens, block_size and, for the method max, tables. Returns
- * selected, or a tuple of it and of counts and scores, where these are wanted. */
+/* Where selected_indices is None, k is the width of the result. budget counts blocks, one number per request. a and b are the arrays that the method
+ * scores. recent is one number, or one per request. seq_lens may be opened page tables, which then also replace q_lens, block_size and, for the
+ * method max, tables. Returns the selected blocks alone, or in a tuple with the counts and the scores that the caller wants. */
 #define SELECT_BLOCKS(A, O, T) \
     O(T, empty, OWN) O(T, method, OWN) \
     A(T, query,          FLOATS,       0,            q) \
@@ -206,7 +206,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
 
 /* ---- Choosing tokens ------------------------------------------------------------------------------------------------------------- */
 
-/* Writes selected and, where it is given, scores. */
+/* Writes `selected` and, where it is given, `scores`. */
 #define SELECT_TOKENS(A, O, T) \
     A(T, q,             FLOATS,       ARG_NAMED,                  q) \
     A(T, k,             CACHE,        0,                          k) \
@@ -252,7 +252,7 @@ enum { CALL_MOST_ARGUMENTS = 40 };
     O(T, more, OWN) \
     BLOCK_ARGUMENTS(A, O, T)
 
-/* Without gate_proj_weight, gates are read, and with it they are written. */
+/* `gates` are written where gate_proj_weight is given, and otherwise read. */
 #define GATE(A, O, T) \
     A(T, q,                 FLOATS,   ARG_OPTIONAL,               q) \
     A(T, gate_proj_weight,  FLOATS,   ARG_OPTIONAL,               weight) \

@@ -1,4 +1,4 @@
-/* What the module offers besides operations: reading of arguments for the package's Python code, threads, instruction sets, and probes. */
+/* The functions of the module that are not operations: reading of arguments for the package's Python code, threads, instruction sets, and probes. */
 #include "python/ops.h"
 
 #include <fenv.h>
@@ -69,7 +69,7 @@ PyObject *py_in_usual_mode(PyObject *module, PyObject *const *args, Py_ssize_t n
         arg_fail(PyExc_TypeError, BA_ARG("kwargs") ": expected a dict, got %R", values[2]);
         return NULL;
     }
-    const int rounding = fegetround(); /* fesetround() sets it for x86-64's x87 unit, too, which computes with numpy.longdouble */
+    const int rounding = fegetround(); /* fesetround() also sets the rounding of x86-64's x87 unit, which computes with numpy.longdouble */
     BA_IN_USUAL_MODE;
     fesetround(FE_TONEAREST);
     PyObject *const result = PyObject_Call(values[0], values[1], values[2]);
@@ -163,7 +163,7 @@ PyObject *py_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs, 
 
 /* ---- Probes ------------------------------------------------------------------------------------------------ */
 
-/* Reads the arguments of a probe. Where may_be_once, seconds may be None, which gives duration 0: a single pass. */
+/* Reads the arguments of a probe. With may_be_once, seconds may be None, which gives duration 0, for a single pass. */
 static int read_probe(PyObject *level, PyObject *seconds, bool may_be_once, PyObject *num_threads, ba_isa *isa, double *duration, int *threads) {
     const bool once = may_be_once && seconds == Py_None;
     *duration = 0;
@@ -222,7 +222,7 @@ PyObject *py_probe_read(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 /* ---- The table of operations ------------------------------------------------------------------------------- */
 
-/* The texts by which Python knows roles. */
+/* The names of roles in Python. */
 static const char *const role_names[ARG_ROLES] = {[ARG_FLOATS] = "floats",     [ARG_CACHE] = "cache",
                                                   [ARG_REALS] = "reals",       [ARG_SCALES] = "scales",
                                                   [ARG_INDICES] = "indices",   [ARG_PAGES] = "pages",

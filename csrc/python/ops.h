@@ -1,5 +1,5 @@
-/* The functions of the module blitz_attn._core, which are in the files ops*.c: the operations of operations.h, and those below, of which _core.pyi
- * says what they take and return. */
+/* The functions of the module blitz_attn._core, which are defined in the files ops*.c: the operations of operations.h, and the other functions below.
+ * _core.pyi declares what they take and return. */
 #ifndef BA_PYTHON_OPS_H
 #define BA_PYTHON_OPS_H
 
@@ -34,7 +34,7 @@ extern const operation *const core_operations[CORE_COUNT];
 
 _Static_assert((int)CORE_COUNT <= (int)MODULE_MOST_FUNCTIONS, "module_state has room for the names of all functions");
 
-#ifdef BA_FAULTS /* faults.c counts the allocations that happen between these two calls */
+#ifdef BA_FAULTS /* faults.c counts the allocations between these two calls */
 int enter_function(void);
 void leave_function(const int *unused);
 #define WITHIN_FUNCTION const int entered __attribute__((cleanup(leave_function))) = enter_function()
@@ -44,14 +44,13 @@ void leave_function(const int *unused);
 
 #define COUNT_OF(array) (sizeof(array) / sizeof *(array))
 
-/* Stands before py_<name> where the table of operations does not have its arguments, and lists them in order. The first `required` ones must be
- * given. */
+/* Stands before a py_<function> that is not in the table of operations, and lists its arguments in order. The first `required` ones must be given. */
 #define TAKES(function, required, ...)                                                                                                               \
     static const argument rows_of_##function[] = {__VA_ARGS__};                                                                                      \
     const operation operation_##function = {#function, rows_of_##function, COUNT_OF(rows_of_##function), required}
 #define TAKES_NOTHING(function) const operation operation_##function = {#function, NULL, 0, 0}
 
-/* Declares values[count] and sorts the arguments of py_<name> into it, or returns NULL from the function. */
+/* Declares values[count] and sorts the arguments of py_<name> into this array, or returns NULL from the function. */
 #define SORT_ARGUMENTS(name, count)                                                                                                                  \
     WITHIN_FUNCTION;                                                                                                                                 \
     PyObject *values[count];                                                                                                                         \
@@ -70,8 +69,8 @@ void leave_function(const int *unused);
         PyEval_RestoreThread(thread_state);                                                                                                          \
     } while (0)
 
-/* The same for a call that may take long. In the main thread, where Python runs signal handlers, a handler that raises (as that of Ctrl-C does)
- * ends the call: the status is then BA_INTERRUPTED, and the handler's exception is set. */
+/* Runs a library call that may take long without the GIL. In the main thread, where Python runs signal handlers, a handler that raises (as the
+ * handler of Ctrl-C does) ends the call: the status is then BA_INTERRUPTED, and the handler's exception is set. */
 #define INTERRUPTIBLE(status, call)                                                                                                                  \
     do {                                                                                                                                             \
         PyThreadState *thread_state = PyEval_SaveThread();                                                                                           \
@@ -81,8 +80,8 @@ void leave_function(const int *unused);
         PyEval_RestoreThread(thread_state);                                                                                                          \
     } while (0)
 
-/* The opened page tables in a capsule of open_page_tables(); NULL where `object` is something else. They belong to the capsule, to which the call has
- * a reference. */
+/* The opened page tables in a capsule of open_page_tables(); NULL where `object` is something else. The capsule, to which the call has a reference,
+ * owns the tables. */
 const struct ba_page_tables *page_tables_of(PyObject *object);
 
 /* A ba_poll_fn. `context` is the address of the PyThreadState * that PyEval_SaveThread() gave to this thread. */

@@ -9,15 +9,15 @@
 
 /* ---- Arguments that the three functions share ---------------------------------------------------------------- */
 
-/* They have the same indices in all three functions, since they come first in each. */
+/* The shared arguments come first in all three functions, so that they have the same indices in each. */
 OPERATION(block_sparse_attention, ba_block_sparse_args, BLOCK_SPARSE_ATTENTION, FORWARD_sabi, FORWARD)
 OPERATION(block_sparse_attention_backward, ba_block_sparse_backward_args, BLOCK_SPARSE_ATTENTION_BACKWARD, BACKWARD_sabi, BACKWARD)
 OPERATION(select_prefill, ba_select_prefill_args, SELECT_PREFILL, CHOICE_q_begin, CHOICE)
 _Static_assert((int)FORWARD_num_kv_heads == (int)BACKWARD_num_kv_heads && (int)FORWARD_num_kv_heads == (int)CHOICE_num_kv_heads,
                "read_sequences() finds its arguments in all three");
 
-/* Reads num_heads or num_kv_heads. In a layout that has an axis of heads, it may be given, too, but must agree with that axis. None leaves 0, which
- * means "not given" to the library, so a caller may not give 0. */
+/* Reads num_heads or num_kv_heads. In a layout with an axis of heads, the number may be given, too, but must agree with that axis. None leaves 0,
+ * which means "not given" to the library, so a caller may not give 0. */
 static int read_heads(const ba_block_sparse_args *a, PyObject *object, const ba_tensor *tensor, const char *name, const char *tensor_name,
                       int64_t *heads) {
     if (object == Py_None) return 0;
@@ -32,18 +32,18 @@ static int read_heads(const ba_block_sparse_args *a, PyObject *object, const ba_
     return -1;
 }
 
-/* The number of query heads where q fits the layout, else 0: the library refuses q then. */
+/* The number of query heads. It is 0 where q does not fit the layout: the library then refuses q. */
 static int64_t query_heads(const ba_block_sparse_args *a) {
     const int axis = a->layout == BA_BNSD || a->layout == BA_TND ? 1 : 2;
     return a->layout == BA_BSH ? a->num_heads : a->q.ndim > axis ? a->q.dims[axis] : 0;
 }
 
-/* Sets the number of packed sequences. The C API takes lists as bare pointers, so their number of entries is checked here. The library checks whether
- * they belong to the layout and are in range. */
+/* Sets the number of packed sequences. The C API takes lists as bare pointers, so the number of their entries is checked here. The library checks
+ * that the layout takes such lists, and that their entries are in range. */
 static int read_packed(py_call *call, ba_block_sparse_args *a) {
     const arg_list *const cu_q = call_list(call, FORWARD_cu_seqlens_q), *const cu_kv = call_list(call, FORWARD_cu_seqlens_kv);
-    a->batch = cu_q->count - 1; /* without entries this is -1, which the library refuses */
-    /* Any other q is refused by the library, before it reads lengths. */
+    a->batch = cu_q->count - 1; /* without entries, the batch is -1, which the library refuses */
+    /* The library refuses a q of another number of axes before it reads lengths. */
     if (a->q.ndim == 3 && (a->cu_q == NULL || a->cu_kv == NULL)) {
         const char *const missing = a->cu_q == NULL ? "cu_seqlens_q" : "cu_seqlens_kv";
         arg_fail(PyExc_ValueError,
@@ -77,7 +77,7 @@ static int read_sequences(py_call *call, ba_block_sparse_args *a) {
 
 /* ---- Attention ----------------------------------------------------------------------------------------------- */
 
-/* The rows of packed lists are those of the sequences one after the other. */
+/* Checks the number of entries of cu_rows, the cumulative numbers of block rows of packed sequences. */
 static int expect_rows(py_call *call, const ba_block_sparse_args *a, int cu_rows) {
     if (a->layout != BA_TND || a->cu_q == NULL) return 0;
     return arg_expect_count(call_list(call, cu_rows), "cu_rows", a->batch + 1, "as many as " BA_ARG("cu_seqlens_q") " has");
@@ -109,7 +109,7 @@ PyObject *py_block_sparse_attention(PyObject *module, PyObject *const *args, Py_
 
 /* ---- Gradients ------------------------------------------------------------------------------------------------ */
 
-/* Makes the arrays for the gradients of attn_mask and alibi_slopes: None for one that is not given, or is a mask of bool. */
+/* Makes the arrays for the gradients of attn_mask and alibi_slopes. The result is None for a bias that is not given, and for a mask of bool. */
 static int make_bias_gradients(py_call *call, ba_block_sparse_backward_args *a) {
     const ba_tensor *const mask = &call_array(call, BACKWARD_attn_mask)->tensor, *const slopes = &call_array(call, BACKWARD_alibi_slopes)->tensor;
     ba_tensor made;
@@ -157,7 +157,7 @@ PyObject *py_block_sparse_attention_backward(PyObject *module, PyObject *const *
 
 /* ---- Choosing blocks -------------------------------------------------------------------------------------------- */
 
-/* Reads an argument that must be one of the given texts, as its index among them. */
+/* Reads an argument that must be one of `texts`, as an index of `texts`. */
 static int read_text(const py_call *call, int index, const char *const *texts, int count, int *place) {
     const char *const name = call->operation->arguments[index].name, *text;
     if (arg_text(call->values[index], name, &text) < 0) return -1;
@@ -193,7 +193,7 @@ static int make_tensor(const ba_tensor *shape, ba_tensor *tensor) {
     return tensor->data == NULL ? -1 : 0;
 }
 
-/* Makes the index lists. Their width is that of the longest, so they are made when all rows are known. */
+/* Makes the index lists. The longest list decides their width, so they are made when all rows are known. */
 static int make_lists(py_call *call, const ba_select_prefill_args *a, ba_tensor shape) {
     const int32_t *counts = a->counts.data;
     for (int64_t i = 0; i < a->counts.dims[0] * a->counts.dims[1] * a->counts.dims[2]; i++)
@@ -205,7 +205,8 @@ static int make_lists(py_call *call, const ba_select_prefill_args *a, ba_tensor 
     return arg_check(status);
 }
 
-/* Holds the scores that the function of a call with the chooser `given` returns. It is called when all else is checked. */
+/* With the chooser `given`, calls the caller's function `scores`, and holds the scores that it returns. All other arguments have been checked
+ * before. */
 static int read_scores(py_call *call, ba_select_prefill_args *a) {
     if (a->chooser != BA_CHOOSER_GIVEN) return 0;
     PyObject *const scores = PyObject_CallNoArgs(call->values[CHOICE_scores]);

@@ -1,4 +1,5 @@
-/* Merging of attention states. There may be any number of parts, so this file holds their arrays by itself. */
+/* Merging of attention states. A py_call has room for a fixed number of arrays, but there may be any number of parts, so this file does without a
+ * py_call. */
 #include "python/ops.h"
 
 #include "core/status.h"
@@ -55,7 +56,7 @@ static int read_parts(module_state *state, PyObject *outs, PyObject *lses, ba_dt
     return 0;
 }
 
-/* Whether an array has the shape of outs[0], or that of its leading axes. */
+/* Checks that an array has the shape of outs[0], or, with is_lse, the shape of the leading axes of outs[0]. */
 static ba_status check_merge_shape(const char *name, const ba_tensor *t, const ba_tensor *first, bool is_lse) {
     ba_tensor expected = *first;
     expected.ndim -= is_lse;
@@ -64,7 +65,7 @@ static ba_status check_merge_shape(const char *name, const ba_tensor *t, const b
                    is_lse ? "the leading axes of " BA_ARG("outs[0]") : BA_ARG("outs[0]"), ba_shape_text(t).chars);
 }
 
-/* Puts axes of length 1 in front, up to `ndim` axes: the library merges outputs of four axes, and log-sum-exps of three. */
+/* Puts axes of length 1 in front until there are `ndim` axes: the library merges outputs of four axes, and log-sum-exps of three. */
 static void add_axes(ba_tensor *t, int ndim) {
     const int added = ndim - t->ndim;
     for (int i = ndim - 1; i >= 0; i--) {
@@ -74,7 +75,7 @@ static void add_axes(ba_tensor *t, int ndim) {
     t->ndim = ndim;
 }
 
-/* Checks the shapes that the caller gave, and gives all arrays the numbers of axes that the library takes. */
+/* Checks the shapes of the caller's arrays, and gives all arrays as many axes as the library takes. */
 static ba_status fit_merge(merge_call *call) {
     const ba_tensor first = call->tensors[0];
     if (first.ndim == 0) return ba_fail(BA_ERROR_VALUE, BA_ARG("outs[0]") ": expected shape (..., Dv), got ()");

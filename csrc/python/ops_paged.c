@@ -55,8 +55,8 @@ static int lengths_from_pages(const arg_list *indptr, const arg_list *last_page_
     return 0;
 }
 
-/* Reads the requests of a call without opened tables. Their arguments begin with number `first`, and call_read() has read the lists among them. The C
- * API takes lists as bare pointers, so the number of their entries is checked here; the library checks the entries. */
+/* Reads the requests of a call without opened tables. The arguments of the requests begin with number `first`; call_read() has already read those of
+ * them that have members. The C API takes lists as bare pointers, so the number of their entries is checked here; the library checks the entries. */
 static int read_requests(py_call *call, int first, int64_t page_size, ba_paged_args *a) {
     const arg_list *const seq_lens = call_list(call, first + REQUEST_seq_lens), *const indptr = call_list(call, first + REQUEST_indptr);
     if (call_hold(call, call->values[first], "block_tables", ARG_TABLES, 0, &a->block_tables) < 0) return -1;
@@ -82,7 +82,7 @@ static int read_requests(py_call *call, int first, int64_t page_size, ba_paged_a
     return a->cu_q == NULL ? -1 : 0;
 }
 
-/* Reads the number of tokens per KV split. Only None, and not 0, means that requests are not split. */
+/* Reads the number of tokens per KV split. None means that requests are not split; 0 is refused. */
 static int read_split(PyObject *object, ba_paged_args *a) {
     if (object == Py_None) return 0;
     if (arg_int64(object, "kv_split", &a->kv_split) < 0) return -1;
@@ -91,7 +91,7 @@ static int read_split(PyObject *object, ba_paged_args *a) {
     return -1;
 }
 
-/* Reads one of page_size and num_pages, which is at least `least`; `things` are what it counts. */
+/* Reads page_size or num_pages, which must be at least `least`; `things` names what the number counts. */
 static int read_count(py_call *call, int index, int64_t least, const char *things, int64_t *count) {
     const char *const name = call->operation->arguments[index].name;
     if (arg_int64(call->values[index], name, count) < 0) return -1;
@@ -100,7 +100,7 @@ static int read_count(py_call *call, int index, int64_t least, const char *thing
     return -1;
 }
 
-/* Opens tables, in a capsule. */
+/* Opens page tables, and returns them in a capsule. */
 static PyObject *open_tables(py_call *call, ba_paged_args *a, int64_t *batch, int64_t *queries) {
     int64_t page_size, num_pages = -1;
     ba_status status;
@@ -159,7 +159,7 @@ OPERATION(paged_attention, ba_paged_args, PAGED_ATTENTION, PAGED_seq_lens, PAGED
 
 static int64_t page_tokens(const ba_paged_args *a) { return a->k_cache.ndim == 4 ? a->k_cache.dims[a->kv_layout == BA_NHD ? 1 : 2] : 1; }
 
-/* Reads the number of entries in use of each row of `selected`. */
+/* Reads how many entries of each row of `selected` are in use. */
 static int read_counts(py_call *call, ba_paged_args *a) {
     if (call->values[PAGED_counts] == Py_None) return 0;
     int64_t dims[2];
@@ -171,8 +171,8 @@ static int read_counts(py_call *call, ba_paged_args *a) {
     return -1;
 }
 
-/* A mask of one axis holds for all queries, and has one element for each token. Unlike a mask of more axes, it must not be longer: it may be a mask
- * of all queries and tokens in one axis, as other libraries take it, and then only its first elements would be read. */
+/* A mask of one axis holds for all queries, and has one element for each token. Unlike a mask of more axes, it must not be longer than that: a longer
+ * mask may be one of all queries and tokens in a single axis, as other libraries take it, of which only the first elements would be read. */
 static int check_flat_mask(const ba_tensor *mask, const ba_problem *p) {
     if (mask->ndim != 1 || mask->dims[0] <= ba_max(1, p->kv_len)) return 0;
     arg_fail(
@@ -244,7 +244,7 @@ typedef struct append_args {
 
 OPERATION(append_paged_kv, append_args, APPEND_PAGED_KV, APPEND_block_tables, APPEND)
 
-/* The scales of a cache that are per token are written, so they must be writable; others are read. */
+/* Scales per token are written, so their array must be writable. Other scales are only read. */
 static int expect_writable_scale(const py_call *call, int index) {
     const arg_array *const scale = call_array(call, index);
     if (scale->tensor.ndim < 2 || !scale->read_only) return 0;
@@ -252,7 +252,7 @@ static int expect_writable_scale(const py_call *call, int index) {
     return -1;
 }
 
-/* Compares the pages of summaries with those of the requests, whose tables are the plan's or the caller's. */
+/* Compares the pages of summaries with the pages of the requests, which opened tables or the caller's block_tables name. */
 static int expect_apart(const append_args *a, const ba_page_tables *opened) {
     ba_quest_metadata_args summaries = a->summaries;
     summaries.k_cache = a->cache.k_cache;

@@ -47,8 +47,8 @@ static int arg_method(PyObject *object, ba_select_method *value) {
     return -1;
 }
 
-/* With several queries per request, `recent` counts from the page of each query's own token. Together these are the newest pages, from `recent` - 1
- * before the page of the first query on. */
+/* With several queries per request, `recent` counts back from the page of each query's own token. Together, the recent pages of all queries are the
+ * newest pages, beginning `recent` - 1 pages before the page of the first query. */
 static void add_queries(const ba_select_args *a, int64_t *recent) {
     for (int64_t b = 0; a->cu_q != NULL && recent != NULL && b < a->batch; b++) {
         const int64_t tokens = a->seq_lens[b];
@@ -60,8 +60,8 @@ static void add_queries(const ba_select_args *a, int64_t *recent) {
     }
 }
 
-/* Adds the window rule to `recent`: pages that were not complete when the summaries were last made have no valid summary, so they are always
- * selected. With -1 tokens since then, the rule is off. */
+/* Raises `recent` by the window rule: pages that were not complete when the summaries were last made have no valid summary, so they are always
+ * selected. tokens_since[b] counts the tokens since then; -1 turns the rule off. */
 static int add_window(const ba_select_args *a, const int64_t *tokens_since, int64_t *recent) {
     if (tokens_since != NULL && recent == NULL) {
         arg_fail(PyExc_TypeError,
@@ -82,7 +82,8 @@ static int add_window(const ba_select_args *a, const int64_t *tokens_since, int6
     return 0;
 }
 
-/* Reads tables, lengths and numbers of queries, or takes all except the tables of summaries from opened tables, which are given as seq_lens. */
+/* Reads tables, lengths and numbers of queries. Where the caller gave opened tables as seq_lens, only tables of summaries are read, and all else
+ * comes from the opened tables. */
 static int read_select_requests(py_call *call, ba_select_args *a, const ba_page_tables *opened, bool tokens) {
     const char *const name = tokens ? "block_tables" : "metadata_block_tables";
     if ((opened == NULL || !tokens) && call_hold(call, call->values[SELECT_tables], name, ARG_TABLES, 0, &a->tables) < 0) return -1;
@@ -106,7 +107,7 @@ static int read_scored(py_call *call, ba_select_args *a) {
     const bool quest = a->method == BA_SELECT_QUEST, tokens = a->method == BA_SELECT_MAX;
     const char *const name = quest ? "maxblocks" : tokens ? "k_cache" : "meanblocks";
     const ba_dtype bits = call->bits;
-    call->bits = call->kv_bits; /* as kv_dtype says */
+    call->bits = call->kv_bits; /* summaries are read as kv_dtype says */
     int failed = call_hold(call, call->values[SELECT_a], name, tokens ? ARG_CACHE : ARG_FLOATS, 0, &a->a) < 0 ||
                  arg_expect_dtype(name, a->a.dtype, "kv_dtype", call->kv_dtype) < 0 ||
                  (quest && call_hold(call, call->values[SELECT_b], "minblocks", ARG_FLOATS, 0, &a->b) < 0);
@@ -114,7 +115,7 @@ static int read_scored(py_call *call, ba_select_args *a) {
     return failed ? -1 : 0;
 }
 
-/* Everything that is read before outputs exist. */
+/* Reads all arguments that do not need the outputs. */
 static int read_select(py_call *call, ba_select_args *a, const ba_page_tables *opened) {
     PyObject *const *const values = call->values;
     if (arg_method(values[SELECT_method], &a->method) < 0 || call_read(call, false) < 0 || read_scored(call, a) < 0) return -1;
@@ -130,7 +131,7 @@ static int read_select(py_call *call, ba_select_args *a, const ba_page_tables *o
     return add_window(a, since, recent);
 }
 
-/* The number of rows of the result. Where the queries or the summaries have none, it is arbitrary, because the library refuses them. */
+/* The shape of the result. Where q or `a` has a wrong number of axes, the number of heads is arbitrary, because the library then refuses the call. */
 static int result_shape(const ba_select_args *a, PyObject *k, ba_tensor *shape) {
     int64_t width;
     if (arg_int64(k, "k", &width) < 0) return -1;

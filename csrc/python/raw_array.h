@@ -6,7 +6,7 @@
 
 /* ---- Arrays ------------------------------------------------------------------------------------------------ */
 
-/* The kind of an element in the terms that both protocols share. */
+/* The kind of an element, in terms that the buffer protocol and DLPack share. */
 typedef enum element_kind { KIND_FLOAT, KIND_BFLOAT, KIND_FLOAT8, KIND_INT, KIND_UINT, KIND_BOOL, KIND_OTHER } element_kind;
 
 typedef struct raw_array {
@@ -18,7 +18,7 @@ typedef struct raw_array {
     int64_t dims[BA_MAX_DIMS], strides[BA_MAX_DIMS]; /* strides in bytes */
 } raw_array;
 
-/* Holds `object` in `array` and describes it in `raw`. On failure, `array` may hold something, and the caller releases it. */
+/* Holds `object` in `array` and describes it in `raw`. The caller releases `array` on failure, too, since it may hold something then. */
 int arg_hold_raw(module_state *state, PyObject *object, const char *name, arg_array *array, raw_array *raw);
 
 /* Refuses dimensions whose product overflows, before anything is computed from them. */

@@ -7,7 +7,7 @@ static PyObject *split_sentence(PyObject *marked) {
     bool in_name = true;
     for (Py_ssize_t at = 1; parts != NULL; in_name = !in_name) {
         Py_ssize_t end = PyUnicode_FindChar(marked, in_name ? BA_ARG_END : BA_ARG_BEGIN, at, length, 1);
-        if (end < 0) end = length; /* there is no other name, or the sentence was cut within one */
+        if (end < 0) end = length; /* there is no other name, or the sentence was cut within a name */
         PyObject *part = PyUnicode_Substring(marked, at, end);
         if (part == NULL || PyList_Append(parts, part) < 0) Py_CLEAR(parts);
         Py_XDECREF(part);
@@ -17,7 +17,7 @@ static PyObject *split_sentence(PyObject *marked) {
     return parts;
 }
 
-/* Raises an exception as arg_fail() does. Takes the reference to `marked`, which may be NULL with an exception set. */
+/* Raises an exception as arg_fail() does. Takes over the reference `marked`. Where `marked` is NULL, an exception is already set. */
 static void raise_sentence(PyObject *exception, PyObject *marked) {
     if (marked == NULL) return;
     if (PyUnicode_FindChar(marked, BA_ARG_BEGIN, 0, 1, 1) != 0) { /* no name at its beginning */

@@ -1,5 +1,5 @@
 /* The exceptions that refuse an argument. Their texts are `name: expected ..., got ...`: a TypeError where the argument is of a wrong kind, a
- * ValueError where its shape or value is wrong. Each function raises an exception and returns -1, except that arg_check() returns 0 for BA_OK. */
+ * ValueError where its shape or value is wrong. Each function raises an exception and returns -1; only arg_check() returns 0 for BA_OK. */
 #ifndef BA_PYTHON_SENTENCES_H
 #define BA_PYTHON_SENTENCES_H
 
@@ -15,13 +15,13 @@
 
 #include "core/status.h"
 
-/* Raises an exception whose text has the form of PyUnicode_FromFormat(), and returns -1. Names of arguments are marked in it as for ba_fail(), by
- * BA_ARG(). Where a text begins with a name, the exception has the attribute `sentence`, a tuple of str that make the text when they are joined:
- * names at even indices, and what stands between them at odd ones. Wrappers in Python replace the names by their own. */
+/* Raises an exception whose text PyUnicode_FromFormat() makes, and returns -1. BA_ARG() marks the names of arguments in `format`, as for ba_fail().
+ * Where the text begins with a name, the exception has the attribute `sentence`, a tuple of str that join to the text: names stand at even indices,
+ * and the text between names at odd ones. Wrappers in Python replace the names by their own. */
 int arg_fail(PyObject *exception, const char *format, ...);
 
-/* Returns 0 for BA_OK. For any other status, raises the exception that belongs to it with the text of ba_last_error(), as arg_fail() does, and
- * returns -1. For BA_INTERRUPTED the exception of the signal handler is already set. */
+/* Returns 0 for BA_OK. For any other status, raises the exception of this status with the text of ba_last_error(), as arg_fail() does, and returns
+ * -1. For BA_INTERRUPTED the exception of the signal handler is already set. */
 int arg_check(ba_status status);
 
 /* Raises a TypeError `name: expected <expected>, got <the type of object>`, and returns -1. */

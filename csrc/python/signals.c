@@ -1,6 +1,6 @@
-/* Ctrl-C within a call: lets Python's signal handlers run while the library works. INTERRUPTIBLE (ops.h) makes run_signal_handlers the poll function
- * of core/pool.c, which calls it twenty times a second on the calling thread. Where a handler raises, the loops of all drivers stop (ba_stopped), the
- * call returns BA_INTERRUPTED, and the handler's exception reaches the caller. */
+/* Ctrl-C within a call: lets Python's signal handlers run while the library works. INTERRUPTIBLE (ops.h) makes run_signal_handlers the poll function,
+ * which core/pool.c calls twenty times a second on the calling thread. Where a handler raises, the loops of all drivers stop (ba_stopped), the call
+ * returns BA_INTERRUPTED, and the handler's exception reaches the caller. */
 #if defined(__linux__)
 #define _GNU_SOURCE /* syscall */
 #include <sys/syscall.h>
@@ -10,7 +10,7 @@
 #endif
 #include "python/ops.h"
 
-/* Whether this is the thread that the program started with. Python runs signal handlers in that thread only. */
+/* Whether the calling thread is the one that the program started with. Python runs signal handlers in that thread only. */
 static int on_main_thread(void) {
 #if defined(__linux__)
     return syscall(SYS_gettid) == getpid();

@@ -1,4 +1,5 @@
-/* Summaries of pages may lie in the pool of the pages that they describe: this compares the pages of both. */
+/* Summaries of pages may lie in the same pool as the pages of keys that they describe. This file checks that no page holds both, and that no summary
+ * page is listed twice. */
 #include "python/call.h"
 
 static int64_t table_entry(const ba_tensor *table, int64_t row, int64_t column) {
@@ -23,7 +24,7 @@ static int mark_pages(uint8_t *marks, int64_t count, const ba_tensor *table, con
     return 0;
 }
 
-/* The same with the pages of opened tables, all of which are in use. */
+/* Marks the pages of opened tables, all of which are in use. */
 static void mark_opened(uint8_t *marks, int64_t count, const ba_page_tables *tables, uint8_t mark) {
     for (int64_t i = 0; i < tables->first[tables->batch]; i++)
         if (tables->page[i] >= 0 && tables->page[i] < count) marks[tables->page[i]] |= mark;
