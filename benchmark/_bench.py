@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 
-# Measure this checkout if it has been built in place, else the installed package. What PYTHONPATH names comes before both.
+# Measure this checkout if it has been built in place, else the installed package. A package that PYTHONPATH names comes before both.
 if (any((ROOT / "blitz_attn").glob("_core*.so")) and not os.environ.get("PYTHONPATH")) or importlib.util.find_spec("blitz_attn") is None:
     sys.path.insert(0, str(ROOT))
 
@@ -39,7 +39,7 @@ from machine import cache_sizes  # noqa: E402
 
 
 def checked(convert: Callable[[str], Any], holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """A type for argparse. Values for which `holds` is false are refused with "expected X, got Y", and argparse adds the option's name."""
+    """A type for argparse. It refuses values for which `holds` is false with "expected X, got Y", and argparse adds the option's name."""
 
     def value_of(text: str) -> Any:
         try:
@@ -112,7 +112,7 @@ def command(parser: Callable[[], argparse.ArgumentParser], shown: Sequence[Colum
 
     The exit code is 1 where a row says that a result is wrong, and 2 where options are refused: by the parser, or by an error that begins
     with the name of an argument. Any other error is a mistake in the script or the library, and keeps its traceback. If the reader of the
-    output closes its end, the script ends quietly.
+    output closes the pipe, the script ends quietly.
     """
 
     def decorate(main: Callable[[argparse.Namespace, Report], None]) -> Callable[..., int]:
@@ -164,7 +164,7 @@ class Column:
 
 
 def columns(text: str) -> tuple[Column, ...]:
-    """The columns that `text` lists as name:width, or name:width.format as in Python's format strings."""
+    """The columns that `text` lists as name:width or name:width.format, where the format is one of Python's format strings."""
     found = (re.fullmatch(r"(.+):(\d+)(.*)", word) for word in text.split())
     return tuple(Column(match[1], int(match[2]), match[3]) for match in found if match)
 
@@ -175,7 +175,7 @@ def yes(right: bool) -> str:
 
 
 class Report:
-    """What a script prints (rows on standard output as they come, progress and notes on standard error), and the files that keep it."""
+    """The output of a script, and the files that keep it. Rows go to standard output as they come, progress and notes to standard error."""
 
     def __init__(self, script: str, args: argparse.Namespace, shown: Sequence[Column]):
         self.script, self.args, self.columns, self.progress = script, args, tuple(shown), Progress()
@@ -235,8 +235,8 @@ class Report:
 
 
 def parse_rows(text: str, first_columns: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of tables among any other output. A header is a line that starts with one of `first_columns`; a row is a line below it with
-    as many cells. What follows a # is ignored."""
+    """The rows of tables among any other output. A header is a line that starts with one of `first_columns`; a row is a line below the
+    header with as many cells. Text behind a # is ignored."""
     header: list[str] = []
     rows = []
     for line in text.splitlines():
@@ -261,7 +261,7 @@ HEAD = ("machine", "commit", "date", "command", "compiler")
 
 
 def machine() -> dict[str, Any]:
-    """What tells machines of different speed apart."""
+    """The properties that tell machines of different speed apart."""
     level, threads = _core.isa_active(), blitz_attn.get_num_threads()
     return {"cpu": _core.cpu_model(), "threads": threads, "level": level, "caches": cache_sizes()}
 
@@ -314,7 +314,7 @@ PROGRESS_EVERY = 20.0  # seconds
 
 
 def duration(seconds: float) -> str:
-    """A time span as a person says it: 40 s, 3 min 20 s, 2 h 05 min."""
+    """A time span in words: 40 s, 3 min 20 s, 2 h 05 min."""
     seconds = round(seconds)
     if seconds < 90:
         return f"{seconds} s"
@@ -324,7 +324,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Prints the share that is done and the time that is left on stderr, every PROGRESS_EVERY seconds."""
+    """Prints on stderr, every PROGRESS_EVERY seconds, the share that is done and the time that is left."""
 
     def __init__(self) -> None:
         self.done = 0.0
@@ -342,8 +342,8 @@ class Progress:
 
 # ---- Timing ----------------------------------------------------------------------------------------------------
 
-SHORTEST_SAMPLE = 2e-3  # seconds; a quicker call is repeated until a sample lasts this long
-SETTLE_UP_TO = 0.25  # seconds; in a longer call, the time to wake threads hardly counts
+SHORTEST_SAMPLE = 2e-3  # seconds; quicker calls are repeated until a sample lasts this long
+SETTLE_UP_TO = 0.25  # seconds; in longer calls, the time to wake threads hardly counts
 
 
 @dataclass(eq=False)
@@ -357,7 +357,7 @@ class Contender:
     settle: float = 0.0  # seconds of untimed calls before each sample, if a call takes less than SETTLE_UP_TO
     limit: Callable[[], float] | None = None  # measures a limit of the machine, right before and right after each sample
     samples: list[float] = field(default_factory=list)  # seconds per call
-    values: list[float] = field(default_factory=list)  # limits by sample: means of `limit`, or what calls returned, if floats
+    values: list[float] = field(default_factory=list)  # one per sample: the mean of `limit`, or the float that the call returned
     calls: int = 1  # per sample
 
     @property
@@ -392,9 +392,10 @@ class Contender:
 
 
 def in_turns(contenders: Sequence[Contender], args: argparse.Namespace, progress: Progress, share: float = 1.0) -> Iterator[Contender]:
-    """Time the contenders A B C A B C ..., so that a slow spell of the machine hits all of them. This is a `share` of the whole run.
+    """Time the contenders A B C A B C ..., so that a slow spell of the machine hits all of them. Their work is a `share` of the whole run.
 
-    Yields each contender right after its last sample and before the next contender runs, so that a shared output still holds its result.
+    Yields each contender right after its last sample and before the next contender runs, so that an output array that several contenders
+    share still holds its result.
     """
     turns = args.warmup + args.repeats
     whole = turns * sum(contender.work for contender in contenders) or 1.0
@@ -409,7 +410,8 @@ def in_turns(contenders: Sequence[Contender], args: argparse.Namespace, progress
 
 
 class Clock:
-    """Adds up the seconds that modules of torch take without the linear layers in them, except for a layer that is `counted`."""
+    """Adds up the seconds that modules of torch take, without the time of the linear layers in them. The layer `counted` is not left
+    out."""
 
     def __init__(self, modules: Iterable[Any], now: Callable[[], float] = time.perf_counter, counted: Any = None) -> None:
         import torch

@@ -5,9 +5,9 @@
     python benchmark/backward.py --isa avx2 --dtypes float32      # what a CPU with AVX2 gets
     python benchmark/backward.py -S 16384 --sparsities 0 0.9 --no-torch
 
-A row is one call of the backward pass. Backward/forward is its time over that of our own forward call with the same arguments. Torch_[usec]
-is the time of the backward pass of scaled_dot_product_attention, dense or causal; sparse rows show the dense time. No time includes a
-forward pass. README.md in this folder explains the other columns.
+A row is one call of the backward pass. Backward/forward is the time of this call over the time of our own forward call with the same
+arguments. Torch_[usec] is the time of the backward pass of scaled_dot_product_attention, dense or causal; sparse rows show the dense time.
+No time includes a forward pass. README.md in this folder explains the other columns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ PEAK_SECONDS = 0.05
 
 
 def torch_call(gradients: Gradients, threads: int) -> Callable[[], Any]:
-    """A call of torch's dense backward pass over the same operands, after its forward pass. Raises `UnavailableError` without torch."""
+    """A call of torch's dense backward pass over the same operands. The forward pass runs here, once. Raises `UnavailableError` without
+    torch."""
     torch, asked = imported_torch(), gradients.asked
     inputs = [torch_tensor(x, asked.dtype).requires_grad_() for x in asked.views[:3]]
     dout = torch_tensor(gradients.dout, asked.dtype)

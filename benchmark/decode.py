@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Paged decode attention against what the machine allows and against other libraries: a table on stdout, progress on stderr.
+"""Paged decode attention against the machine's limits and against other libraries: a table on stdout, progress on stderr.
 
     python benchmark/decode.py | tee decode.log | python benchmark/plot.py  # everything; first prints the number of cells
     python benchmark/decode.py --quick                                      # a minute or so
     python benchmark/decode.py --cells DRAM --dtypes bfloat16 --groups 4 --batches 1
     python benchmark/decode.py --shapes 4x32x8x4096 --dtypes float16        # your own B x H x Hkv x S
 
-Cells: in `L2`, `L3` and `DRAM`, the number of tokens is such that K and V lie in that level (8 KV heads; 1 for L2); `ragged` is one long
-request among 15 short ones; the others are upstream's 13 configurations. Pages are in random order. The limit of a cell is the time to read
-its K and V once or the time of its arithmetic, whichever is longer. Both are measured right before each of our calls, and the share is the
-median over the turns, because the bandwidth of a shared machine changes within seconds. README.md explains the columns.
+Cells: `L2`, `L3` and `DRAM` have so many tokens that K and V lie in that level (8 KV heads; 1 for L2); `ragged` is one long request among
+15 short ones; the others are upstream's 13 configurations. Pages are in random order. The limit of a cell is the time to read its K and V
+once or the time of its arithmetic, whichever is longer. The rates of reading and of arithmetic are measured right before each of our calls,
+and the share is the median over the turns, because the bandwidth of a shared machine changes within seconds. README.md explains the
+columns.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ COLUMNS = columns(
 
 @dataclass(frozen=True)
 class Cell:
-    """What a row measures, except for the number of threads."""
+    """The problem of a row, without its number of threads."""
 
     name: str
     dtype: str  # of the cache
@@ -134,12 +135,12 @@ def measure(cell: Cell, args: argparse.Namespace, report: Report, share: float, 
     """Print the rows of a cell, one for each number of threads."""
     step = draw_decode(cell.lengths, cell.heads, cell.kv_heads, cell.head_dim, cell.page, cell.dtype, args.seed)
     work, isa, largest_cache = step.work(), _core.isa_active(), max(machine.cache_sizes().values())
-    memory = step.cache.memory  # filling new memory in each turn would keep the system busy while others are timed
+    memory = step.cache.memory  # filling new memory in each turn would keep the system busy while other contenders are timed
     beyond = work.bytes > 2 * largest_cache
     elsewhere = np.zeros(2 * largest_cache if beyond else 0, np.uint8)
 
     def forget() -> None:
-        """Evict from L3 what the previous contender has read of K and V."""
+        """Evict from L3 the K and V that the previous contender has read."""
         if beyond:
             _core.probe_read(isa, elsewhere, None, max(args.threads))
 

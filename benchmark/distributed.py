@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Context parallelism: exact bytes and imbalance by list pattern, computed from plans, without MPI. Takes half a minute.
+"""Context parallelism: exact bytes and imbalance of each list pattern, computed from plans, without MPI. Takes half a minute.
 
     python benchmark/distributed.py | python benchmark/plot.py
     python benchmark/distributed.py --tokens 65536 --ranks 8 --dispatches cut items
 
-Each row describes a plan. `Moved` is the largest number of bytes that a rank receives, including the queries and results of dispatch
-"items", over the bytes of keys and values that an all-gather would bring each rank. `Imbalance` is the load of the busiest rank over the
-mean. Nothing is measured, so the table is the same on every machine. To time ranks: mpirun -n 4 python -m mpi4py
+Each row describes a plan. `Moved` divides the largest number of bytes that a rank receives (including the queries and results of dispatch
+"items") by the bytes of keys and values that an all-gather would bring each rank. `Imbalance` is the load of the busiest rank over the mean
+load. Nothing is measured, so the table is the same on every machine. To time ranks: mpirun -n 4 python -m mpi4py
 examples/context_parallel.py.
 """
 
@@ -50,7 +50,7 @@ def patterns(tokens: int, heads: int, seed: int) -> Iterator[tuple[str, np.ndarr
     columns, diagonals = rng.choice(rows, rows // 40, replace=False), rng.choice(rows, rows // 40, replace=False)
     lines = causal & (np.isin(np.arange(rows), columns)[None] | np.isin(np.arange(rows)[:, None] - np.arange(rows)[None], [0, *diagonals]))
     yield "vertical_slash", sabi.from_block_mask(lines[None, None]), {"causal": True}
-    frame = max(1, rows // 64)  # blocks of a video frame: each attends near frames, and a few blocks anywhere
+    frame = max(1, rows // 64)  # blocks per video frame: each block attends near frames, and a few blocks anywhere
     near = abs(np.arange(rows)[:, None] // frame - np.arange(rows)[None] // frame) <= 1
     yield "video", sabi.from_block_mask(np.stack([near | (rng.random((rows, rows)) < 0.02) for _ in range(heads)])[None]), {}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from blitz_attn import _core
 
-DRAM_BYTES = int(os.environ.get("BENCHMARK_DRAM_BYTES") or 0)  # set by tests to save time; what is measured then is not a limit
+DRAM_BYTES = int(os.environ.get("BENCHMARK_DRAM_BYTES") or 0)  # set by tests to save time; the measured rates are then no limits
 DEFAULT_CACHES = {"L1": 32 << 10, "L2": 512 << 10, "L3": 16 << 20}  # if the system does not tell
 
 
@@ -30,7 +30,7 @@ def cache_sizes() -> dict[str, int]:
 
 
 def read_sizes(threads: int) -> dict[str, int]:
-    """Bytes per thread that fit each cache but not the next smaller one. A cache that is too small for that is left out."""
+    """Bytes per thread that fit each cache but not the next smaller one. A cache not large enough for such a size is left out."""
     caches = cache_sizes()
     sizes = {}
     below = 0
@@ -43,7 +43,8 @@ def read_sizes(threads: int) -> dict[str, int]:
             sizes[level] = size
         below = caches[level]
     largest = max(caches.values())
-    # A part of an array that is read repeatedly stays in L3, which makes DRAM look faster: by a quarter if the array is four times L3.
+    # Part of an array that is read repeatedly stays in L3, which makes DRAM look faster: by a quarter if the array is four times as large
+    # as L3.
     sizes["DRAM"] = (DRAM_BYTES or max(8 * largest, 1 << 30)) // threads
     return sizes
 

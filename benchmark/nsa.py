@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Native sparse attention against dense causal attention, over the length: a table on stdout, progress on stderr.
+"""Native sparse attention against dense causal attention, by length: a table on stdout, progress on stderr.
 
     python benchmark/nsa.py | tee nsa.log | python benchmark/plot.py  # upstream's sizes, 1K .. 64K tokens
     python benchmark/nsa.py --quick                                   # 1K .. 8K
     python benchmark/nsa.py -H 8 --kv-heads 2 --tokens 262144 1048576 --passes forward --repeats 1 --warmup 0
     python benchmark/nsa.py --mode mslk --weights --dtype float32
 
-B = 1. Timed in turns: our own dense causal attention, native sparse attention, the same with the gradient (forward with context, then
+B = 1. These take turns: our own dense causal attention, native sparse attention, both with the gradient (forward with context, then
 backward), and the parts of the forward pass by themselves. Dense attention is run if a call is expected to take at most --dense-seconds.
-Beyond that its time is extrapolated with N^2 from the longest length that was run, and `Dense_by` is `N^2` instead of `run`. `Parts` is the
-sum of the parts over the whole call. Peaks are the process's largest resident memory during a call, inputs included.
+Otherwise its time is extrapolated with N^2 from the longest length that was run, and `Dense_by` is `N^2` instead of `run`. `Parts` is the
+sum of the times of the parts over the time of the whole call. Peaks are the process's largest resident memory during a call, inputs
+included.
 """
 
 from __future__ import annotations
@@ -62,14 +63,15 @@ def peak_during(call: Callable[[], Any]) -> float | None:
 
 
 def bytes_needed(tokens: int, args: argparse.Namespace) -> dict[str, int]:
-    """A generous estimate: inputs, results, and for the gradient what the context holds, the gradients and float32 sums."""
+    """A generous estimate of a pass's memory: inputs and results, and for the gradient also the context, the gradients and float32 sums."""
     wide, narrow = (tokens * heads * args.head_dim * ITEM_BYTES[args.dtype] for heads in (args.heads, args.kv_heads))
     forward = 3 * wide + 2 * narrow + (4 * wide if args.parts else wide)
     return {"forward": forward, "backward": 9 * wide + 8 * narrow + 4 * tokens * (args.heads * 8 + args.kv_heads * 16)}
 
 
 def draw(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.ndarray:
-    """Normal numbers, (1, N, heads, dim): a drawn stretch of tokens is repeated, shifted along dim each time so that repetitions differ."""
+    """Normal numbers, (1, N, heads, dim). A drawn stretch of tokens is repeated, shifted further along dim each time so that repetitions
+    differ."""
     drawn = testing.round_to(rng.standard_normal((min(shape[1], DRAWN_TOKENS), *shape[2:]), dtype=np.float32), dtype)
     x = np.empty(shape, drawn.dtype)
     for n, begin in enumerate(range(0, shape[1], len(drawn))):
@@ -121,7 +123,7 @@ class Problem:
         nsa_backward(self.dout, context)
 
     def parts(self) -> dict[str, Callable[[], Any]]:
-        """The parts of the forward pass in the order in which they feed each other. Each one keeps its result for the next."""
+        """The parts of the forward pass, in an order in which each part finds the results of earlier parts that it needs."""
         q, k, v, kept, size, bits = self.q, self.k, self.v, self.kept, self.args.block, self.bits
         w_k, w_v, w_gate = (self.weights.get(name) for name in ("w_k_compress", "w_v_compress", "gate_proj_weight"))
         seen = {"stride": self.stride, "mode": self.args.mode, "return_lse": True, **bits}
@@ -150,7 +152,7 @@ class Problem:
         return {name: keeping(name) for name in calls}
 
     def routing(self) -> np.ndarray:
-        """The blocks that the call chooses, computed by its parts."""
+        """The blocks that the whole call chooses, computed by the parts up to the selection."""
         if "select" not in self.kept:
             calls = self.parts()
             for name in ("compress", "cmp", "select"):
@@ -176,7 +178,7 @@ class Problem:
         return np.allclose(got, exact, rtol=RTOL, atol=max(ATOL, 2.0**-7 * abs(exact).max()))
 
 
-Longest = dict[tuple[str, int], tuple[int, float]]  # pass and threads -> the longest length that dense attention was run at, its seconds
+Longest = dict[tuple[str, int], tuple[int, float]]  # pass and threads -> the longest length of a dense run, its seconds
 
 
 def measure(problem: Problem, threads: int, longest: Longest, passes: Sequence[str], report: Report, share: float) -> None:

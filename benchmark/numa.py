@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""On which NUMA nodes memory lands: pages of a cache, plans and scratch memory, and which threads touch it first.
+"""Shows on which NUMA nodes the pages of a cache, plans and scratch memory land, and which threads touch them first.
 
     python benchmark/numa.py                                                # all CPUs of the process
     numactl --cpunodebind=1 --membind=1 python benchmark/numa.py            # a process of one node
 
-Each line of the table is one piece of memory: how many MiB came to each node while it was made or written, and the page faults of the
-calling thread and of all workers meanwhile. A page of memory lands on the node of the thread that has its first fault, unless a policy
-(`numactl --membind`, `--interleave`) says otherwise. Linux only. On a machine of one node, the faults still tell who touches what.
+Each line of the table is one piece of memory: how many MiB came to each node while the piece was made or written, and the page faults of
+the calling thread and of all workers meanwhile. A page of memory lands on the node of the thread that touches it first, unless a policy
+(`numactl --membind`, `--interleave`) says otherwise. Linux only. On a machine of one node, the faults still tell which threads touch which
+memory.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def growth(before: dict[str, Counter[str]]) -> Counter[str]:
 
 
 def watch(name: str, work: Callable[[], object]) -> object:
-    """Do `work`, and print which nodes its memory came to and which threads had page faults. Returns its result."""
+    """Run `work`, and print which nodes its memory came to and which threads had page faults. Returns the result of `work`."""
     before, own = faults(), threading.get_native_id()
     maps = mappings()
     result = work()

@@ -1,7 +1,9 @@
-"""What is measured: attention of whole sequences, its gradients, decode steps over pages, selection; how each is drawn, called and checked.
+"""The operations that scripts measure: attention of whole sequences, gradients, decode steps, selection; how each is drawn, called and
+checked.
 
-`every_operation` is the small fixed set of roofline.py and speed.py. It is small so that measuring it can be a habit. Changing a size in it
-makes old records worthless. Operands are normal random numbers, never zeros, which some processors compute with less power and so faster.
+`every_operation` is the fixed set of roofline.py and speed.py. The set is small so that measuring it can be a habit. Changing a size in it
+makes old records worthless. Operands are normal random numbers, and never zeros, because some processors need less power for zeros and so
+compute faster.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from blitz_attn._sabi.lists import signed
 RTOL, ATOL = 0.01, 0.001  # upstream's tolerances, for results against float64
 CHECKED_ROWS = 32
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-# Largest relative errors by norm. They are not of single elements, since elements near 0 have large relative errors in any computation.
+# The largest relative errors that are allowed, by norm. Single elements are not compared: those near 0 have large relative errors anyway.
 LARGEST_ERROR = {"float64": 1e-11, "float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 
 Call = Callable[[], Any]
@@ -34,7 +36,7 @@ Call = Callable[[], Any]
 
 @dataclass
 class Work:
-    """Something to time: flops, bytes, output, and a function that makes its call for a number of threads (by this build or another)."""
+    """Something to time: flops, bytes, output, and a function that makes the call for a number of threads, in this build or another."""
 
     flops: float
     bytes: float  # operands and results, each counted once
@@ -43,12 +45,12 @@ class Work:
 
 
 def poison(out: np.ndarray) -> None:
-    """Fill an output with NaN (all bits set), so that what a kernel does not write shows."""
+    """Fill an output with NaN (all bits set), so that elements that a kernel does not write show."""
     out.reshape(-1).view(np.uint8)[...] = 0xFF
 
 
 def poisoned(out: np.ndarray) -> bool:
-    """Whether any element still holds what `poison` wrote."""
+    """Whether any element still has the bits that `poison` wrote."""
     bits = out.reshape(-1).view(f"u{out.dtype.itemsize}")
     return bool((bits == np.iinfo(bits.dtype).max).any())
 
@@ -71,7 +73,8 @@ def memory_available() -> int:
 
 
 def pair_areas(s_q: int, s_kv: int, block_shape: Sequence[int], causal: bool = False) -> np.ndarray:
-    """Query-key pairs in each block of the grid, (R, C). Blocks at the ends are cut, and so are blocks on the diagonal if `causal`."""
+    """The number of query-key pairs in each block, (rows, columns). Blocks at the ends are cut, and so are blocks on the diagonal if
+    `causal`."""
     block_q, block_kv = block_shape
     starts = np.arange(0, s_kv, block_kv)
     seen = np.arange(s_q) + s_kv - s_q + 1 if causal else np.full(s_q, s_kv)  # keys that each query sees
@@ -81,7 +84,7 @@ def pair_areas(s_q: int, s_kv: int, block_shape: Sequence[int], causal: bool = F
 
 @dataclass(eq=False)
 class Attention:
-    """Arrays as a call takes them, the same memory as (B, H, S, D) views, the options of every call, and what is attended."""
+    """The arrays of a call, (B, H, S, D) views of the same memory, the options of every call, and the lists."""
 
     q: np.ndarray
     k: np.ndarray
@@ -89,7 +92,7 @@ class Attention:
     out: np.ndarray
     views: tuple[np.ndarray, ...]
     dtype: str
-    options: dict[str, Any]  # layout and what it needs, dtype of bare bits, scale, causal
+    options: dict[str, Any]  # layout with its lengths or numbers of heads, dtype of bare bits, scale, causal
     lists: np.ndarray | None = None
     block_shape: tuple[int, int] = (128, 128)
 
@@ -114,7 +117,7 @@ class Attention:
 
     @functools.cached_property
     def pairs(self) -> float:
-        """Query-key pairs that are attended, of all heads."""
+        """The number of query-key pairs that are attended, over all heads."""
         q, k = self.views[:2]
         heads, s_q, s_kv = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
         areas = pair_areas(s_q, s_kv, self.block_shape, self.causal)
@@ -132,7 +135,7 @@ class Attention:
 
     @property
     def flops(self) -> float:
-        """One multiply and one add per pair and dimension, for the scores and for the values."""
+        """Counts a multiply and an add per pair and dimension, for the scores and for the values."""
         return 2.0 * (self.views[0].shape[3] + self.views[2].shape[3]) * self.pairs
 
     def call(self, threads: int, library: ModuleType = blitz_attn, **more: Any) -> Call:
@@ -144,7 +147,8 @@ class Attention:
         return Work(self.flops, float(sum(x.nbytes for x in (self.q, self.k, self.v, self.out))), self.call, self.out)
 
     def exact_rows(self, rows: np.ndarray) -> Iterator[tuple[tuple[Any, ...], np.ndarray]]:
-        """For one KV head at a time, to bound memory: the index of its query heads in (B, H), and float64 results of some query rows."""
+        """Yields, for one KV head at a time (to save memory), the index of its query heads in (B, H) and the float64 results of some query
+        rows."""
         q, k, v = self.views[:3]
         group = q.shape[1] // k.shape[1]
         seen = np.stack([0 * rows, rows + k.shape[2] - q.shape[2] + 1], axis=1) if self.causal else None
@@ -259,15 +263,15 @@ def is_feasible(tokens: int, block_shape: tuple[int, int], sparsity: float, fram
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3": 1}
 QUANTISED = ("int8", "float8_e4m3")
-CELL_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # of 32 numbers, with their factors
+CELL_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # per 32 numbers, factors included
 PAIRS = {f"{k}+{v}": (k, v) for k in CELL_BYTES for v in CELL_BYTES if k != v}  # formats of K and V
 CACHE_DTYPES = (*ITEM_BYTES, *CELL_BYTES, *PAIRS)
-SCALE_BYTES = 4  # one float32 a token and KV head
-DRAWN_TOKENS = 4099  # tokens drawn at random; a cache repeats them. Prime, so that pages differ
+SCALE_BYTES = 4  # one float32 per token and KV head
+DRAWN_TOKENS = 4099  # tokens drawn at random; a cache repeats them. A prime number, so that pages differ
 
 
 def token_bytes(dtype: str, kv_heads: int, head_dim: int) -> int:
-    """Bytes of K and V that one token holds, with its scales."""
+    """Bytes of K and V of one token in all KV heads, scales included."""
     if dtype in CELL_BYTES or dtype in PAIRS:
         return sum(kv_heads * head_dim // 32 * CELL_BYTES[x] for x in PAIRS.get(dtype, (dtype, dtype)))
     return 2 * kv_heads * (head_dim * ITEM_BYTES[dtype] + (SCALE_BYTES if dtype in QUANTISED else 0))
@@ -275,13 +279,13 @@ def token_bytes(dtype: str, kv_heads: int, head_dim: int) -> int:
 
 @dataclass
 class Cache:
-    """K and V in pages, with scales where they are quantised."""
+    """K and V in pages, with scales for int8 and float8_e4m3."""
 
     dtype: str
     k: np.ndarray  # (pages, page_size, H_kv, D)
     v: np.ndarray
-    memory: np.ndarray  # the bytes of both
-    scales: dict[str, np.ndarray] = field(default_factory=dict)  # k_scale and v_scale, where it is quantised
+    memory: np.ndarray  # the bytes of k and v together
+    scales: dict[str, np.ndarray] = field(default_factory=dict)  # k_scale and v_scale, for int8 and float8_e4m3
     bits: dict[str, Any] = field(default_factory=dict)  # kv_dtype, where the arrays are bare bits
 
     def values(self, which: str, pages: np.ndarray, head: int) -> np.ndarray:
@@ -297,7 +301,7 @@ class Cache:
 
 
 def _on_a_line(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array that begins on a cache line, as those of other libraries do. NumPy's large arrays begin 16 bytes after one."""
+    """An array that begins on a cache line, as arrays of other libraries do. NumPy's large arrays begin 16 bytes after the start of one."""
     size = int(np.prod(shape)) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -336,7 +340,8 @@ def draw_cache(dtype: str, pages: int, page: int, kv_heads: int, head_dim: int, 
 
 
 def draw_tables(lengths: Sequence[int], page: int, pages: int, rng: np.random.Generator) -> np.ndarray:
-    """Block tables (B, W) int32 over a pool in random order, as in a busy pool. No page is given twice until all have been given."""
+    """Block tables (B, W) int32 with the pages of a pool in random order, as in a busy pool. No page is used again before all have been
+    used."""
     counts = [-(-length // page) for length in lengths]
     order = np.concatenate([rng.permutation(pages) for _ in range(-(-sum(counts) // pages))])
     tables = np.full((len(counts), max(counts)), -1, np.int32)
@@ -361,13 +366,14 @@ class Decode:
         return self.cache.bits | bits_options(self.q)
 
     def work(self) -> Work:
-        """Reads K, V and their scales once, and counts a multiply and an add per element of K and V for every query head of the group."""
+        """Counts K, V and their scales once as bytes, and a multiply and an add per element of K and V and query head of the group as
+        flops."""
         tokens = int(self.lengths.sum())
         moved = tokens * token_bytes(self.cache.dtype, self.cache.k.shape[2], self.q.shape[2])
         return Work(4.0 * tokens * self.q.shape[1] * self.q.shape[2], moved, self.call, self.out)
 
     def plan(self, threads: int | None = None, library: ModuleType = blitz_attn) -> blitz_attn.PagedPlan:
-        """The plan of tables and lengths, which a step makes once for all its layers."""
+        """The plan of tables and lengths. A real decode step makes one plan for all layers."""
         return library.PagedPlan(self.tables, self.lengths, page_size=self.cache.k.shape[1], num_threads=threads, **self.bits)
 
     def call(self, threads: int, library: ModuleType = blitz_attn) -> Call:
@@ -393,7 +399,7 @@ class Decode:
         return np.allclose(got, reference.block_sparse_attention(q, k, v), rtol=RTOL, atol=ATOL)
 
     def is_equal(self, out: np.ndarray) -> bool:
-        """Whether `out` (B, H, D) was written everywhere, and is right in the first and last request and KV head."""
+        """Whether `out` (B, H, D) was written everywhere, and is right for the first and last KV head of the first and last request."""
         places = ((b, head) for b in {0, len(self.lengths) - 1} for head in {0, self.cache.k.shape[2] - 1})
         return not poisoned(out) and all(self.head_is_equal(out, b, head, self.pages(b), int(self.lengths[b])) for b, head in places)
 
@@ -405,7 +411,7 @@ def query_dtype(dtype: str) -> str:
 
 def draw_decode(lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int, page: int, dtype: str, seed: int) -> Decode:
     """A decode step over random operands."""
-    rng = np.random.default_rng([seed, 1])  # not the cache's stream of random numbers, which would make queries equal to keys
+    rng = np.random.default_rng([seed, 1])  # not the seed of the cache, whose random numbers would make queries equal to keys
     pages = sum(-(-length // page) for length in lengths)
     cache = draw_cache(dtype, pages, page, kv_heads, head_dim, seed)
     q = testing.round_to(rng.standard_normal((len(lengths), heads, head_dim), dtype=np.float32), query_dtype(dtype))
@@ -414,14 +420,14 @@ def draw_decode(lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int
 
 # ---- The fixed set -------------------------------------------------------------------------------------------------
 
-TOKENS, HEADS = 2048, 2  # of the forward and backward passes
+TOKENS, HEADS = 2048, 2  # in forward and backward passes
 KV_HEADS, HEAD_DIM = 8, 128
 LARGE_BYTES = 64 << 20  # K and V of a decode step: beyond any L2
 SEED = 1234
 PROBE_SECONDS = 0.02
 SETTLE_SECONDS = 0.01
 SUSTAINED = "P_sustained"  # the name of P in tables and records: see roofline.py
-READ_BINDS_BELOW = 64.0  # flop/byte; with more, reading is not the limit on any machine
+READ_BINDS_BELOW = 64.0  # flop/byte; operations with more of them are not bound by reading on any machine
 
 
 @dataclass(frozen=True)
@@ -440,7 +446,7 @@ class Operation:
 
 
 def attention(dtype: str, tokens: int, *, heads: int = HEADS, head_dim: int = HEAD_DIM, block: int = 0, **rules: Any) -> Attention:
-    """Attention of one of the set's sizes. If `block` is not 0, it is over lists of 0.9 sparsity with blocks of `block` tokens."""
+    """Attention of one of the set's sizes. If `block` is not 0, it has lists of sparsity 0.9, with blocks of `block` tokens."""
     asked = draw(dtype, heads, tokens, head_dim, seed=SEED, **rules)
     return asked.sparse(0.9, (block, block), SEED) if block else asked
 
@@ -464,7 +470,8 @@ def decode(dtype: str, group: int, level: str | None = None, kv_bytes: int | Non
 
 
 def selection(dtype: str) -> Work:
-    """The choice of 32 blocks by Quest, from the summaries of a cache. Small pages give enough summaries to measure."""
+    """The choice of 32 pages by Quest, from the summaries of a cache. Its pages are small, so that there are enough summaries to
+    measure."""
     page = 16
     step = _step(dtype, 4, page)
     pages = step.tables.shape[1]
@@ -477,17 +484,17 @@ def selection(dtype: str) -> Work:
 
     def call(threads: int, library: ModuleType = blitz_attn) -> Call:
         def run() -> None:
-            library.set_num_threads(threads)  # selection has no argument for it
+            library.set_num_threads(threads)  # selection has no argument for threads
             picked[...] = library.quest_block_select_paged(step.q, high, low, table, step.lengths, 32, **bits)
             library.set_num_threads(None)
 
         return run
 
     elements = 2.0 * pages * KV_HEADS * HEAD_DIM
-    return Work(2.0 * elements, elements * ITEM_BYTES[dtype], call, picked)  # per element a multiply, and a maximum or an add
+    return Work(2.0 * elements, elements * ITEM_BYTES[dtype], call, picked)  # flops per element: a multiply, and a maximum or an add
 
 
-# Models that choose their own tokens: query heads, KV heads, D, Dv, keys a block, blocks a query.
+# Models that choose their own tokens: query heads, KV heads, D, D_v, keys per block, blocks per query.
 LISTED = {
     "DSA": (128, 1, 576, 512, 1, 2048),
     "DeepSeek-V4": (64, 1, 512, 512, 1, 512),
@@ -498,7 +505,7 @@ LISTED_QUERIES, LISTED_KEYS = 32, 16384
 
 
 def query_lists(kv_heads: int, columns: int, width: int, shared: float) -> np.ndarray:
-    """Random lists, one a query and KV head, that have a share of their entries in common with those of the query before."""
+    """Random lists, one per query and KV head. A list has the share `shared` of its entries in common with the list of the query before."""
     rng = np.random.default_rng(SEED)
     lists = np.argsort(rng.random((kv_heads, LISTED_QUERIES, columns)), axis=-1)[..., :width].astype(np.int32)
     for head in lists:
@@ -510,7 +517,8 @@ def query_lists(kv_heads: int, columns: int, width: int, shared: float) -> np.nd
 
 
 def listed(model: str, dtype: str, shared: float | None) -> Work:
-    """Attention of some queries over lists of their own; over the same number of keys without lists, where `shared` is None."""
+    """Attention of some queries, each over a list of its own. Where `shared` is None, there are no lists, but as many keys as a list
+    has."""
     heads, kv_heads, head_dim, v_dim, block, width = LISTED[model]
     keys = LISTED_KEYS if shared is not None else block * width
     q, k, v = testing.make_qkv(1, heads, kv_heads, LISTED_QUERIES, keys, head_dim, dtype=dtype, seed=SEED)
@@ -522,7 +530,8 @@ def listed(model: str, dtype: str, shared: float | None) -> Work:
 
 
 def list_operations() -> list[Operation]:
-    """Attention over lists of single queries, and dense rows of the same heads. FLOP are counted by pairs: shares of F can be divided."""
+    """Attention over lists of single queries, and dense rows of the same heads. Both count as many flops, so that their shares of F can be
+    compared."""
     kinds = {"dense": None, "random": 0.0, "3/4 shared": 0.75}
     return [
         Operation(f"{model}, {kind}", dtype, functools.partial(listed, model, dtype, shared))
@@ -531,12 +540,12 @@ def list_operations() -> list[Operation]:
 
 
 def _kernel(dtype: str, level: str) -> str:
-    """The level whose kernels run attention over `dtype` at `level`."""
+    """The level that has the kernels which run attention over `dtype` at `level`."""
     return next(own for name, own in _core.kernels(level) if name.startswith(f"attend_{dtype}_"))
 
 
 def every_operation() -> list[Operation]:
-    """The set: all operations at the level in use, and the main ones at each lower level that has kernels of its own."""
+    """The fixed set: all operations at the level in use, and the main operations at each lower level that has kernels of its own."""
     own, main = _core.isa_active(), ("float32", "bfloat16")
     operations = [forward("dense", dtype) for dtype in DTYPES[:3]]
     operations += [forward("dense D=64", dtype, head_dim=64) for dtype in main]
@@ -547,7 +556,7 @@ def every_operation() -> list[Operation]:
     operations += [forward("few queries (16)", dtype, 4096, heads=8, queries=16) for dtype in main]
     operations += [decode(dtype, group) for dtype in (*main, "int8") for group in (1, 8)]
     operations += [Operation("select", "bfloat16", lambda: selection("bfloat16"))]
-    operations += [forward("small call", "float32", 16, heads=1, head_dim=64)]  # what a call costs by itself
+    operations += [forward("small call", "float32", 16, heads=1, head_dim=64)]  # the cost of a call by itself
     for level in blitz_attn.isa_levels(available=True)[1:]:
         if level == own:
             break
@@ -573,13 +582,13 @@ class Point:
     operation: Operation
     work: Work
     threads: int
-    level: str  # whose kernels ran
-    bound: str  # the limit that binds: F, P_sustained or R (roofline.py says what they are)
+    level: str  # the level whose kernels ran
+    bound: str  # the limit that binds: F, P_sustained or R (roofline.py explains them)
     seconds: list[float]
     shares: list[float]  # the least time that the limit allows, over the measured time
 
     def values(self) -> dict[str, Any]:
-        """The table's cells that roofline.py and speed.py share."""
+        """The cells that the tables of roofline.py and speed.py share."""
         return {
             "operation": self.operation.word,
             "dtype": self.operation.dtype,
@@ -629,9 +638,9 @@ def _at(level: str, call: Call) -> Call:
 
 
 def measured(operations: Sequence[Operation], threads: Sequence[int], args: Any, progress: Progress) -> Iterator[Point]:
-    """Measure the operations with each number of threads, all in turns with the limits that bind them.
+    """Measure the operations with each number of threads, in turns with the limits F and R that may bind them.
 
-    P is measured right before and right after each sample instead, by the same threads, because products of tiles soon change the clock.
+    P is measured right before and right after each sample, by the same threads, because products of tiles soon change the clock.
     """
     own = _core.isa_active()
     probes: dict[tuple[Any, ...], Contender] = {}

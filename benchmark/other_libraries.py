@@ -1,7 +1,7 @@
-"""How each other library, if installed, is asked for the same attention of a whole sequence, and for the same decode step.
+"""Calls of other libraries, where they are installed, for the same attention of a whole sequence and for the same decode step.
 
-Each one gets the same operands in the form that suits it best. What a library needs besides q, k and v (a mask, a list of blocks, another
-layout) is made once and is not timed.
+Each library gets the same operands in the form that suits it best. A mask, a list of blocks or another layout, where a library needs one,
+is made once and is not timed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from blitz_attn import sabi
 from operations import Attention, Decode
 
 Step = Callable[[], Any]  # returns the library's own result
-Fetch = Callable[[Any], np.ndarray]  # turns that result into a float32 array in the shape of the queries
+Fetch = Callable[[Any], np.ndarray]  # turns the result of a Step into a float32 array in the shape of the queries
 
-PAUSE_SECONDS = 0.03  # after a call on several threads, which may spin for a while
+PAUSE_SECONDS = 0.03  # after a call on several threads, whose threads may spin for a while
 
 
 class UnavailableError(Exception):
@@ -40,7 +40,7 @@ def version(package: str) -> str | None:
 
 
 def reason_of(error: Exception) -> str:
-    """An error of another library in one line: the first line of its text that is neither a location nor advice."""
+    """An error of another library in one line: the first line of the error's text that is neither a location nor advice."""
     noise = ("Exception from", "Set TORCH", "You can suppress", "from user code")
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.strip().startswith(noise)]
     return (lines or [type(error).__name__])[0][:120]
@@ -60,7 +60,7 @@ def imported_torch() -> Any:
 
 
 def torch_tensor(x: np.ndarray, dtype: str) -> Any:
-    """A tensor over the array's memory. torch does not take NumPy's bfloat16 arrays, whether bare bits or ml_dtypes'."""
+    """A tensor over the array's memory. torch takes no bfloat16 array of NumPy, neither bare bits nor one of ml_dtypes."""
     torch = imported_torch()
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(x)
 
@@ -107,7 +107,7 @@ def onnx_session(operator: str, inputs: list, outputs: list, threads: int, **att
 
 
 def onnx_bound(session: Any, fed: list[np.ndarray | Any], results: list[Any]) -> Step:
-    """A call of the session that copies no array. `fed` holds arrays or onnxruntime's own values, and `results` holds its own values."""
+    """A call of the session that copies no array. `fed` holds arrays or onnxruntime's own values, and `results` only the latter."""
     import onnxruntime
 
     binding = session.io_binding()
@@ -132,7 +132,7 @@ def openvino_sdpa(arrays: list[np.ndarray], dtype: str, threads: int, causal: bo
     inputs = [opset13.parameter(list(x.shape), openvino.Type.boolean if x.dtype == bool else kinds[dtype]) for x in arrays]
     attention = opset13.scaled_dot_product_attention(*inputs, causal=causal)
     model = openvino.Model([opset13.convert(attention, "f32")], inputs)  # NumPy cannot hold a bfloat16 result
-    # With a hint of float16 or bfloat16, some sums are in that dtype too: the result differs from all others', and is not computed faster.
+    # With a hint of float16 or bfloat16, some sums are in that dtype too: the result differs from all other libraries', and is no faster.
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     try:
         request = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
@@ -169,7 +169,7 @@ def _blas() -> Any:
 
 
 def numpy_lines(asked: Attention, threads: int) -> tuple[Step, Fetch]:
-    """Three lines of NumPy with S x S in memory. 16-bit dtypes are widened first, because NumPy does not use BLAS for them."""
+    """Three lines of NumPy with S x S scores in memory. 16-bit dtypes are widened first, because NumPy does not use BLAS for them."""
     blas = _blas()
     q, k, v = asked.views[:3]
     bits, scale = asked.bits, np.float32(1 / np.sqrt(q.shape[-1]))
@@ -209,7 +209,7 @@ def _compiled_flex() -> Callable[..., Any]:
     from torch import _dynamo
 
     limit = "recompile_limit" if hasattr(_dynamo.config, "recompile_limit") else "cache_size_limit"
-    setattr(_dynamo.config, limit, 10000)  # every cell has another shape; beyond the limit, flex would run uncompiled
+    setattr(_dynamo.config, limit, 10000)  # every cell has another shape; beyond the limit, flex_attention would run uncompiled
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -230,7 +230,7 @@ def torch_flex(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     else:
         lists = sabi.dense(tokens, tokens, (BLOCK, BLOCK)) if asked.lists is None else asked.lists
         kept = np.broadcast_to(sabi.to_block_mask(lists, rows), (1, heads, rows, rows))
-        full = torch.from_numpy(np.argsort(~kept, axis=-1, kind="stable").astype(np.int32))  # kept columns first: all lists in one shape
+        full = torch.from_numpy(np.argsort(~kept, axis=-1, kind="stable").astype(np.int32))  # kept columns first: one shape for all lists
         counts = torch.from_numpy(kept.sum(axis=-1, dtype=np.int32))
         none = (torch.zeros_like(counts), torch.zeros_like(full))
         blocks = BlockMask.from_kv_blocks(*none, counts, full, BLOCK_SIZE=BLOCK, seq_lengths=(tokens, tokens))
@@ -244,13 +244,14 @@ def torch_flex(asked: Attention, threads: int) -> tuple[Step, Fetch]:
     try:
         run()  # compiles
     except Exception as error:
-        torch.compiler.reset()  # otherwise it would run uncompiled from now on, and ignore the list
+        torch.compiler.reset()  # otherwise flex_attention would run uncompiled from now on, and ignore the list
         raise UnavailableError(f"does not compile: {reason_of(error)}") from None
     return run, lambda result: result.float().numpy()
 
 
 def onnxruntime_mha(asked: Attention, threads: int) -> tuple[Step, Fetch]:
-    """onnxruntime's MultiHeadAttention, tokens before heads. A list becomes an additive bias, the only form of mask that it takes."""
+    """onnxruntime's MultiHeadAttention, tokens before heads. A list becomes an additive bias, the only form of mask that this operator
+    takes."""
     q, k, v = asked.views[:3]
     heads, tokens, head_dim = asked.q.shape[1:]
     flat = (1, tokens, heads * head_dim)
@@ -281,7 +282,7 @@ def _cpus() -> int:
 
 
 def jax_sdpa(asked: Attention, threads: int) -> tuple[Step, Fetch]:
-    """jax.nn.dot_product_attention, compiled by jit. It has as many threads as the process may use CPUs when it starts."""
+    """jax.nn.dot_product_attention, compiled by jit. JAX runs as many threads as there are CPUs that the process may use at its start."""
     if threads != _cpus():
         raise UnavailableError(f"its threads cannot be set in a running process (taskset gives it {threads})")
     try:
@@ -305,7 +306,7 @@ class Peer:
 
     make: Callable[[Attention, int], tuple[Step, Fetch]]
     package: str  # whose version is shown
-    bytes_a_pair: tuple[int, int]  # upper estimate of its memory per query-key pair of a head: without and with a list
+    bytes_a_pair: tuple[int, int]  # upper estimate of the library's memory per query-key pair of a head: without and with a list
     rest: float = PAUSE_SECONDS  # how long its threads may spin after a call
 
     @property
@@ -314,7 +315,7 @@ class Peer:
 
 
 PREFILL_PEERS = {
-    "numpy": Peer(numpy_lines, "numpy", (14, 14), rest=0.15),  # OpenBLAS: 2^28 cycles
+    "numpy": Peer(numpy_lines, "numpy", (14, 14), rest=0.15),  # threads of OpenBLAS spin for 2^28 cycles
     "torch": Peer(torch_prefill, "torch", (0, 6)),
     "flex": Peer(torch_flex, "torch", (0, 1)),
     "onnxruntime": Peer(onnxruntime_mha, "onnxruntime", (0, 10)),
@@ -328,7 +329,8 @@ OURS = Peer(blitz, "blitz_attn", (0, 0))
 
 
 class Pieces:
-    """K and V of a step in one contiguous piece, (B, H_kv, S, D), gathered once for all peers; one piece per request if lengths differ."""
+    """K and V of a step in one contiguous piece, (B, H_kv, S, D), or one piece per request if lengths differ. Gathered once for all
+    peers."""
 
     def __init__(self, step: Decode):
         if step.cache.scales or step.cache.k.dtype == np.uint8:
@@ -346,7 +348,7 @@ class Pieces:
 
 
 def torch_decode(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
-    """torch's scaled_dot_product_attention with enable_gqa; one call per request if their lengths differ."""
+    """torch's scaled_dot_product_attention with enable_gqa. If the lengths of requests differ, each request has a call of its own."""
     dtype = pieces.step.cache.dtype
     q = torch_tensor(pieces.step.q[:, :, None], dtype)
     parts = [(q[first:last], torch_tensor(k, dtype), torch_tensor(v, dtype)) for first, last, k, v in pieces.groups]
@@ -354,7 +356,7 @@ def torch_decode(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
 
 
 def onnxruntime_gqa(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
-    """onnxruntime's GroupQueryAttention, cache in place: the newest token comes as its key and value inputs, the others are the past."""
+    """onnxruntime's GroupQueryAttention, cache in place: the newest token is its key and value input, and the other tokens are the past."""
     step, dtype = pieces.step, pieces.step.cache.dtype
     k, v = pieces.only()
     batch, heads, head_dim = step.q.shape
@@ -378,7 +380,8 @@ def onnxruntime_gqa(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
 
 
 def openvino_decode(pieces: Pieces, threads: int) -> tuple[Step, Fetch]:
-    """OpenVINO's scaled_dot_product_attention. It needs as many KV heads as query heads, so the heads of a group become queries of one."""
+    """OpenVINO's scaled_dot_product_attention. It needs as many KV heads as query heads, so the heads of a group become queries of one
+    head."""
     step = pieces.step
     k, v = pieces.only()
     batch, heads, head_dim = step.q.shape

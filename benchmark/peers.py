@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""This library next to others: the same attention, operands and number of threads, in turns in one process. A table on stdout.
+"""This library next to other libraries: the same attention, operands and number of threads, in turns in one process. A table on stdout.
 
     python benchmark/peers.py | tee peers.log | python benchmark/plot.py  # everything: an hour or so; first prints the number of cells
     python benchmark/peers.py --quick                                     # two minutes
     python benchmark/peers.py -S 512 2048 -D 64 --dtypes bfloat16 --peers torch flex
 
 Contenders, as far as installed: NumPy (three lines), torch (scaled_dot_product_attention), flex (torch's flex_attention, compiled, with
-an equal BlockMask), onnxruntime (MultiHeadAttention), OpenVINO and JAX; `pip install .[peers]` installs them. Each is asked for the same
-result, and is timed only if its error against float64 is within the bound for the dtype. `Share_of_limit` is its rate over the limit of
-arithmetic that `Bound_by` names: P_sustained for bfloat16 on a CPU with tiles, else F. `Over_ours` is its time over this library's; above
-1, this library is faster. A contender that cannot run a cell, or would need longer than --most-seconds for it, has a row without a time,
-with the reason behind a #.
+an equal BlockMask), onnxruntime (MultiHeadAttention), OpenVINO and JAX; `pip install .[peers]` installs them. Each contender is asked for
+the same result, and is timed only if its error against float64 is within the bound for the dtype. `Share_of_limit` is the contender's rate
+over the limit of arithmetic that `Bound_by` names: P_sustained for bfloat16 on a CPU with tiles, else F. `Over_ours` is the contender's
+time over this library's; above 1, this library is faster. A contender that cannot run a cell, or would need longer than --most-seconds for
+it, has a row without a time, with the reason behind a #.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from other_libraries import PREFILL_PEERS as PEERS
 
 OWN = "ours"
 DTYPES = ("float32", "float16", "bfloat16")
-LARGEST_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # relative, by norms: single elements near 0 may differ by more
+LARGEST_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # relative, by norms: single elements near 0 may have larger errors
 SEQ = (256, 512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128)
 SPARSITIES = (0.0, 0.5, 0.9)
 PROBE_SECONDS = 0.03
-# Sleeping threads are woken one by one, some on the same CPU, and tiles and wide vectors need a while to reach full speed. Without untimed
-# calls first, a call of half a millisecond takes up to 16 milliseconds.
+# Sleeping threads are woken one by one, some on the same CPU, and tiles and wide vectors need a while to reach full speed. Where no untimed
+# calls come first, a call of half a millisecond takes up to 16 milliseconds.
 SETTLE_SECONDS = 0.03
 
 COLUMNS = columns(
     "dtype:9 D:4 rule:7 sparsity:8.2f H:3 S:6 threads:7 contender:12 Equal:6 Error:8.1e Time_[usec]:12.1f GFLOP/s:8.1f "
     "Limit_[GFLOP/s]:15.1f Bound_by:11 Share_of_limit:14.3f Over_ours:10.2f"
 )
-CELL_COLUMNS = ("dtype", "D", "rule", "sparsity", "H", "S", "threads")  # what a row measures, except for the contender
+CELL_COLUMNS = ("dtype", "D", "rule", "sparsity", "H", "S", "threads")  # the problem of a row, without its contender
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Cell:
 
 
 def cells_of(args: argparse.Namespace) -> Iterator[Cell]:
-    """The cells that were asked for, by rising length, so that the time of a contender predicts its time at the next length."""
+    """The cells that were asked for, by rising length, so that a contender's time at one length predicts its time at the next."""
     rules = [(False, sparsity) for sparsity in args.sparsities] + ([(True, 0.0)] if args.causal else [])
     for dtype, head_dim, tokens, rule in itertools.product(args.dtypes, args.head_dim, sorted(args.seq), rules):
         if is_feasible(tokens, (BLOCK, BLOCK), rule[1]):
@@ -78,11 +78,11 @@ class Table:
 
     args: argparse.Namespace
     report: Report
-    rates: dict[tuple[Any, ...], float] = field(default_factory=dict)  # seconds per query-key pair, attended or not, at the last length
+    rates: dict[tuple[Any, ...], float] = field(default_factory=dict)  # seconds per query-key pair, attended or not, in the last run
 
     def prepared(self, name: str, threads: int, cell: Cell, asked: Attention) -> tuple[Step, float]:
         """A call of a contender and the error of its result. Raises UnavailableError if the contender is not installed, does not fit into
-        memory, would take too long, fails, or gives another result."""
+        memory, would take too long, fails, or gives a wrong result."""
         peer, pairs, most = OURS if name == OWN else PEERS[name], asked.q.shape[1] * cell.tokens**2, self.args.most_seconds
         kind, calls = (name, threads, cell.dtype, cell.head_dim, cell.causal, cell.sparsity), self.args.repeats + self.args.warmup + 1
         needed, seconds = peer.bytes_a_pair[cell.sparsity > 0] * pairs, self.rates.get(kind, 0.0) * pairs
@@ -95,7 +95,7 @@ class Table:
                 result = run()
                 seconds = time.perf_counter() - start
                 error = asked.error(fetch(result))
-            except (RuntimeError, ValueError, MemoryError, NotImplementedError) as failure:  # what other libraries raise if they cannot
+            except (RuntimeError, ValueError, MemoryError, NotImplementedError) as failure:  # other libraries raise these if they cannot
                 raise UnavailableError(reason_of(failure)) from None
             self.rates[kind] = seconds / pairs
         if seconds * calls > most:
@@ -105,7 +105,7 @@ class Table:
         return run, error
 
     def measure(self, cell: Cell, share: float) -> None:
-        """Measure and print the rows of a cell. For each number of threads, ours comes first."""
+        """Measure and print the rows of a cell. For each number of threads, the row of this library comes first."""
         args, asked, level = self.args, cell.draw(self.args), _core.isa_active()
         bound = peak_name(cell.dtype, level)
         probe = _core.probe_flops if bound == "F" else _core.probe_tile_flops
@@ -150,12 +150,12 @@ class Table:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line per cell with our rate, its share of the limit and each peer's time over ours; then the number of cells with a peer ahead."""
+    """A line per cell with our rate, our share of the limit and each peer's time over ours; then the number of cells with a faster peer."""
     names = [name for name in PEERS if any(row["contender"] == name for row in rows)]
     shown = [column for column in COLUMNS if column.name in (*CELL_COLUMNS, "GFLOP/s", "Bound_by", "Share_of_limit")]
     shown += columns(" ".join(f"{name}/ours:{len(name) + 5}.2f" for name in names))
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in rows:  # ours come first
+    for row in rows:  # our rows come first
         cell = cells.setdefault(tuple(row[name] for name in CELL_COLUMNS), dict(row))
         cell[f"{row['contender']}/ours"] = row.get("Over_ours")
     yield "# " + " ".join(f"{column.name:>{column.width}}" for column in shown)

@@ -3,14 +3,15 @@
 
     python benchmark/benchmark.py | python benchmark/plot.py -o benchmark.png
 
-benchmark.py: speed-up over dense attention against sparsity, one line per block shape; for a capture, the median over layers and choosers.
-roofline.py: what the machine allows at each arithmetic intensity, and what operations reach; hollow marks are lower levels. peers.py: the
-rate of each library over the length, for the largest head dimension and the most threads in the table. decode.py: the share of the limit
-that each cell reaches; marks show other libraries, against the same limit. quest.py: time over context next to the byte model, and the
-speed-up over dense decode. nsa.py: time, speed-up over dense attention, shares of the parts and memory, over the length; a point without a
-mark was extrapolated with N^2. distributed.py: what the busiest rank receives, and the imbalance of work, over the number of ranks.
+benchmark.py: speed-up over dense attention by sparsity, one line per block shape; for a capture, the median over layers and choosers.
+roofline.py: the highest rate that the machine allows at each arithmetic intensity, and the rates that operations reach; hollow marks are
+lower levels. peers.py: the rate of each library by length, for the largest head dimension and the most threads in the table. decode.py: the
+share of the limit that each cell reaches; marks show other libraries, against the same limit. quest.py: time by context length next to the
+byte model, and the speed-up over dense decode. nsa.py: time, speed-up over dense attention, shares of the parts, and memory, all by length;
+at points without a mark, the time of dense attention was extrapolated with N^2. distributed.py: the bytes that the busiest rank receives,
+and the imbalance of work, by number of ranks.
 
-Reads the table from stdin and ignores all other lines, such as those of a log. Several tables of one script are drawn as one.
+Reads the table from stdin and ignores all other lines, such as lines of a log. Several tables of one script are drawn as one.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def counted(threads: int) -> str:
 
 
 def lines(axes: Any, rows: list[Row], x: str, y: str, **style: Any) -> None:
-    """A curve of the rows that have the column `y`, in the order of `x`."""
+    """Draws a curve through the rows that have the column `y`, in the order of `x`."""
     points = sorted((row[x], row[y]) for row in rows if row.get(y) is not None)
     if points:
         axes.plot(*zip(*points, strict=True), **{"markersize": 4, **style})
 
 
 def finish(axes: Any, x: str, y: str, *, log: bool = True, title: str = "") -> None:
-    """The labels and scales of a panel of curves over lengths."""
+    """Sets the labels and scales of a panel whose x axis is logarithmic."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     if log:
@@ -72,7 +73,7 @@ def distinct(rows: list[Row], column: str) -> list[Any]:
 
 
 def merged(rows: list[Row], keys: Sequence[str], columns: Sequence[str]) -> list[Row]:
-    """One row for all rows that agree in `keys`: its `columns` hold the median of theirs."""
+    """One row for all rows that agree in `keys`. Each of its `columns` holds the median of that column in these rows."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
@@ -80,7 +81,7 @@ def merged(rows: list[Row], keys: Sequence[str], columns: Sequence[str]) -> list
 
 
 def draw_benchmark(rows: list[Row], title: str | None, dpi: int) -> Any:
-    """Speed-up over sparsity, a line per block shape. For a capture, it is the median over layers and choosers."""
+    """Speed-up by sparsity, a line per block shape. For a capture, lines show the median over layers and choosers."""
     if "Layer" in rows[0]:
         keys = ("B", "H", "s_q", "s_kv", "D", "block_shape", "sparsity")
         rows = merged(rows, keys, ("Ref_Latency_[usec]", "Our_Latency_[usec]"))
@@ -91,16 +92,16 @@ def draw_benchmark(rows: list[Row], title: str | None, dpi: int) -> Any:
 
 FAMILY_MARKS = {"dense": "o", "causal": "^", "sparse": "s", "backward": "v", "few": "D", "decode": "P", "select": "X", "small": "*"}
 PEAKS = {"flops": "{} FMA", "tiles_sustained": "{} tiles, sustained", "tiles": "{} tiles"}  # tiles: until 29 November 2026
-INTENSITIES = (0.0625, 4096.0)  # operations begin at 0.5; the names of the slopes are to the left
+INTENSITIES = (0.0625, 4096.0)  # of the axis: operations begin at 0.5, and the names of the slopes stand to the left of them
 
 
 def family(row: Row) -> str:
-    """The name of a row's mark in the legend, such as dense for both dense_D=64 and dense."""
+    """The name of a row's mark in the legend: both dense_D=64 and dense are called dense, for instance."""
     return next((name for name in FAMILY_MARKS if row["operation"].startswith(name)), "dense")
 
 
 def draw_ceilings(axes: Any, limits: list[Row]) -> tuple[float, float]:
-    """Draw the roofs. Returns where the lowest one begins, and the highest peak."""
+    """Draw the roofs. Returns the rate at which the lowest roof begins, and the highest peak."""
     peaks: dict[float, list[str]] = {}
     for row in limits:
         if row["what"] in PEAKS:  # levels with vectors of the same width have the same peak, except for noise
@@ -178,7 +179,7 @@ def attended(row: Row) -> str:
 
 
 def draw_peers(rows: list[Row], title: str | None, dpi: int) -> Any:
-    """A column of panels for each dtype, and a row for each choice of what is attended."""
+    """A column of panels for each dtype, and a row of panels for each rule and sparsity."""
     widest, most = max(row["D"] for row in rows), max(row["threads"] for row in rows)
     rows = [row for row in rows if row["D"] == widest and row["threads"] == most]
     dtypes = distinct(rows, "dtype")
@@ -234,7 +235,7 @@ def draw_decode(rows: list[Row], title: str | None, dpi: int) -> Any:
     for peer, mark in DECODE_PEER_MARKS.items():
         if any(row.get(f"{peer}_[usec]") for row in rows):
             keys.append(Line2D([], [], color="black", marker=mark, linestyle="", label=peer))
-    foot = figure.add_subplot(grid[down, :])  # a row of its own: matplotlib 3.6 cannot place a figure's legend outside its axes
+    foot = figure.add_subplot(grid[down, :])  # an own row for the legend: matplotlib 3.6 cannot place a figure's legend outside the axes
     foot.axis("off")
     foot.legend(handles=keys, loc="center", ncols=len(keys), fontsize=8)
     figure.suptitle(title or "Paged decode: share of what reads and arithmetic allow")
@@ -251,7 +252,7 @@ def draw_quest(rows: list[Row], title: str | None, dpi: int) -> Any:
     left, right = figure.subplots(1, 2)
     most, widest = max(row["threads"] for row in rows), max(row["blocks"] for row in rows)
     groups: dict[tuple[int, int], list[Row]] = {}
-    for row in rows:  # a context with fewer blocks than were asked for is drawn on the curve of `widest`, the most blocks
+    for row in rows:  # a context with no more blocks than were asked for is drawn on the curve of `widest`, the most blocks
         row["Model_of_dense"] = row["Model_[usec]"] * row["Model_speedup"]
         groups.setdefault((row["threads"], row["blocks"] if row["blocks"] * row["page"] < row["context"] else widest), []).append(row)
     for number, ((threads, blocks), own) in enumerate(groups.items()):
@@ -283,10 +284,10 @@ PARTS = {
 
 
 def draw_nsa(rows: list[Row], title: str | None, dpi: int) -> Any:
-    """The figure of the rows with the most threads."""
+    """Draws the rows with the most threads."""
     threads = max(row["threads"] for row in rows)
     rows = [row for row in rows if row["threads"] == threads]
-    run = [row for row in rows if row["Dense_by"] == "run"]  # points at which dense attention was extrapolated have no marks
+    run = [row for row in rows if row["Dense_by"] == "run"]  # points with an extrapolated time of dense attention have no marks
     figure = new_figure(13, 9, dpi)
     times, speedups, shares, memory = figure.subplots(2, 2).flat
     for tag, (what, line, mark, colour) in PASSES.items():

@@ -5,11 +5,11 @@
     python benchmark/quest.py --quick                                     # 4K, 32K, 128K
     python benchmark/quest.py --contexts 131072 --blocks 16 32 64 --dtype float16
 
-One request. Timed: dense paged decode, the summaries of all pages (Build), the choice of blocks (Select), attention over them (Attend)
-and the latter two in a row (Both). A step goes through several layers, so that it finds nothing in a cache that a real model would not find
-there. Each layer has its own queries, tables and summaries, and its own pages as far as memory allows; times are for one layer. The byte
-model counts what must be read: dense, all of K and V; sparse, the summaries and the K and V of the chosen blocks. README.md in this folder
-explains the columns.
+One request. These are timed: dense paged decode, making the summaries of all pages (Build), the choice of blocks (Select), attention over
+the chosen blocks (Attend), and Select and Attend in a row (Both). A step goes through several layers, so that it finds in a cache only what
+it would also find there in a real model. Each layer has its own queries, tables and summaries, and its own pages as far as memory allows;
+times are for one layer. The byte model counts the bytes that must be read: for dense decode, all of K and V; for Both, the summaries and
+the K and V of the chosen blocks. README.md in this folder explains the columns.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from operations import ITEM_BYTES, Decode, bits_options, draw_cache, draw_tables
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 QUICK_CONTEXTS = (4096, 32768, 131072)
 MOST_LAYERS = 32
-CACHES_OVER = 4  # what a step reads is this many times the largest cache, unless that needs more than MOST_LAYERS
+CACHES_OVER = 4  # a step reads this many times the size of the largest cache, unless that takes more than MOST_LAYERS
 PROBE_SECONDS = 0.05
-SCORE_TOLERANCE = 1e-4  # of scores in float32 against float64, relative to the largest score
+SCORE_TOLERANCE = 1e-4  # of float32 scores against float64 scores, relative to the largest score
 
 COLUMNS = columns(
     "context:8 blocks:6 page:4 dtype:8 H:3 H_kv:4 D:4 threads:7 layers:6 Outputs_equal:13 Dense_[usec]:12.1f "
@@ -56,7 +56,7 @@ class Layers:
         self.summary_bytes = 2 * self.count * args.kv_heads * args.head_dim * item
         self.picked_bytes = min(self.blocks * args.page, context) * token_bytes(args.dtype, args.kv_heads, args.head_dim)
         self.layers = min(MOST_LAYERS, max(1, -(-largest // self.summary_bytes)))
-        self.few = min(self.layers, max(1, -(-2 * largest // self.kv_bytes)))  # layers that exceed the caches if all of K is read
+        self.few = min(self.layers, max(1, -(-2 * largest // self.kv_bytes)))  # as many layers as exceed the caches if all of K is read
         self.pool_pages = max(self.count, -(-largest * self.count // self.kv_bytes))
         self.args = args
 
@@ -84,7 +84,7 @@ class Layers:
         self.bits = bits_options(cache.k)
 
     def each(self, layers: int, *parts: Callable[[int], None]) -> Callable[[], None]:
-        """A call that runs all parts for one layer after the other."""
+        """A call that goes through the layers, and runs all parts for each."""
 
         def run() -> None:
             for layer in range(layers):
@@ -140,7 +140,7 @@ def measure(layers: Layers, args: argparse.Namespace, report: Report, share: flo
     some = layers.steps[0].cache.memory[: 1 << 28]
     for threads in args.threads:
         blitz_attn.set_num_threads(threads)
-        calls = {  # a layer's summaries are built in one call and read in another, with other memory read in between
+        calls = {  # a layer's summaries are built in one call and read in another; other memory is read in between
             "limit": lambda threads=threads: _core.probe_read(isa, some, PROBE_SECONDS, threads),
             "dense": layers.each(few, layers.dense),
             "once": lambda threads=threads: _core.probe_read(isa, layers.summaries, None, threads),

@@ -9,9 +9,9 @@ The first rows are limits, of all threads together: `flops` rows give F, the flo
 `tiles_sustained` rows give P, if the CPU has tiles: the rate of products of bfloat16 tiles that a core sustains. Every four products load
 four tiles of changing random operands from L1, and the first milliseconds, in which the clock is still higher, do not count. `read` rows
 give GB/s when every thread repeatedly reads memory of its own, small enough to stay in the named cache. Then each operation of a small
-fixed set has a row: its flops over the bytes of its operands and results counted once, its rates, and its share of the limit that binds it
-(F or P_sustained for arithmetic, R for reading). F and R take turns with the operations; P is measured by the same threads right before and
-right after each sample of an operation. Columns are split by white space.
+fixed set has a row: its flops over the bytes of its operands and results (each counted once), its rates, and its share of the limit that
+binds it (F or P_sustained for arithmetic, R for reading). F and R take turns with the operations; P is measured by the same threads right
+before and right after each sample of an operation. Columns are split by white space.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPERATION_COLUMNS = columns(
 
 
 def limits(threads: int, levels: Sequence[str], seconds: float) -> Iterator[dict[str, Any]]:
-    """Measure the machine's limits, and yield them as rows of the table. Reads use the highest of the levels."""
+    """Measure the machine's limits, and yield them as rows of the table. Reading is measured at the last of the levels, the highest."""
     for what, probe in (("flops", _core.probe_flops), ("tiles_sustained", _core.probe_tile_flops)):
         for level in levels:
             value = probe(level, seconds, threads)

@@ -6,17 +6,17 @@
     python benchmark/speed.py              # the table alone
     git worktree add ../before HEAD && make -C ../before build && python benchmark/speed.py --beside ../before --threads 1
 
-A row is one operation of a small fixed set (operations.py) at one level with one number of threads. `Share` is its share of the limit that
-binds it (F, P_sustained or R: roofline.py says how they are measured), as the median over turns. `Spread` is half the range of the middle
-half of the turns, over the median. A row is flagged if its median moved by more than twice the sum of both spreads and by more than a
-twentieth (0.15 if R binds): smaller moves may come from the machine. Each machine has its own record,
+A row is one operation of a small fixed set (operations.py) at one level with one number of threads. `Share` is the operation's share of the
+limit that binds it (F, P_sustained or R: roofline.py says how each is measured), as the median over turns. `Spread` is half the range of
+the middle half of the turns, over the median. A row is flagged if its median moved by more than twice the sum of both spreads and by more
+than a twentieth (0.15 if R binds): smaller moves may come from the machine. Each machine has its own record,
 benchmark/results/<machine>/speed.json, where <machine> is made from the CPU model, number of threads, level and cache sizes. Rows of a
-record whose share is of another P, as measured until 29 November 2026, are left out.
+record that are shares of the old P, which was measured until 29 November 2026, are left out.
 
 `--beside` measures two builds of this library in one process, in turns over the same arrays, and so shows differences of half a percent.
 Separate runs differ by three percent, because each process is given other pages of memory. `This/other` is the time of this checkout over
-the other's, as the median over turns; `Low` and `High` bound the middle half of the turns. Below 1, this checkout is faster. `Same_bits`
-tells whether both returned the same bits. `--only decode --kv-mib 512` uses caches larger than L3.
+the time of the other, as the median over turns: below 1, this checkout is faster. `Low` and `High` bound the middle half of the turns.
+`Same_bits` tells whether both builds returned the same bits. `--only decode --kv-mib 512` uses caches larger than L3.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from _bench import RESULTS, Contender, Report, columns, command, commit, in_turn
 from blitz_attn import _core
 from operations import SETTLE_SECONDS, SUSTAINED, chosen, decode, every_operation, list_operations, measured, poison
 
-# Between two runs of the same build on a shared machine, medians differ by this much: more for caches and memory than for arithmetic.
+# Medians of two runs of one build on a shared machine differ by up to these shares: more for caches and memory than for arithmetic.
 LEAST_MOVE = {"F": 0.05, SUSTAINED: 0.05, "R": 0.15}
 
 COLUMNS = columns("operation:22 dtype:9 level:12 threads:7 Time_[usec]:12.1f Bound_by:11 Share:7.3f Spread:7.3f")
@@ -56,7 +56,7 @@ def spread(shares: Sequence[float]) -> float:
 
 
 def moved(was: Sequence[float], now: Sequence[float], bound: str) -> tuple[float, str]:
-    """By how much a share moved, relative to its old value, and the flag: faster, SLOWER, or - if it may be noise."""
+    """The change of a share relative to its old value, and the flag: faster, SLOWER, or - if the change may be noise."""
     change = statistics.median(now) / statistics.median(was) - 1
     noise = max(LEAST_MOVE[bound], 2 * (spread(was) + spread(now)))
     return change, "-" if abs(change) <= noise else "faster" if change > 0 else "SLOWER"
@@ -72,7 +72,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def load(checkout: Path) -> ModuleType:
-    """Import, under another name, the library of a checkout that was built in place or of any folder that holds the package."""
+    """Import the library of a checkout that was built in place, or of any folder that holds the package, under another name."""
     package = (checkout / "blitz_attn").resolve()
     if not any(package.glob("_core*.so")):
         raise ValueError(f"--beside: expected a checkout that was built in place (make build), found no _core*.so in {package}")
@@ -136,7 +136,7 @@ def main(args: argparse.Namespace, report: Report) -> None:
     path = args.file or RESULTS / tag(here) / "speed.json"
     record = read(path) if args.compare else None
     rows_before = record["rows"] if record else []
-    known = {row["key"]: row for row in rows_before if row["bound"] in LEAST_MOVE}  # not P
+    known = {row["key"]: row for row in rows_before if row["bound"] in LEAST_MOVE}  # not the old P
     head = [f"{here['cpu']}, {here['threads']} threads, {here['level']}; blitz_attn {blitz_attn.__version__} {commit() or ''}"]
     if record:
         report.columns = COLUMNS + MOVE_COLUMNS

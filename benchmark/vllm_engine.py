@@ -5,12 +5,12 @@
     python benchmark/vllm_engine.py --model folder --quick --dtype float32
     python benchmark/vllm_engine.py --model folder --options '{"density": 0.25, "min_tokens": 4096}'
 
-Each engine runs in a process of its own, and the processes take turns at each cell, in one run. Cells: `first` is the time to the first
-token of a prompt of some tokens that no cache has; `prefix` the same where all but the last 128 tokens are in the prefix cache; `decode` is
-the time of a step in which so many requests with such a context get one more token each. "own" is vLLM's attention, "dense" this library's,
-and "chosen" that with
---options. Beside the whole time there is the part of it that attention takes, with its writes into the cache. Tokens that differ from those
-of "own" are counted: with float32 there should be none but for "chosen".
+Each engine runs in a process of its own, and the processes take turns at each cell. Cell `first` is the time to the first token of a prompt
+that is in no cache. Cell `prefix` is the time to the first token where all but the last 128 tokens of the prompt are in the prefix cache.
+Cell `decode` is the time of a step in which each of `requests` requests, with contexts of `tokens` tokens, gets one more token. Engine
+"own" is vLLM's attention, "dense" is this library's, and "chosen" is this library's with --options. `Attention_[sec]` is the part of the
+time that attention takes, including writes into the cache. `Other_tokens` counts tokens that differ from the tokens of "own": with float32,
+only "chosen" should have any.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NEW = 16  # tokens of each request of a decode cell
 
 
 class Engine:
-    """Runs cells. It is asked by lines of JSON on standard input, and answers by lines on standard output."""
+    """Runs cells. Each line of JSON on standard input asks for a cell, and a line on standard output answers."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         from vllm import LLM
