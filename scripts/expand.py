@@ -1,10 +1,10 @@
-"""Writes what the compiler sees of one kernel template at one level: preprocessed, one instance after the other, and formatted.
+"""Writes one kernel template as the compiler sees it at one level: preprocessed, one instance after the other, and formatted.
 
     python scripts/expand.py avx2 panel/attend        # csrc/kernels/panel/attend_tmpl.inc: make expand LEVEL=avx2 FILE=panel/attend
 
-The result, in build/expand/<level>/<file>.c, has only the lines of this template; expand the templates that it includes by their own
-names. A template that is included several times, for two panel widths or for several dtypes, has several instances. CC names the
-compiler; a level of another architecture needs a compiler for that architecture.
+The result, in build/expand/<level>/<file>.c, has only the lines of this template. Templates that it includes are expanded by their own
+names. A template that is included several times, for two panel widths or for several dtypes, has several instances. CC names the compiler;
+a level of another architecture needs a compiler for that architecture.
 """
 
 import os
@@ -50,7 +50,8 @@ def main(level, name, clang_format):
 
 
 def level_of(stem, levels):
-    """The level of a file of csrc/kernels/levels: the longest name of a level with which the file's name begins."""
+    """The level of a file of csrc/kernels/levels. The file's name begins with the name of the level; of several such levels, the longest
+    name counts."""
     return max((name for name in levels if f"{stem}_".startswith(f"{name}_")), key=len, default=None)
 
 
@@ -66,7 +67,7 @@ def instances_in(source, template, compiler, flags):
         marker = re.match(r'# \d+ "(.*?)"((?: \d)*)$', line)
         if marker:
             inside = Path(marker[1]) == template
-            if inside and " 1" in marker[2]:  # entered, not returned to
+            if inside and " 1" in marker[2]:  # the template is entered here, not returned to
                 instances.append("")
         elif inside and line.strip():
             instances[-1] += line + "\n"

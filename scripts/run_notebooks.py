@@ -28,7 +28,7 @@ DPI = 75
 
 
 def lines(text: str) -> list[str]:
-    """The text as the list of lines that notebooks store."""
+    """The text as a list of lines, as notebooks store it."""
     return text.splitlines(keepends=True)
 
 

