@@ -75,7 +75,8 @@ perplexity: build
 notebooks: build
 	@$(call find_python) "$$python" scripts/run_notebooks.py $(ARGS)
 
-# Run the suite in as many processes as there are cores. test runs a sample of each large grid of options: SAMPLE_SEED=<number> draws another sample.
+# test and test-all run the suite in as many processes as there are cores. test runs a sample of each large grid of options; SAMPLE_SEED=<number>
+# draws another sample.
 # test-all runs whole grids, and also the tests that take minutes: every level as plain C, and aarch64 where it can be cross-built.
 test-all: export SAMPLE_SEED = all
 test test-all: build
@@ -144,7 +145,7 @@ check-emulated-suite:
 	  $(addprefix ../../,$(EMULATED_TESTS)) $(ARGS)
 
 # Runs the released code of the level amx on a CPU with avx512_bf16 but without tiles: each tile instruction raises SIGILL, and a signal handler does
-# its work (csrc/kernels/tile_traps.c) in a microsecond or two. This runs the kernel checks, some of the suite, and random problems at all levels.
+# its work (csrc/kernels/tile_traps.c) in a microsecond or two. Kernel checks, some of the suite, and random problems at all levels run.
 TILE_TRAPS = $(shell grep -qw avx512_bf16 /proc/cpuinfo 2>/dev/null && echo -DBA_TILE_TRAPS)
 check-tiles: export BLITZ_ATTN_CFLAGS += $(TILE_TRAPS) -DBA_NO_SMALL_CALLS
 check-tiles: export BLITZ_ATTN_LEVELS =
@@ -201,8 +202,8 @@ docs: build
 
 # asan and faults have builds of their own, away from the build in place; every report of a sanitizer ends the run. Multiply-adds are fused as in the
 # release build (-fexpensive-optimizations): with two roundings in place of one, the error rule fails at some short lengths. Scratch memory is guarded
-# (core/guard.h), and memory and threads fail on request (core/faults.h). make faults runs only the tests of these failures. The kernels of its build
-# have no sanitizer, because they take most of the time to compile, and allocate nothing.
+# (core/guard.h), and memory and threads fail on request (core/faults.h). make faults runs only the tests of these failures. In its build, kernels
+# have no sanitizer, because kernels take most of the time to compile, and allocate nothing.
 asan faults: export BLITZ_ATTN_CFLAGS = -O1 -fexpensive-optimizations -fno-wrapv -g -fno-omit-frame-pointer -UNDEBUG -DBA_FAULTS -fsanitize=address,undefined -fno-sanitize-recover=all
 asan faults: export CC = gcc
 # Python itself leaves much memory behind when it ends, so tests look for lost memory while Python runs. They search in a process of their own, since

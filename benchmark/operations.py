@@ -366,8 +366,7 @@ class Decode:
         return self.cache.bits | bits_options(self.q)
 
     def work(self) -> Work:
-        """Counts K, V and their scales once as bytes, and a multiply and an add per element of K and V and query head of the group as
-        flops."""
+        """Bytes: K, V and their scales, once. Flops: a multiply and an add per element of K and V, for each query head of the group."""
         tokens = int(self.lengths.sum())
         moved = tokens * token_bytes(self.cache.dtype, self.cache.k.shape[2], self.q.shape[2])
         return Work(4.0 * tokens * self.q.shape[1] * self.q.shape[2], moved, self.call, self.out)

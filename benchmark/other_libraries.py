@@ -107,7 +107,7 @@ def onnx_session(operator: str, inputs: list, outputs: list, threads: int, **att
 
 
 def onnx_bound(session: Any, fed: list[np.ndarray | Any], results: list[Any]) -> Step:
-    """A call of the session that copies no array. `fed` holds arrays or onnxruntime's own values, and `results` only the latter."""
+    """A call of the session that copies no array. `fed` holds arrays or values of onnxruntime; `results` holds values of onnxruntime."""
     import onnxruntime
 
     binding = session.io_binding()

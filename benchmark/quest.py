@@ -84,7 +84,7 @@ class Layers:
         self.bits = bits_options(cache.k)
 
     def each(self, layers: int, *parts: Callable[[int], None]) -> Callable[[], None]:
-        """A call that goes through the layers, and runs all parts for each."""
+        """A call that goes through the layers, and runs all parts for each layer."""
 
         def run() -> None:
             for layer in range(layers):

@@ -131,10 +131,10 @@ BA_API ba_status ba_block_sparse_attention(const ba_block_sparse_args *args);
  *
  *     dS = P (dout v^T - dout . out + dlse)    dq = scale dS k    dk = scale dS^T q    dv = P^T dout
  *
- * With a softcap, the dS in dq and dk is multiplied by the softcap's derivative. dattn_mask holds sums of dS, and dalibi_slopes sums of dS times -|d
- * - j|. dk and dv are sums over the query heads of a KV head. A query that sees no key, or whose lse is -inf, contributes 0. A query and a key that
- * it does not see add exactly nothing to each other's gradients, whatever values they hold. The bits of all gradients are the same for any number of
- * threads. */
+ * With a softcap, the dS in dq and dk is multiplied by the softcap's derivative. The gradient of attn_mask is a sum of dS, and the gradient of
+ * alibi_slopes is a sum of -|d - j| dS. dk and dv are sums over the query heads of a KV head. A query that sees no key, or whose lse is -inf,
+ * contributes 0. A query and a key that it does not see add exactly nothing to each other's gradients, whatever values they hold. The bits of all
+ * gradients are the same for any number of threads. */
 typedef struct ba_block_sparse_backward_args {
     ba_block_sparse_args forward; /* the arguments of the forward call. out and lse are required: the forward call wrote them, and they are read here.
                                    * `unrounded` must be 0 */
@@ -148,8 +148,7 @@ typedef struct ba_block_sparse_backward_args {
     float *dalibi_slopes;         /* NULL: not wanted. Else written, [H] */
 } ba_block_sparse_backward_args;
 
-BA_API ba_block_sparse_backward_args ba_block_sparse_backward_args_init(void); /* `forward` as ba_block_sparse_args_init() returns it; the rest is
-                                                                                * 0 */
+BA_API ba_block_sparse_backward_args ba_block_sparse_backward_args_init(void); /* `forward` as from ba_block_sparse_args_init(); the rest is 0 */
 
 /* Checks all inputs except the entries of lists of blocks, and does not check the gradients. Writes the dtypes and shapes that dq, dk and dv must
  * have (data NULL, strides unspecified). */
@@ -181,8 +180,8 @@ typedef struct ba_paged_args {
     const int64_t *cu_q;       /* NULL: one query per request. Else batch + 1 cumulative numbers of queries */
     const int64_t *q_begin;    /* NULL, or the token number of each request's query 0, which may be negative, where the cache holds a stretch of
                                 * a longer request: query i then sees token j when j <= i + q_begin. There may be more queries than tokens */
-    ba_tensor kv_ranges;       /* not given, or int32 or int64, (B, 2), with cu_q (T, 2): query i then sees tokens kv_ranges[i][0] <= j <
-                                * kv_ranges[i][1] of its request, and not the tokens up to its own. Any number is valid, as in ba_block_sparse_args */
+    ba_tensor kv_ranges;       /* not given, or int32 or int64, (B, 2), with cu_q (T, 2): query i then sees tokens kv_ranges[i][0] to kv_ranges[i][1]
+                                * - 1 of its request, and not the tokens up to its own. Any number is valid, as in ba_block_sparse_args */
     ba_tensor attn_mask;       /* not given, or as in ba_block_sparse_args, (B or 1, H or 1, Q or 1, T or 1), where Q and T are at least the largest
                                 * numbers of queries and of tokens of a request */
     const float *alibi_slopes; /* NULL, or [H], as in ba_block_sparse_args */
@@ -249,7 +248,8 @@ typedef struct ba_quest_metadata_args {
     ba_tensor metadata_tables;      /* (B, M) int32 or int64 */
     ba_tensor maxblocks, minblocks; /* not given, or written: the largest and the smallest value of each channel;
                                      * (summary pages, rows, H_kv, D), dtype of k_cache, or float32 where k_cache has 8 bits or fewer */
-    ba_tensor meanblocks;           /* not given, or written: the mean of each channel, in the same shape and dtype. One of the three must be given */
+    ba_tensor meanblocks;           /* not given, or written: the mean of each channel, in the same shape and dtype. At least one of the three is
+                                     * given */
     int num_threads;
 } ba_quest_metadata_args;
 
@@ -302,7 +302,7 @@ typedef enum ba_chooser {
     BA_CHOOSER_POOLED,         /* a row is pool_q queries, and a group is pool_k keys; ba_chooser_term defines their product */
     BA_CHOOSER_ANTIDIAGONAL,   /* rows and groups have pool_q = pool_k tokens; the product of a row and a group is the mean of the products of tokens
                                 * along their antidiagonal */
-    BA_CHOOSER_SAMPLED_ROWS,   /* a block is cut into pool_q equal parts; a row is the last query of a part, and a group is a key */
+    BA_CHOOSER_SAMPLED_ROWS,   /* a block of queries is cut into pool_q equal parts; a row is the last query of a part, and a group is a key */
     BA_CHOOSER_VERTICAL_SLASH, /* the last pool_q queries of a sequence against every key. A block's score is the attention mass of its keys, plus the
                                 * attention mass of its distances between query and key */
     BA_CHOOSER_GIVEN,          /* scores come with the call: `given_scores` */
