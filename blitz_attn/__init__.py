@@ -1,8 +1,8 @@
 """Block-sparse attention on CPUs: NumPy in and out, C kernels underneath.
 
-What docstrings call an ``array`` is a NumPy array, a torch tensor or a JAX array in CPU memory, or any other object that exports the
-buffer protocol or DLPack; lists are refused, because they have no dtype. An ``array_like`` may also be a list, or a list of lists, and a
-``sequence of int`` a list, a tuple or an array with one axis.
+In docstrings, an ``array`` is a NumPy array, a torch tensor or a JAX array in CPU memory, or any other object that exports the buffer
+protocol or DLPack; lists are refused, because they have no dtype. An ``array_like`` may also be a list, or a list of lists. A ``sequence of
+int`` is a list, a tuple or an array with one axis.
 
 >>> import numpy as np
 >>> import blitz_attn
@@ -14,7 +14,7 @@ buffer protocol or DLPack; lists are refused, because they have no dtype. An ``a
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-if find_spec(f"{__name__}._core") is None:  # a checkout that was not built in place, where `pip install .` was typed
+if find_spec(f"{__name__}._core") is None:  # a checkout in which nothing was built in place, as after `pip install .`
     from ._unbuilt import installed_folder
 
     __path__ = [installed_folder(__path__[0])]
@@ -64,4 +64,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "compat", "integrations"]  # which are imported by name, because few programs need them
+    return [*__all__, "compat", "integrations"]  # these two are imported by name, because few programs need them

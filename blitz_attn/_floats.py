@@ -1,7 +1,7 @@
 """Floating-point arrays that callers give and get, in operations that are composed in Python.
 
-Inside such an operation, every array is a NumPy view of the caller's memory (of bfloat16, its bits), and the name of the dtype goes with
-it.
+Inside such an operation, every array is a NumPy view of the caller's memory, and the name of its dtype goes with it. The view of a bfloat16
+array holds bits.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def refuse_overlap(name: str, array: np.ndarray, **others: np.ndarray | None) ->
 
 
 def memory_of(x: Any, name: str) -> np.ndarray | None:
-    """View of the memory of an argument that is an array or exports a buffer. None for other arguments, for memory that cannot be read (it
-    is refused elsewhere), and for an object that exports only DLPack: the core asks it for its memory, and that is done only once."""
+    """View of the memory of an argument that is an array or exports a buffer. None for other arguments, for memory that cannot be read
+    (other code refuses it), and for an object that exports only DLPack: such an object is asked for its memory only once, by the core."""
     try:
         if isinstance(x, np.ndarray):
             return x
@@ -56,7 +56,7 @@ def memory_of(x: Any, name: str) -> np.ndarray | None:
 
 
 def refuse_overlaps(outputs: dict[str, Any], **inputs: Any) -> None:
-    """Refuses outputs of the caller (None: not given) that may share memory with another argument."""
+    """Refuses outputs of the caller that may share memory with one of `inputs`. Outputs and inputs that are None are not given."""
     views = {name: memory_of(x, name) for name, x in inputs.items() if x is not None}
     for name, x in outputs.items():
         array = memory_of(x, name) if views and x is not None else None
@@ -96,17 +96,18 @@ class Result:
 
     @property
     def value(self) -> Any:
-        """What the caller gets."""
+        """The array that the caller gets."""
         return _arrays.finished(self.made, self.given, self.family)
 
 
 def attention_results(
     q: Any, shape: tuple[int, ...], kind: str, out: Any, return_lse: bool, dtype: str | None, inputs: dict[str, Any]
 ) -> list[Result]:  # fmt: skip
-    """Where attention's output of this shape and dtype goes, and with `return_lse` its log-sum-exp.
+    """The `Result` for attention's output of this shape and dtype, and with `return_lse` the one for its log-sum-exp.
 
     Both go into the caller's `out`, which must not overlap the arrays in `inputs`, or into new arrays of the kind of `q`.
-    Unlike `refuse_overlaps`, this function asks exporters of DLPack, too: its callers hand the core no `out` to compare with inputs.
+    Unlike `refuse_overlaps`, this function also asks exporters of DLPack for their memory, because the core, which gets no `out` from its
+    callers, cannot compare `out` with the inputs.
     """
     given, given_lse = _arrays.split_out(out, return_lse)
     results = [Result(shape, kind, q, given, "out", dtype)]
@@ -122,7 +123,7 @@ def attention_results(
 
 
 def written(results: list[Result], *values: np.ndarray) -> Any:
-    """What the caller gets, after `values` have been written: one array, or a pair."""
+    """Writes `values` into the results, and returns what the caller gets: one array, or a pair."""
     for result, numbers in zip(results, values, strict=False):
         result.array[...] = numbers
     return results[0].value if len(results) == 1 else tuple(result.value for result in results)

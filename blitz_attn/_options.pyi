@@ -18,7 +18,7 @@ from ._types import Array, ArrayLike, DType, Integers, IntOrIntegers, Numbers, S
 
 
 class TorchOwnOptions(TypedDict, total=False):
-    """`blitz_attn.integrations.torch.scaled_dot_product_attention`, beyond torch's own."""
+    """`blitz_attn.integrations.torch.scaled_dot_product_attention`, without the options that torch's own function has."""
 
     sabi: Array | None
     block_shape: tuple[int, int] | None
@@ -45,7 +45,7 @@ class JaxOwnOptions(TypedDict, total=False):
 
 
 class Budget(TypedDict, total=False):
-    """How many blocks are kept, and which are kept whatever their scores."""
+    """The number of blocks that are kept, and the blocks that are kept whatever their scores."""
 
     density: float | Numbers | None
     top_p: float | Numbers | None
@@ -117,7 +117,7 @@ class PlanSelectOptions(PlanOptions, total=False):
 
 
 class PageChoice(TypedDict, total=False):
-    """How pages are chosen."""
+    """The choice of pages."""
 
     budget: IntOrIntegers | None
     method: Method
@@ -157,7 +157,7 @@ class SelectOptions(PageChoice, total=False):
 
 
 class CacheRules(TypedDict, total=False):
-    """What `blitz_attn.nsa.NsaCache` passes on to `blitz_attn.nsa.nsa`."""
+    """The options that `blitz_attn.nsa.NsaCache` passes on to `blitz_attn.nsa.nsa`."""
 
     num_selected_blocks: int
     window_size: int
@@ -172,7 +172,7 @@ class CacheRules(TypedDict, total=False):
 
 
 class NSASharedRules(CacheRules, total=False):
-    """What `blitz_attn.distributed.nsa` and `blitz_attn.nsa.nsa` both take."""
+    """The options that `blitz_attn.distributed.nsa` and `blitz_attn.nsa.nsa` both take."""
 
     compress_block_size: int
     w_k_compress: Array | None
@@ -214,7 +214,7 @@ class BranchOptions(TypedDict, total=False):
 
 
 class MessageOptions(TypedDict, total=False):
-    """How ranks exchange what they need."""
+    """Options of the messages between ranks."""
 
     comm: Any
     comm_type: str

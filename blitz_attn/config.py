@@ -26,20 +26,20 @@ def set_num_threads(num_threads: int | None) -> None:
     Parameters
     ----------
     num_threads : int or None
-        From 1 to 1024. None restores the default, which the environment sets.
+        From 1 to 1024. None restores the default: see the notes.
 
     Raises
     ------
     TypeError, ValueError
-        Not an integer from 1 to 1024, and not None.
+        `num_threads` is neither None nor an integer from 1 to 1024.
 
     Notes
     -----
-    Order of precedence: ``num_threads=`` of a call, this function, ``BLITZ_ATTN_NUM_THREADS``, ``OMP_NUM_THREADS``, and last
-    the number of CPUs that affinity and the cgroup quota allow. The setting holds for the whole process.
+    The first of these that is given counts: ``num_threads=`` of a call, this function, ``BLITZ_ATTN_NUM_THREADS``, ``OMP_NUM_THREADS``, and
+    last the number of CPUs that affinity and the cgroup quota allow. The setting of this function holds for the whole process.
 
-    That last number is found once, when it is first needed: a later change of the affinity does not change it. The library sets no
-    affinity. Its threads inherit that of the thread whose call starts them.
+    The number of CPUs is found once, when it is first needed: a later change of the affinity does not change it. The library sets no
+    affinity. Its threads inherit the affinity of the thread whose call starts them.
 
     Examples
     --------
@@ -81,7 +81,7 @@ class IsaCap:
             _core.isa_set_cap(level)
         try:
             self.level = _core.isa_active()
-        except MemoryError:  # no with block has been entered, so nothing else would remove the cap
+        except MemoryError:  # no with block has been entered whose end would remove the cap
             _core.isa_set_cap(self._before)
             raise
 
@@ -101,22 +101,22 @@ def isa(level: str | None = None) -> IsaCap:
     Parameters
     ----------
     level : str, optional
-        One of `isa_levels`. A level that the CPU lacks means the highest level that it has. None changes nothing.
+        One of `isa_levels`. If the CPU lacks this level, the cap is the highest level that the CPU has. None changes nothing.
 
     Returns
     -------
     IsaCap
-        Its ``level``, which a ``with`` block binds, is the level in use from now on. The end of the block caps at the
-        level that was in use before it.
+        Its ``level``, which a ``with`` block binds, is the level in use from now on. At its end, the block caps at the level that was in
+        use before.
 
     Raises
     ------
     TypeError, ValueError
-        Not the name of a level.
+        `level` is not the name of a level.
 
     Notes
     -----
-    The cap holds for the whole process, not only for the calling thread. The environment variable ``BLITZ_ATTN_ISA`` sets it at start.
+    The cap holds for the whole process, not only for the calling thread. The environment variable ``BLITZ_ATTN_ISA`` sets the cap at start.
 
     Examples
     --------
@@ -134,7 +134,7 @@ def isa_levels(*, available: bool = False) -> tuple[str, ...]:
     Parameters
     ----------
     available : bool
-        Only levels that this CPU and this build have, whatever the cap.
+        Name only levels that this CPU and this build have, whatever the cap.
 
     Returns
     -------
@@ -162,14 +162,14 @@ def kernels(level: str | None = None) -> dict[str, str]:
     Returns
     -------
     dict of str to str
-        Kernel name to the level whose instructions it uses: ``attend_...`` (attention, with the sizes of its panels), ``few_...`` (up to 8
-        queries per key/value head) and ``gradient_...`` by dtype of the queries, ``cache_...`` (decoding and selection over paged caches)
-        by dtype of keys and values.
+        For the name of each kernel, the level whose instructions it uses. The name has the dtype of the queries in ``attend_...``
+        (attention, with the sizes of its panels), ``few_...`` (up to 8 queries per key/value head) and ``gradient_...``, and the dtype of
+        keys and values in ``cache_...`` (decoding and selection over paged caches).
 
     Raises
     ------
     TypeError, ValueError
-        Not the name of a level.
+        `level` is not the name of a level.
 
     Examples
     --------
@@ -272,7 +272,7 @@ def show_config(mode: str = "text") -> dict[str, Any] | None:
     TypeError
         `mode` is not a string.
     ValueError
-        Another mode.
+        `mode` is another string.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Merging attention over parts of the keys: shards, pages, chunks, the steps of ring attention."""
+"""Merging the results of attention over parts of the keys, such as shards, pages, chunks or the steps of ring attention."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def merge_states(
 def merge_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, out: Any = None, lse_out: Any = None, dtype: Any = None
 ) -> tuple[Any, Any]:
-    """Attention over the union of two disjoint sets of keys, from the result over each.
+    """Attention over the union of two disjoint sets of keys, from the results over each set.
 
     Parameters
     ----------
     out_a, out_b : array
-        Attention outputs, ``(..., Dv)`` with up to three leading axes, such as ``(B, H, S, Dv)``, or ``(T, H, Dv)`` of paged calls:
-        float32, float16, bfloat16 or float64, both of one dtype.
+        Attention outputs, ``(..., Dv)`` with up to three leading axes, such as ``(B, H, S, Dv)``, or ``(T, H, Dv)`` of paged calls. Both
+        have one dtype: float32, float16, bfloat16 or float64.
     lse_a, lse_b : array
-        Their log-sum-exp, natural log, ``(...)``: float32 (float64 for float64). ``-inf`` marks a row whose part saw no
-        key; its output is not read.
+        The log-sum-exp of each output, with the natural log, ``(...)``: float32 (float64 for float64). ``-inf`` marks a row whose part saw
+        no key; the output of such a row is not read.
     out, lse_out : array, optional
         Where to write the results; they may share no memory with an input.
     dtype : str or dtype, optional
@@ -51,7 +51,7 @@ def merge_states(
     Returns
     -------
     out : array
-        ``(..., Dv)``, dtype and kind of `out_a`. Rows that are empty in both parts are 0.
+        ``(..., Dv)``, with the dtype and the kind of array of `out_a`. Rows that are empty in both parts are 0.
     lse : array
         ``(...)``; ``-inf`` where both parts are empty.
 
@@ -60,7 +60,7 @@ def merge_states(
     TypeError
         An argument of the wrong kind or dtype.
     ValueError
-        Shapes that differ, or an output that cannot be written.
+        Shapes differ, or an output cannot be written.
 
     See Also
     --------
@@ -68,8 +68,8 @@ def merge_states(
 
     Notes
     -----
-    With ``w = exp(lse - logaddexp(lse_a, lse_b))`` for each part, the result is the sum of ``w * out`` [1]_. It is exact: merging the
-    halves of the keys gives what attention over all of them gives, up to rounding.
+    With ``w = exp(lse - logaddexp(lse_a, lse_b))`` for each part, the result is the sum of ``w * out`` [1]_. Merging is exact: the results
+    over two halves of the keys give the result of attention over all keys, up to rounding.
 
     References
     ----------
@@ -113,7 +113,7 @@ def merge_states_n(
     dtype: DType | None = None,
 ) -> tuple[ndarray, ndarray]: ...  # fmt: skip
 def merge_states_n(outs: Any, lses: Any, *, out: Any = None, lse_out: Any = None, dtype: Any = None) -> tuple[Any, Any]:
-    """Attention over the union of any number of disjoint sets of keys, from the result over each.
+    """Attention over the union of any number of disjoint sets of keys, from the results over each set.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def merge_states_n(outs: Any, lses: Any, *, out: Any = None, lse_out: Any = None
         Attention outputs, each ``(..., Dv)`` with up to three leading axes, all of one dtype; or one array with the parts along its first
         axis.
     lses : iterable of array
-        Their log-sum-exp, each ``(...)``, in the same order.
+        The log-sum-exp of each output, ``(...)``, in the same order.
     out, lse_out : array, optional
         Where to write the results; they may share no memory with an input.
     dtype : str or dtype, optional
@@ -130,7 +130,7 @@ def merge_states_n(outs: Any, lses: Any, *, out: Any = None, lse_out: Any = None
     Returns
     -------
     out : array
-        ``(..., Dv)``, dtype and kind of ``outs[0]``. Rows that are empty in every part are 0.
+        ``(..., Dv)``, with the dtype and the kind of array of ``outs[0]``. Rows that are empty in every part are 0.
     lse : array
         ``(...)``; ``-inf`` where every part is empty.
 
@@ -139,7 +139,7 @@ def merge_states_n(outs: Any, lses: Any, *, out: Any = None, lse_out: Any = None
     TypeError
         An argument of the wrong kind or dtype.
     ValueError
-        No parts, numbers of parts or shapes that differ, or an output that cannot be written.
+        There are no parts, numbers of parts or shapes differ, or an output cannot be written.
 
     See Also
     --------
@@ -181,21 +181,21 @@ def merge_states_tree(outs: Iterable[Array], lses: Array | Iterable[Array]) -> t
 def merge_states_tree(outs: Any, lses: Any) -> tuple[Any, Any]:
     """`merge_states_n` in a fixed order: pairs of neighbours are merged, then pairs of the results, and so on.
 
-    A part's place alone decides what it is merged with, so the result is bit-identical whoever computes which node of the tree: the state
-    of 2**l neighbouring parts may be computed anywhere, if 2**l divides the index of the first of them.
+    A part's place alone decides which parts it is merged with. So the nodes of the tree may be computed in different places, and the result
+    is still bit-identical. A node is the state of 2**l neighbouring parts, where 2**l divides the index of the first of these parts.
 
     Parameters
     ----------
     outs : iterable of array
         Attention outputs, each ``(..., Dv)`` with up to three leading axes, all of one dtype, float32 or float64 (``out_dtype="float32"``
-        gives these from 16-bit inputs); or one array with the parts along its first axis.
+        gives such outputs from 16-bit inputs); or one array with the parts along its first axis.
     lses : iterable of array
-        Their log-sum-exp, each ``(...)``, in the same order.
+        The log-sum-exp of each output, ``(...)``, in the same order.
 
     Returns
     -------
     out : array
-        ``(..., Dv)``, dtype and kind of ``outs[0]``. Rows that are empty in every part are 0.
+        ``(..., Dv)``, with the dtype and the kind of array of ``outs[0]``. Rows that are empty in every part are 0.
     lse : array
         ``(...)``; ``-inf`` where every part is empty.
 
@@ -204,7 +204,7 @@ def merge_states_tree(outs: Any, lses: Any) -> tuple[Any, Any]:
     TypeError
         An argument of the wrong kind or dtype, such as outputs of 16 bits, which each merge would round.
     ValueError
-        No parts, or numbers of parts or shapes that differ.
+        There are no parts, or numbers of parts or shapes differ.
 
     See Also
     --------
@@ -213,8 +213,8 @@ def merge_states_tree(outs: Any, lses: Any) -> tuple[Any, Any]:
 
     Notes
     -----
-    Node i of level l is the state of the parts from ``i * 2**l`` up to ``(i + 1) * 2**l``, as far as there are parts. It is
-    ``merge_states(left, right)`` of its halves, or its left half unchanged where its right half has no part.
+    Node i of level l is the state of the parts ``i * 2**l`` to ``(i + 1) * 2**l - 1``, as far as there are parts. It is
+    ``merge_states(left, right)`` of its two halves, or its left half unchanged where its right half has no part.
 
     Examples
     --------

@@ -42,12 +42,12 @@ def quantize_kv(x: Array, kv_dtype: DType, *, dtype: DType | None = None) -> tup
     kv_dtype : {"int8", "float8_e4m3"} or dtype
         The format: integers from -127 to 127, or floats of one sign bit, 4 exponent bits and 3 mantissa bits.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that a uint16 `x` holds bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that a uint16 `x` holds bfloat16 bits. Any other value is only checked against the array.
 
     Returns
     -------
     values : numpy.ndarray
-        ``(..., D)``: int8, or uint8 that hold the bits of float8 e4m3. Each is the nearest to ``x / scale``, ties to even.
+        ``(..., D)``: int8, or uint8 that hold the bits of float8 e4m3. Each number is the one nearest to ``x / scale``, ties to even.
     scale : numpy.ndarray
         ``(...)`` float32: the largest magnitude of a row divided by the largest number of the format, 127 or 448. It is 1 where this
         quotient would be 0.
@@ -58,12 +58,12 @@ def quantize_kv(x: Array, kv_dtype: DType, *, dtype: DType | None = None) -> tup
         `x` is not an array of floats, or not of `dtype`.
     ValueError
         `kv_dtype` names another format, `x` has a NaN, an infinity or a number too large for a float32 scale, or D is above ``2**24``.
-        The sentence says where such a number is; it counts rows over all axes except the last.
+        The sentence says where such a number is; its row number counts over all axes except the last.
 
     Notes
     -----
-    With M the largest magnitude of a row, the error of an element x is at most M / 254 in int8, up to the rounding of the scale. In float8
-    e4m3 it is at most the larger of ``abs(x) / 16`` and M / 458752.
+    Let M be the largest magnitude of a row. In int8, the error of an element x is at most M / 254, up to the rounding of the scale. In
+    float8 e4m3, the error is at most the larger of ``abs(x) / 16`` and M / 458752.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def quantize_kv(x: Array, kv_dtype: DType, *, dtype: DType | None = None) -> tup
 
 
 def _to_quantise(x: Array, dtype: DType | None) -> tuple[ndarray, str | None]:
-    """The array as the core takes it, with at least one axis, and what to tell the core of its dtype."""
+    """The array as the core takes it, with at least one axis, and the `dtype` argument that the core then needs."""
     own = _arrays.dtype_name(dtype)
     if own is not None and own not in FLOATS:
         raise ValueError(f"dtype: expected 'float32', 'float16', 'bfloat16' or 'float64', got {shown(own)}")
@@ -111,8 +111,8 @@ def dequantize_kv(values: Array, scale: ArrayLike) -> ndarray:
     values : array
         ``(..., D)``: int8, or float8 e4m3 as an array of that dtype or as uint8 bits.
     scale : array_like
-        ``(...)``: the factor of each row; or an array that NumPy broadcasts to this shape: one number, or one per head,
-        ``(Hkv,)`` where heads are the last axis of the rows, and ``(Hkv, 1)`` in HND.
+        ``(...)``: the factor of each row, or an array that NumPy broadcasts to this shape. One number per head is ``(Hkv,)`` where heads
+        are the last axis of `scale`, and ``(Hkv, 1)`` in layout HND.
 
     Returns
     -------
@@ -124,7 +124,7 @@ def dequantize_kv(values: Array, scale: ArrayLike) -> ndarray:
     TypeError
         `values` has another dtype.
     ValueError
-        Shapes that do not fit.
+        `scale` has a shape that does not fit `values`.
 
     See Also
     --------
@@ -152,7 +152,7 @@ def dequantize_kv(values: Array, scale: ArrayLike) -> ndarray:
 def quantize_rows(x: Array, kv_dtype: str, *, dtype: DType | None = None) -> ndarray:
     """Keys or values as rows of llama.cpp's blocks, which hold their scales themselves: 8.5, 4.5 or 5 bits per number.
 
-    A block is 32 numbers of a row: a float16 factor d, for q4_1 then a float16 offset m, and 32 integers n.
+    A block holds 32 numbers of a row. It consists of a float16 factor d, then for q4_1 a float16 offset m, and then 32 integers n.
 
     ======  ==============================  ==================  =====
     format  integers                        number              bytes
@@ -162,29 +162,29 @@ def quantize_rows(x: Array, kv_dtype: str, *, dtype: DType | None = None) -> nda
     q4_1    0 to 15, two in each byte       ``d * n + m``       20
     ======  ==============================  ==================  =====
 
-    Of the 16 bytes of a block of 4-bit integers, byte i has number i in its lower half and number i + 16 in its upper half.
+    The 32 4-bit integers of a block take 16 bytes: byte i has integer i in its lower half and integer i + 16 in its upper half.
 
     Parameters
     ----------
     x : array
-        ``(..., D)``: float32, float16, bfloat16 or float64; D a multiple of 32. Magnitudes are at most 65504 for q4_1, 8 times as much
-        for q4_0, and 127 times as much for q8_0, since d and m are float16.
+        ``(..., D)``: float32, float16, bfloat16 or float64; D a multiple of 32. Magnitudes are at most 65504 for q4_1, 8 * 65504 for q4_0,
+        and 127 * 65504 for q8_0, since d and m are float16.
     kv_dtype : {"q8_0", "q4_0", "q4_1"}
         The format.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that a uint16 `x` holds bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that a uint16 `x` holds bfloat16 bits. Any other value is only checked against the array.
 
     Returns
     -------
     numpy.ndarray
-        ``(..., D // 32 * bytes)`` uint8: what a cache with ``kv_dtype="q4_0"`` and so on holds.
+        ``(..., D // 32 * bytes)`` uint8: rows of a cache with this `kv_dtype`.
 
     Raises
     ------
     TypeError
         `x` is not an array of floats, or not of `dtype`.
     ValueError
-        `kv_dtype` names another format, D is not a multiple of 32 or above ``2**24``, or `x` has a NaN or a number that is too large.
+        `kv_dtype` names another format, D is not a multiple of 32 or is above ``2**24``, or `x` has a NaN or a number that is too large.
 
     See Also
     --------
@@ -285,7 +285,7 @@ _numbers = in_usual_mode(_formats.cells_to_float32)
 @in_usual_mode
 def _products(values: ndarray, kind: str, factors: ndarray) -> ndarray:
     numbers = np.empty(values.shape, np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # infinite scales, and those that make numbers too large
+    with np.errstate(over="ignore", invalid="ignore"):  # scales may be infinite, or make products too large
         for at in _arrays.pieces(values.shape):
             np.multiply(_formats.widened(values[at], kind), factors[at[:-1]], out=numbers[at])
     return numbers
@@ -324,7 +324,7 @@ def append_paged_kv(
     Parameters
     ----------
     k, v : array
-        ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``: float32, float16, bfloat16 or float64, in memory of their own.
+        ``(T, Hkv, D)`` and ``(T, Hkv, Dv)``: float32, float16, bfloat16 or float64, in memory that no written array shares.
     k_cache, v_cache : array
         See `paged_attention`. NumPy arrays or torch tensors, written in place. They may be views of one array, if no element is in both.
         Where the values are part of the keys, as in MLA, `v` and `v_cache` are None.
@@ -339,21 +339,21 @@ def append_paged_kv(
     k_scale, v_scale : array of float32, or float, optional
         Required with int8 and float8 e4m3 caches, see `paged_attention`. An array with one scale per token and head is written in place:
         each row gets the scale that `quantize_kv` computes. A scale that is one number, or one per head, is only read: ``x / scale`` is
-        rounded, and what lies beyond the dtype's largest number, 127 or 448, becomes that number.
+        rounded, and a quotient beyond the dtype's largest number, 127 or 448, becomes that number.
     maxblocks, minblocks, meanblocks, metadata_block_tables : array, optional
-        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again; in caches of 8 bits and
-        fewer, from the quantised keys, in float32. Only with `block_tables`, which must then be an array.
+        See `quest_prefill_metadata`. The summaries of blocks that get new tokens are computed again. In caches of 8 bits and fewer, they
+        are computed from the quantised keys, in float32. Summaries need `block_tables`, which must then be an array.
     dtype, kv_dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, see `paged_attention`.
-        If one of the two is bfloat16, it is the default of the other.
+        If `dtype` or `kv_dtype` is bfloat16, it is the default of the other argument.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`.
 
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong kind, shape or range, two tokens for one slot, or a NaN or an infinity for a cache of 8 bits or fewer, or
-        a number that is too large for a scale that is written or for a block of llama.cpp. Nothing has been written then.
+        An argument of the wrong kind, shape or range, or two tokens for one slot. For a cache of 8 bits or fewer also a NaN, an infinity,
+        or a number that is too large for a scale that is written or for a block of llama.cpp. Nothing has been written then.
 
     Notes
     -----

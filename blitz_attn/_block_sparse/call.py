@@ -37,14 +37,14 @@ if TYPE_CHECKING:
         num_threads: int | None
 
     class Biases(TypedDict, total=False):
-        """What changes scores."""
+        """The options that change scores."""
 
         attn_mask: Array | None
         alibi_slopes: ArrayLike | None
         softcap: float | None
 
     class Slice(TypedDict, total=False):
-        """Where the queries stand if they are a slice of those of a longer call."""
+        """The place of the queries if they are a slice of a longer call's queries."""
 
         q_begin: IntOrIntegers | None
         q_total: IntOrIntegers | None
@@ -145,56 +145,56 @@ def block_sparse_attention(
     q : array
         Queries, ``(B, H, Sq, D)`` for layout BNSD: float32, float16, bfloat16 or float64. D from 1 to 576.
     k : array
-        Keys, ``(B, Hkv, Skv, D)``, same dtype. H must be a multiple of Hkv; query head h reads key head
-        ``h // (H // Hkv)``.
+        Keys, ``(B, Hkv, Skv, D)``, of the dtype of `q`. H must be a multiple of Hkv; query head h reads key head ``h // (H // Hkv)``.
     v : array
-        Values, ``(B, Hkv, Skv, Dv)``, same dtype. Dv from 1 to 576 and may differ from D.
+        Values, ``(B, Hkv, Skv, Dv)``, of the dtype of `q`. Dv is from 1 to 576 and may differ from D.
     sabi : array of int, optional
-        Sparse attention block indices, an array of four axes: B or 1; H, Hkv or 1; ``ceil(Sq / block_shape[0])`` rows; W. So there is a
-        list for each query head, for each key head, whose query heads share it, or for all heads. The first axis, or the first two, may be
-        missing: they then count as 1. With layout TND, B is the number of sequences, rows are counted from the start of each sequence, and
-        their number is ``ceil(longest / block_shape[0])``, where longest is the largest number of queries of a sequence. Each row lists the
-        columns of the key blocks that a block of queries sees, in any order, none of them twice. A row ends at the first pad: 65535 for
-        uint16, any negative entry for int16, int32 and int64. None: every block is listed.
+        Sparse attention block indices, an array of four axes: B or 1; H, Hkv or 1; ``ceil(Sq / block_shape[0])`` rows; W. So there is one
+        list for each query head, one for each key head, which its query heads share, or one for all heads. The first axis, or the first
+        two, may be missing: they then count as 1. With layout TND, B is the number of sequences, rows are counted from the start of each
+        sequence, and their number is ``ceil(longest / block_shape[0])``, where longest is the largest number of queries of a sequence. Each
+        row lists the columns of the key blocks that a block of queries sees, in any order, none of them twice. A row ends at the first pad:
+        65535 for uint16, any negative entry for int16, int32 and int64. None: every block is listed.
     block_shape : (int, int), optional
         Number of tokens per block of queries and per block of keys, at least 1 each: the shape that `sabi` was made for. The last block of
-        either axis may be partial. Default: that of the list, where it knows one (`blitz_attn.sabi.BlockList`), else (128, 128). A shape
-        other than the list's is refused.
+        either axis may be partial. Default: the block shape that the list knows (`blitz_attn.sabi.BlockList`), or (128, 128) for other
+        arrays. A shape that contradicts the list is refused.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     layout : {"BNSD", "BSND", "BSH", "TND"}
         Order of the axes of q, k, v and out: ``(B, H, S, D)``, ``(B, S, H, D)``, ``(B, S, H * D)`` with `num_heads`,
         or ``(T, H, D)``, sequences of different lengths one after the other, with `cu_seqlens_q` and `cu_seqlens_kv`.
     causal : bool
-        Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``; with `q_begin`, when ``j <= i + q_begin``.
+        Query i sees key j only when ``j <= i + kv_len - q_len``, a rule aligned to the bottom right; with `q_begin`, only when ``j <= i +
+        q_begin``.
     window : (int, int), optional
-        Number of tokens that are seen before and after the diagonal of `causal`; -1 sets no bound.
+        Numbers of tokens that are seen before and after the diagonal of `causal`; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional
         ``(B,)``: number of valid tokens of each batch entry. Rows from ``q_lens[b]`` on give output 0 and
         log-sum-exp ``-inf``.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
         Layout TND: ``(B + 1,)`` cumulative lengths that rise from 0 to T.
     num_heads, num_kv_heads : int, optional
-        Layout BSH: heads in q, and in k and v (default: `num_heads`). Other layouts check them against the arrays.
+        Layout BSH: numbers of heads in q, and in k and v (default: `num_heads`). In other layouts, they are checked against the arrays.
     q_begin : int or sequence of int, optional
-        Token number of query 0, or of each batch entry's query 0 (layout TND: each sequence's), where the queries are a slice of a longer
-        sequence: query i then stands at ``i + q_begin`` in `causal` and `window`, and `kv_lens` still bounds the keys. Between -2**30 and
-        2**30, both excluded; negative where the first queries come before the first key. Default: the queries are the last tokens.
+        For queries that are a slice of a longer sequence: the token number of query 0, one number or one for each batch entry (layout TND:
+        for each sequence). Query i then stands at ``i + q_begin`` in `causal` and `window`, and `kv_lens` still bounds the keys. The number
+        is between -2**30 and 2**30, both excluded. It is negative where the first queries come before the first key. Default: the queries
+        are the last tokens.
     q_total : int or sequence of int, optional
-        Number of valid queries of the whole call that the queries are a slice of, at least their own number. Kernels are then chosen as
-        for the whole call: see the notes. Default: the queries are the whole.
+        For queries that are a slice of a whole call: the number of valid queries of that call, which is at least the number of the slice.
+        Kernels are then chosen as for the whole call: see the notes. Default: the queries are the whole.
     kv_ranges : array of int, optional
         ``(B, Sq, 2)``, or ``(1, Sq, 2)`` or ``(Sq, 2)`` for all batch entries, or ``(T, 2)`` for layout TND; int32 or int64: query i sees
-        key j only when ``kv_ranges[b, i, 0] <= j < kv_ranges[b, i, 1]``, counted in its own sequence, and the other rules allow it. This
-        expresses every rule that gives each query one run of keys: documents, chunks, a prefix that sees itself as a whole, images whose
-        tokens see one another (then with ``causal=False``). Ranges may be empty, and reach beyond the keys.
-    attn_mask : array, optional
-        ``(B, H, Sq, Skv)``, or any shape that broadcasts to it, in every layout; with layout TND, Sq and Skv are the lengths of the longest
-        sequences, and a sequence reads the first rows and columns. Either bool, where False hides the key from the query as the other rules
-        do; or float32, float16, bfloat16 or float64, added to the scores (after `scale` and `softcap`), where -inf hides the key. Unless
-        `q` is float64, a number below about -2.3e38, such as the lowest of float32, counts as -inf, and one above about 2.3e38 makes the
-        result NaN, as infinity does. A mask is read as a whole: it is better to leave blocks that it hides from all queries out of `sabi`,
-        and to express runs of keys by `kv_ranges`.
+        key j only when ``kv_ranges[b, i, 0] <= j < kv_ranges[b, i, 1]``, counted in its own sequence, and the other rules allow it. Ranges
+        express every rule that gives each query one run of keys: documents, chunks, a prefix that sees itself as a whole, images whose
+        tokens see one another (then with ``causal=False``). x : array, optional ``(B, H, Sq, Skv)``, or any shape that broadcasts to it, in
+        every layout; with layout TND, Sq and Skv are the lengths of the longest sequences, and a sequence reads the first rows and columns.
+        A mask of bool hides the key from the query where it is False, as the other rules do. A mask of float32, float16, bfloat16 or
+        float64 is added to the scores (after `scale` and `softcap`), and hides the key where it is -inf. Unless `q` is float64, a number
+        below about -2.3e38, such as the lowest of float32, counts as -inf, and one above about 2.3e38 makes the result NaN, as infinity
+        does. A mask is read for all listed blocks, so leave blocks that it hides from all queries out of `sabi`, and express runs of keys
+        by `kv_ranges`.
     alibi_slopes : array_like, optional
         ``(H,)`` float32: ``-alibi_slopes[h] * abs(d - j)`` is added to the score of query i and key j, where d is the query's position
         among the keys, as in `causal`.
@@ -202,18 +202,18 @@ def block_sparse_attention(
         ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. A
         sink beyond about +-2.3e38 counts as infinite, unless `q` is float64.
     softcap : float, optional
-        Replaces each score by ``softcap * tanh(score / softcap)``; positive, 1e-37 to 1e37 (for float64
-        1e-300 to 1e300). None or 0: scores are not capped.
+        Replaces each score by ``softcap * tanh(score / softcap)``. It is from 1e-37 to 1e37 (for float64, from 1e-300 to 1e300). None or 0:
+        scores are not capped.
     return_lse : bool
         Also return the log-sum-exp.
     out_dtype : str or dtype, optional
         ``"float32"`` with float16 and bfloat16 inputs returns the float32 result before rounding; rounding it gives exactly the default
         result. Default: the dtype of `q`.
     out : array, optional
-        Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input. With
-        `return_lse`, also a pair ``(out, lse)``, either of which may be None.
+        Where to write the result: a writable array of the result's shape and dtype that shares no memory with any input. With `return_lse`,
+        it may be a pair ``(out, lse)``, of which either may be None.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays among q, k, v and out hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays among q, k, v and out hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -223,9 +223,9 @@ def block_sparse_attention(
         ``(B, H, Sq, Dv)`` in the layout and dtype of `q` (or `out_dtype`), and the same kind of array: torch tensors come back as torch
         tensors, JAX arrays as JAX arrays.
     lse : array
-        With `return_lse`: natural log of the sum of ``exp(score)`` over the keys seen, where a score is ``scale * q.k``, capped with
-        `softcap`, plus what `attn_mask` and `alibi_slopes` add: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs
-        float64. With `sinks`, the sum has one more term, even where no key is seen.
+        With `return_lse`: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. It is the natural log of the sum
+        of ``exp(score)`` over the keys that the query sees. A score is ``scale * q.k``, capped with `softcap`, plus the bias of `attn_mask`
+        and `alibi_slopes`. With `sinks`, the sum has one more term, even where no key is seen.
 
     Raises
     ------
@@ -248,16 +248,16 @@ def block_sparse_attention(
 
     Notes
     -----
-    Sums and the log-sum-exp are accumulated in float32 (float64 for float64). Strided views are read in place as long as
-    their last axis is contiguous; nothing of size Sq x Skv is ever built. The result is the same bit for bit whatever
-    the number of threads and whatever else is in the batch.
+    Sums and the log-sum-exp are accumulated in float32 (float64 for float64). Strided views are read in place, since their last axis is
+    contiguous; no array of size Sq x Skv is ever built. The result has the same bits for any number of threads, and whatever else is in the
+    batch.
 
     The result of a slice of the queries, from row a on, can be bit-identical to the same rows of the whole call, however many rows the
-    slice has. Give the slice the same keys; of `sabi`, the rows that cover it, from row ``a // block_shape[0]`` on (a must be a multiple of
-    ``block_shape[0]``); ``q_begin = a + kv_len - q_len``; and ``q_total = q_len``. Here kv_len and q_len are those of the whole call.
-    Without `q_total`, a slice may differ by rounding, because calls of a few queries have a kernel of their own.
+    slice has. The call of the slice needs the same keys; the rows of `sabi` that cover the slice, from row ``a // block_shape[0]`` on (a
+    must be a multiple of ``block_shape[0]``); ``q_begin = a + kv_len - q_len``; and ``q_total = q_len``. Here kv_len and q_len are the
+    lengths of the whole call. Without `q_total`, a slice may differ by rounding, because calls of a few queries have a kernel of their own.
 
-    Gradients come from the log-sum-exp, so `block_sparse_attention_backward` needs no `sinks`; their own gradient is
+    `block_sparse_attention_backward` needs no `sinks`, because the log-sum-exp includes them. The gradient of the sinks themselves is
     ``-(np.exp(sinks - lse) * (dout * out).sum(-1))``, summed over the queries of a head.
 
     The operation and the index format follow the BlitzSparseAttention operator of the CANN operator library [1]_; the
@@ -309,7 +309,7 @@ def block_sparse_attention(
     family = _arrays.family_of(q)
     out, lse_out = _arrays.split_out(out, return_lse)
     has_lengths = not (q_lens is kv_lens is cu_seqlens_q is cu_seqlens_kv is q_begin is q_total is None)
-    if has_lengths and not (out is lse_out is None):  # the core copies lengths, so it cannot see that they overlap
+    if has_lengths and not (out is lse_out is None):  # the core copies lengths, so it cannot see that an output overlaps them
         refuse_overlaps(
             {"out": out, "lse": lse_out}, q_lens=q_lens, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
             q_begin=q_begin, q_total=q_total,
@@ -383,46 +383,46 @@ def block_sparse_attention_backward(
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> tuple[Any, ...]:
-    """Gradients of `block_sparse_attention` with respect to q, k and v, and with `bias_grads` to what is added to the scores.
+    """Gradients of `block_sparse_attention` with respect to q, k and v, and with `bias_grads` to `attn_mask` and `alibi_slopes`.
 
-    With ``P = exp(scale * q k^T + bias - lse)`` where a query sees a key and 0 elsewhere, and with the bias of `attn_mask` and
-    `alibi_slopes`: ``dS = P * (dout v^T - dout . out + dlse)``, ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. With a
-    `softcap` and ``T = tanh(scale * q k^T / softcap)``, ``softcap * T`` takes the place of ``scale * q k^T``, and dS is multiplied by
-    ``1 - T^2`` in dq and dk. `dk` and `dv` are sums over the query heads that read a key head. The gradient of an element of `attn_mask` is
-    the sum of dS over all pairs that it is added to, and the gradient of a slope is the sum of ``-abs(d - j) * dS``. A query that sees no
-    key has gradient 0 and adds nothing to any other gradient.
+    Let ``P = exp(scale * q k^T + bias - lse)`` where a query sees a key, and 0 elsewhere, with the bias of `attn_mask` and `alibi_slopes`.
+    Then ``dS = P * (dout v^T - dout . out + dlse)``, ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. With a `softcap`
+    and ``T = tanh(scale * q k^T / softcap)``, ``softcap * T`` takes the place of ``scale * q k^T``, and dS is multiplied by ``1 - T^2`` in
+    dq and dk. `dk` and `dv` are sums over the query heads that read a key head. The gradient of an element of `attn_mask` is the sum of dS
+    over all pairs that it is added to, and the gradient of a slope is the sum of ``-abs(d - j) * dS``. A query that sees no key has
+    gradient 0 and adds nothing to any other gradient.
 
     Parameters
     ----------
     dout : array
-        Gradient of the loss with respect to `out`, of its shape and dtype.
+        Gradient of the loss with respect to `out`, with the shape and dtype of `out`.
     q, k, v : array
         As in the forward call: ``(B, H, Sq, D)``, ``(B, Hkv, Skv, D)`` and ``(B, Hkv, Skv, Dv)`` for layout BNSD; float32,
         float16, bfloat16 or float64.
     out : array
-        What the forward call returned: ``(B, H, Sq, Dv)`` in the layout and dtype of `q`.
+        The output of the forward call: ``(B, H, Sq, Dv)`` in the layout and dtype of `q`.
     lse : array
-        The log-sum-exp that it returned: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. A query
-        whose entry is ``-inf`` attended to no key. If the forward call had `sinks`, `lse` already includes them.
+        The log-sum-exp of the forward call: ``(B, H, Sq)``, for layout TND ``(T, H)``; float32, for float64 inputs float64. A query whose
+        entry is ``-inf`` attended to no key. If the forward call had `sinks`, `lse` already includes them.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
         As in the forward call: see `block_sparse_attention`.
     q_begin, q_total, kv_ranges, attn_mask, alibi_slopes, softcap
         As in the forward call: see `block_sparse_attention`.
     dlse : array, optional
-        Gradient of the loss with respect to `lse`, of its shape and dtype, for a loss that uses `lse`, as merged
-        partial results and distillation do. Default: 0.
+        Gradient of the loss with respect to `lse`, with the shape and dtype of `lse`. It is for a loss that depends on `lse`, such as one
+        of merged partial results or of distillation. Default: 0.
     grads : tuple of array, optional
-        Where to write the results: ``(dq, dk, dv)``, each writable, of the shape and dtype of q, k or v, sharing no memory with any other
-        array of the call; any of them may be None.
+        Where to write the results: ``(dq, dk, dv)``, writable arrays of the shapes and dtype of q, k and v that share no memory with any
+        other array of the call. Any of the three may be None.
     bias_grads : bool
-        Also return the gradients of `attn_mask` and `alibi_slopes`, for biases that are learned (a table of relative positions, say). They
-        take a pass of their own: the call takes 1.5 to 3 times as long. Default: False.
+        Also return the gradients of `attn_mask` and `alibi_slopes`, for biases that are learned (a table of relative positions, say). These
+        gradients take a pass of their own: the call takes 1.5 to 3 times as long. Default: False.
     accumulate : bool
-        Add the gradients of k and v to what `dk` and `dv` of `grads` hold, which must then be given and be float32 (float64 for float64),
-        whatever the dtype of k and v. Rows of `dk` and `dv` in blocks that no list names are neither read nor written. Sums over several
-        calls are then rounded only once, by the caller.
+        Add the gradients of k and v to the contents of `dk` and `dv` of `grads`. These two arrays must then be given, in float32 (float64
+        for float64), whatever the dtype of k and v. Rows of `dk` and `dv` in blocks that no list names are neither read nor written. Sums
+        over several calls are then rounded only once, by the caller.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -432,7 +432,7 @@ def block_sparse_attention_backward(
         Of the shapes, layout and dtype of q, k and v, and the same kind of array as `q`. With `accumulate`, `dk` and `dv` are the arrays of
         `grads`.
     dattn_mask, dalibi_slopes : array or None
-        With `bias_grads`: of the shape and dtype of `attn_mask`, and ``(H,)`` of float32, both the kind of array that `attn_mask` is, or
+        With `bias_grads`: of the shape and dtype of `attn_mask`, and ``(H,)`` of float32, both of the kind of array of `attn_mask`, or of
         `q` where there is no mask. None for a bias that is not given, and for a mask of bool. An element of the mask that serves several
         heads, batch entries, queries or keys gets the sum of their gradients. An element of -inf gets 0.
 
@@ -454,13 +454,12 @@ def block_sparse_attention_backward(
 
     Notes
     -----
-    Probabilities are recomputed from `lse`; nothing of size Sq x Skv is ever built. Sums are accumulated in float32 (float64
-    for float64), for float16 and bfloat16 in scratch memory of 4 bytes per element of k and v. The results are the same
-    bit for bit whatever the number of threads and whatever else is in the batch. With every block listed, `dq` is that
-    of ``sabi=None`` bit for bit; so are `dk` and `dv` where ``block_shape[0]`` is a multiple of 128. For other sizes their sums are
-    taken in another order. `dq` of a slice of the queries is bit-identical to that part of the whole call's (see the notes of
-    `block_sparse_attention`); `dk` and `dv` are the slice's share of the sums. Keys and values that a query does not see, NaN and
-    infinity included, add exactly nothing to its gradients.
+    Probabilities are recomputed from `lse`; no array of size Sq x Skv is ever built. Sums are accumulated in float32 (float64 for float64),
+    for float16 and bfloat16 in scratch memory of 4 bytes per element of k and v. The results have the same bits for any number of threads,
+    and whatever else is in the batch. With every block listed, `dq` has the bits of a call with ``sabi=None``. So have `dk` and `dv` where
+    ``block_shape[0]`` is a multiple of 128; for other sizes, their sums are taken in another order. For a slice of the queries, `dq` is
+    bit-identical to these rows of the whole call (see the notes of `block_sparse_attention`), and `dk` and `dv` are the slice's share of
+    the sums. Keys and values that a query does not see, NaN and infinity included, add exactly nothing to its gradients.
 
     The recomputation and the role of ``dout . out`` follow FlashAttention-2 [1]_, algorithm 2.
 

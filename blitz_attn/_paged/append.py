@@ -9,7 +9,7 @@ from .call import scales_for_core
 
 
 class Summaries(NamedTuple):
-    """The summaries that appending keeps up to date, see `append_paged_kv`."""
+    """The summaries that appending keeps up to date: see `append_paged_kv`."""
 
     maxblocks: Any
     minblocks: Any
@@ -22,7 +22,7 @@ class Summaries(NamedTuple):
 
 def _is_written(scale: Any) -> bool:
     """Whether appending writes this k_scale or v_scale. An array with a scale for each token and head is written; one scale per head, or a
-    single one, is only read."""
+    single scale, is only read."""
     return scale is not None and len(_arrays.shape_of(scale)) > 1
 
 
@@ -39,8 +39,8 @@ def append_tokens(
     k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, requests: tuple[Any, ...], kv_layout: Any, k_scale: Any, v_scale: Any,
     summaries: Summaries, dtype: Any, kv_dtype: Any, num_threads: Any,
 ) -> None:  # fmt: skip
-    """Writes new tokens, and updates the summaries that are given, by one call of the core. `requests`: as for `attend_requests`; they are
-    read where `slot_mapping` is None."""
+    """Writes new tokens, and updates the summaries that are given, by one call of the core. `requests` are those of `attend_requests`, and
+    are read only where `slot_mapping` is None."""
     arrays = summaries.arrays()
     if summaries.tables is None and any(x is not None for x in arrays.values()):
         raise ValueError("metadata_block_tables: expected the tables of maxblocks, minblocks and meanblocks, got None")

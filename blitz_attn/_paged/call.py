@@ -68,11 +68,11 @@ _CORE_NAMES = {"selected_counts": "counts"}
 _OTHER_FLOATS = ("float64", "float16", "bfloat16")
 _STORED = {name: name for name in ("float32", "float16", "float64", "int8")} | {"bfloat16": "uint16", "float8_e4m3": "uint8"}
 _STORED |= dict.fromkeys(CELL_BYTES, "uint8")
-_NO_REQUESTS = zeros((0, 1), "int32"), (), None, None, None, None, None  # the `requests` of `attend_requests` where there are none
+_NO_REQUESTS = zeros((0, 1), "int32"), (), None, None, None, None, None  # the `requests` of `attend_requests` for a call without requests
 
 
 class Rules(NamedTuple):
-    """Options that hold for all calls of a plan, see `paged_attention`: the last arguments of the core's function, in its order."""
+    """Options of `paged_attention` that hold for all calls of a plan: the last arguments of the core's function, in its order."""
 
     out_dtype: Any = None
     dtype: Any = None
@@ -85,8 +85,8 @@ class Rules(NamedTuple):
 
 
 def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
-    """k_scale or v_scale as the core can read it: numbers and other floats as arrays of float32. For a `cache` of 16 bits or more, which
-    has no scale, the number 1 means none."""
+    """k_scale or v_scale as the core can read it: a number, or an array of other floats, as an array of float32. A `cache` of 16 bits or
+    more has no scale: for such a cache, the number 1 becomes None."""
     if type(scale) is ndarray:
         number = scale.ndim == 0
     else:  # a released memoryview has `ndim` but raises when it is read: it is then refused as a number
@@ -102,8 +102,8 @@ def open_requests(
     block_tables: Any, seq_lens: Any, indptr: Any, last_page_len: Any, q_lens: Any, q_begin: Any, page_size: Any, num_pages: Any = None,
     kv_split: Any = None,
 ) -> tuple[tuple[Any, ...], int, int]:  # fmt: skip
-    """Checks and copies requests once for many calls. Returns what `attend_requests` takes as `requests`, the number of requests, and the
-    number of their queries."""
+    """Checks and copies requests once for many calls. Returns the `requests` of `attend_requests`, the number of requests, and the number
+    of their queries."""
     opened, batch, num_queries = _core.open_page_tables(
         block_tables, seq_lens, indptr, last_page_len, q_lens, q_begin, page_size, num_pages, kv_split
     )
@@ -115,9 +115,9 @@ def attend_requests(
     sinks: Any = None, k_scale: Any = None, v_scale: Any = None, kv_ranges: Any = None, attn_mask: Any = None, alibi_slopes: Any = None,
     return_lse: Any = False, out: Any = None, selected_size: Any = None,
 ) -> Any:  # fmt: skip
-    """Attention over a paged cache by one call of the core, with arrays of any kind; over all blocks where `selected` is None. `requests`:
-    what `tables_for_core` gives, followed by `q_lens`, `q_begin` and `kv_split`, or what `open_requests` gives; `rules`: `Rules`, or a
-    plain tuple of its first values, which takes less time to make."""
+    """Attention over a paged cache by one call of the core, with arrays of any kind; over all blocks where `selected` is None. `requests`
+    is the result of `tables_for_core`, followed by `q_lens`, `q_begin` and `kv_split`, or the first result of `open_requests`. `rules` is
+    `Rules`, or a plain tuple of the same values, which takes less time to make."""
     if k_scale is not None or v_scale is not None:
         k_scale, v_scale = scales_for_core(k_scale, "k_scale", k_cache), scales_for_core(v_scale, "v_scale", v_cache)
     if sinks is not None:
@@ -155,7 +155,7 @@ def attend_requests(
 
 
 def size_of_selected(selected_size: Any) -> int | None:
-    """The tokens of a selected block; None for a page."""
+    """Number of tokens of a selected block; None where blocks are pages."""
     if selected_size is None:
         return None
     size = _arrays.integer(selected_size, "selected_size")
@@ -247,35 +247,35 @@ def paged_attention(
         ``(B, H, D)``, one query per request; with `q_lens` ``(T, H, D)``, the queries of all requests one after the other. float32,
         float16, bfloat16 or float64; D from 1 to 576.
     k_cache, v_cache : array
-        ``(pages, page_size, Hkv, D)`` and ``(pages, page_size, Hkv, Dv)``: page_size is at least 1. float64 where `q`
-        is float64; else float32, float16, bfloat16, or with scales int8 or float8 e4m3, whatever the dtype of `q`. H must be a multiple of
-        Hkv; query head h reads head ``h // (H // Hkv)``. Or rows of llama.cpp's blocks, uint8 with the bytes of a row on the last axis, as
-        `quantize_rows` makes them; `kv_dtype` names the format, and D and Dv are multiples of 32.
+        ``(pages, page_size, Hkv, D)`` and ``(pages, page_size, Hkv, Dv)``: page_size is at least 1. They are float64 where `q` is float64;
+        else float32, float16, bfloat16, or, with scales, int8 or float8 e4m3, whatever the dtype of `q`. H must be a multiple of Hkv; query
+        head h reads head ``h // (H // Hkv)``. A cache may also hold rows of llama.cpp's blocks, as `quantize_rows` makes them: uint8 with
+        the bytes of a row on the last axis. `kv_dtype` then names the format, and D and Dv are multiples of 32.
     block_tables : array of int32 or int64, or tuple
-        ``(B, W)`` page numbers; entries beyond a request's length are not read. Or the triple ``(indptr, indices, last_page_len)``:
-        request b has the pages ``indices[indptr[b]:indptr[b + 1]]``, and its last page holds ``last_page_len[b]`` tokens.
+        ``(B, W)`` page numbers; entries beyond a request's length are not read. Or a triple ``(indptr, indices, last_page_len)``: request b
+        then has the pages ``indices[indptr[b]:indptr[b + 1]]``, and its last page holds ``last_page_len[b]`` tokens.
     seq_lens : sequence of int
         ``(B,)``: number of tokens of each request in the cache, including those of the queries. None with the triple.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     kv_layout : {"NHD", "HND"}
-        HND caches are ``(pages, Hkv, page_size, D)``, their scales ``(pages, Hkv, page_size)``.
+        HND caches are ``(pages, Hkv, page_size, D)``, and their scales are ``(pages, Hkv, page_size)``.
     q_lens : sequence of int, optional
         ``(B,)``: number of queries of each request, 0 to ``seq_lens[b]``, as in chunked prefill and speculative decoding.
     window : int, optional
-        Number of tokens before itself that a query sees, at least 0. Default, and -1: all.
+        Number of tokens before itself that a query sees, at least 0. With -1, and by default, it sees all of them.
     q_begin : sequence of int, optional
-        ``(B,)``: token number of each request's query 0; may be negative. It is for a cache that holds a stretch of a longer request:
-        token 0 is then the first token in the cache. Query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the
+        ``(B,)``: token number of each request's query 0, which may be negative. Give it for a cache that holds a stretch of a longer
+        request: token 0 is the first token in the cache. Query i then sees token j when ``j <= i + q_begin``, and `q_lens` may exceed the
         number of tokens. Default: the queries are the last tokens.
     kv_ranges : array of int, optional
         ``(B, 2)``, with `q_lens` ``(T, 2)``; int32 or int64: query i sees the tokens ``kv_ranges[i, 0] <= j < kv_ranges[i, 1]`` of its
-        request instead of those up to itself, for prompts in which an image or a prefix sees itself. `window` still holds. Ranges may be
-        empty, and reach beyond the tokens.
+        request instead of the tokens up to itself. This is for prompts in which an image or a prefix sees itself as a whole. `window` still
+        holds. Ranges may be empty, and reach beyond the tokens.
     attn_mask : array, optional
         ``(B, H, Q, T)``, or any shape that broadcasts to it, with Q at least the most queries of a request and T at least the most tokens:
-        row i belongs to a request's query i, column j to its token j. Either bool, where False hides the token as the causal rule does, or
-        numbers that are added to the scores, as in `block_sparse_attention`; for example for a tree of draft tokens. A mask of one axis
+        row i belongs to a request's query i, column j to its token j. A mask of bool hides a token where it is False, as the causal rule
+        does; numbers are added to the scores, as in `block_sparse_attention`. A tree of draft tokens needs such a mask. A mask of one axis
         has one element per token of the longest request and no more, so that a flattened mask of queries and tokens is refused.
     alibi_slopes : array_like, optional
         ``(H,)`` float32: ``-alibi_slopes[h] * abs(p - j)`` is added to the score of token j, where p is the query's own token number.
@@ -283,35 +283,36 @@ def paged_attention(
         ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. A
         sink beyond about +-2.3e38 counts as infinite, unless `q` is float64.
     softcap : float, optional
-        Replaces each score by ``softcap * tanh(score / softcap)``; positive. Default, and 0: scores are not capped.
+        Replaces each score by ``softcap * tanh(score / softcap)``; it is positive. With 0, and by default, scores are not capped.
     k_scale, v_scale : array of float32, or float, optional
         The factors of int8 and float8 e4m3 caches: ``(pages, page_size, Hkv)``, one for each token and head, ``(Hkv,)``, one for each head,
-        or one number. Arrays of other floats are converted. For other caches only the number 1 is accepted, and has no effect.
+        or one number. Arrays of other floats are converted. Other caches accept only the number 1, which has no effect.
     kv_split : int, optional
-        Number of tokens of a chunk, a multiple of page_size: each request is attended to in chunks, whose states are merged by a fixed
-        tree, see the notes. Default: requests are cut as suits the machine.
+        Number of tokens of a chunk, a multiple of page_size: each request is attended in chunks, whose states are merged by a fixed tree:
+        see the notes. Default: requests are cut as suits the machine.
     return_lse : bool
         Also return the log-sum-exp.
     out_dtype : str or dtype, optional
         ``"float32"`` with float16 and bfloat16 queries returns the float32 result before rounding; rounding it gives exactly the default
         result. Default: the dtype of `q`.
     out : array, optional
-        Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input. With
-        `return_lse`, also a pair ``(out, lse)``, either of which may be None.
+        Where to write the result: a writable array of the result's shape and dtype that shares no memory with any input. With `return_lse`,
+        it may be a pair ``(out, lse)``, of which either may be None.
     dtype, kv_dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for the caches, ``"float8_e4m3"`` says that uint8 arrays hold such bits,
-        and ``"q8_0"``, ``"q4_0"`` or ``"q4_1"`` that they hold such rows. Where keys and values have different ones of these three, a pair:
-        ``("q8_0", "q4_1")``. `kv_dtype` defaults to `dtype`.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. ``kv_dtype="float8_e4m3"`` says that uint8 caches hold bits of float8
+        e4m3, and ``"q8_0"``, ``"q4_0"`` or ``"q4_1"`` that they hold rows of this format. If keys and values have different formats of
+        these three, `kv_dtype` is a pair such as ``("q8_0", "q4_1")``. `kv_dtype` defaults to `dtype`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
     Returns
     -------
     out : array
-        ``(B, H, Dv)`` or ``(T, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`. A query that sees no token gets 0.
+        ``(B, H, Dv)`` or ``(T, H, Dv)``, with the dtype of `q` (or `out_dtype`) and the kind of array of `q`. A query that sees no token
+        gets 0.
     lse : array
-        With `return_lse`: ``(B, H)`` or ``(T, H)``, natural log of the sum of ``exp(score)``; ``-inf`` where no token is seen. float32,
-        for float64 queries float64.
+        With `return_lse`: ``(B, H)`` or ``(T, H)``, natural log of the sum of ``exp(score)``; ``-inf`` where no token is seen. It is
+        float32, for float64 queries float64.
 
     Raises
     ------
@@ -333,17 +334,17 @@ def paged_attention(
     Notes
     -----
     Query heads that share a key/value head are computed together, so that each byte of the cache is read once. Long requests are cut into
-    parts, whose states are joined in order. Where a request is cut depends on that request alone: the result is the same bit for bit
-    whatever else is in the batch and whatever the number of threads.
+    parts, whose states are joined in order. The cuts of a request depend on that request alone: the result has the same bits for any number
+    of threads, and whatever else is in the batch.
 
     With `kv_split`, chunk c of a request is its tokens ``c * kv_split`` to ``(c + 1) * kv_split - 1``. Attention over each chunk is
     computed by itself, and the results and log-sum-exps of the chunks (float32, for float64 queries float64) are merged by
-    `merge_states_tree`; then `sinks` take part, and the result is rounded once. So it does not matter who computes which chunk: calls over
-    single chunks, each as a request of its own with `q_begin` and unrounded results (``out_dtype="float32"`` for queries of 16 bits), give
-    bit-identical results when they are merged in the same way. Each chunk has the columns of `attn_mask` that belong to its tokens.
+    `merge_states_tree`; then `sinks` take part, and the result is rounded once. So chunks may be computed in different places. Make a call
+    for each chunk, as a request of its own with `q_begin` and unrounded results (``out_dtype="float32"`` for queries of 16 bits), and merge
+    the results in the same way: they are bit-identical. Each chunk has the columns of `attn_mask` that belong to its tokens.
 
-    A prefix that many requests share can be read once for all of them: attend to the prefix with all queries in one call, to the rest of
-    each request in a second call, and merge the two results with `blitz_attn.merge_states` (see the second example).
+    A prefix that many requests share can be read once for all of these requests. One call attends to the prefix with all queries, a second
+    call to the rest of each request, and `blitz_attn.merge_states` merges the two results (see the second example).
 
     The operation follows paged attention of vLLM [1]_ and the table formats of FlashInfer [2]_.
 
@@ -445,15 +446,15 @@ def paged_select_attention(
     q, k_cache, v_cache, block_tables, seq_lens
         See `paged_attention`. `seq_lens` is None where `block_tables` is the triple.
     selected : array of int16, int32 or int64
-        ``(B, Hkv, K)`` or ``(B, H, K)``: the blocks that a key/value head's group, or a query head, sees. Block i of a request is its i-th
-        page, ``block_tables[b, i]``: numbers from 0 to ``ceil(seq_len / page_size) - 1``, in any order, none twice. A row ends at the
-        first -1.
+        ``(B, Hkv, K)`` or ``(B, H, K)``: the blocks that the query heads of a key/value head see, or that a query head sees. Block i of a
+        request is its i-th page, ``block_tables[b, i]``. A row has numbers from 0 to ``ceil(seq_len / page_size) - 1``, in any order, none
+        of them twice. A row ends at the first -1.
     counts : array of int, optional
         ``(B, Hkv)`` or ``(B, H)``: number of entries in use in each row of `selected`, which then needs no -1.
     selected_size : int, optional
-        Each query has a list of its own, of blocks of so many tokens: `selected` is ``(B, Hkv, K)``, ``(B, H, K)`` or ``(B, 1, K)``, and
-        with `q_lens` ``(T, Hkv, K)`` and so on. Block i is the tokens from ``i * selected_size`` on; 1 lists single tokens. Without
-        `counts` and `kv_split`. Default: a page, and one list for all queries of a request.
+        Number of tokens of a block, where each query has a list of its own: `selected` is then ``(B, Hkv, K)``, ``(B, H, K)`` or ``(B, 1,
+        K)``, and with `q_lens` ``(T, Hkv, K)`` and so on. Block i is the tokens from ``i * selected_size`` on; 1 lists single tokens. It
+        cannot be combined with `counts` or `kv_split`. Default: blocks are pages, and all queries of a request share one list.
     scale, kv_layout, q_lens, window, q_begin, kv_ranges, attn_mask, alibi_slopes, sinks, softcap, k_scale, v_scale, kv_split, return_lse
         See `paged_attention`.
     out_dtype, out, dtype, kv_dtype, num_threads
@@ -462,9 +463,9 @@ def paged_select_attention(
     Returns
     -------
     out : array
-        As `paged_attention`. A row that lists no block gives 0.
+        As from `paged_attention`. A row that lists no block gives 0.
     lse : array
-        With `return_lse`, as `paged_attention`, over the tokens of the listed blocks.
+        With `return_lse`, as from `paged_attention`, over the tokens of the listed blocks.
 
     Raises
     ------
@@ -473,14 +474,13 @@ def paged_select_attention(
 
     See Also
     --------
-    blitz_attn.select_blocks : makes such lists.
-    blitz_attn.select_and_attend : both in one call.
+    blitz_attn.select_blocks : makes lists of blocks. blitz_attn.select_and_attend : both in one call.
 
     Notes
     -----
     The last block of a request may be listed anywhere in a row; only its valid tokens are seen. With a list of all blocks, the result is
-    bit-identical to that of `paged_attention`. One list per key/value head is faster than one per query head, whose heads do not share
-    reads of the cache.
+    bit-identical to that of `paged_attention`. One list per key/value head is faster than one per query head, because query heads with
+    lists of their own do not share reads of the cache.
 
     Examples
     --------

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedPlan"]
 
-_USUAL_RULES = Rules()  # the rules of a plan that is given none: they need no check
+_USUAL_RULES = Rules()  # the rules of a plan without options, which need no check
 _NO_DTYPES = (None, None, None)
 
 
 class PagedPlan:
-    """Page tables and lengths of one decoding step, checked and copied once for the calls of all layers.
+    """The page tables and lengths of one decoding step, checked and copied once for the calls of all layers.
 
     A plan belongs to its process: it can neither be pickled nor deep-copied.
 
@@ -37,7 +37,8 @@ class PagedPlan:
     q_lens, q_begin : sequence of int, optional
         See `paged_attention`. They are copied, too.
     num_pages : int, optional
-        Number of pages of the caches that calls pass, to check page numbers here. Each call checks that its own cache has all pages.
+        Number of pages of the caches that calls pass. If it is given, page numbers are checked here. Each call checks that its own cache
+        has all pages.
     kv_split : int, optional
         See `paged_attention`; a multiple of `page_size`.
     scale, kv_layout, window, softcap, out_dtype, dtype, kv_dtype, num_threads
@@ -195,7 +196,7 @@ class PagedPlan:
         Returns
         -------
         out : array
-            ``(num_queries, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`.
+            ``(num_queries, H, Dv)``, with the dtype of `q` (or `out_dtype`) and the kind of array of `q`.
         lse : array
             With `return_lse`: ``(num_queries, H)``, see `paged_attention`.
 
@@ -259,14 +260,14 @@ class PagedPlan:
         counts : array of int, optional
             ``(batch, Hkv)`` or ``(batch, H)``: number of entries in use in each row of `selected`.
         selected_size : int, optional
-            Give it if each query has a list of its own: the number of tokens of a block, see `paged_select_attention`.
+            Number of tokens of a block, where each query has a list of its own: see `paged_select_attention`.
         sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out
             See `paged_attention`.
 
         Returns
         -------
         out : array
-            ``(num_queries, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`.
+            ``(num_queries, H, Dv)``, with the dtype of `q` (or `out_dtype`) and the kind of array of `q`.
         lse : array
             With `return_lse`: ``(num_queries, H)``, see `paged_attention`.
 
@@ -346,7 +347,7 @@ class PagedPlan:
         Parameters
         ----------
         q : array
-            ``(num_queries, H, D)``: the queries of all requests one after the other. Those of a request share its lists, see
+            ``(num_queries, H, D)``: the queries of all requests one after the other. The queries of a request share its lists: see
             `select_blocks`.
         k_cache, v_cache : array
             The caches of one layer, with the `page_size` of the plan.
@@ -362,11 +363,11 @@ class PagedPlan:
         Returns
         -------
         out : array
-            ``(num_queries, H, Dv)``, dtype of `q` (or `out_dtype`) and kind of `q`.
+            ``(num_queries, H, Dv)``, with the dtype of `q` (or `out_dtype`) and the kind of array of `q`.
         lse : array
             With `return_lse`: ``(num_queries, H)``, see `paged_attention`.
         selected, counts : array
-            With `return_selected`, as `select_blocks`.
+            With `return_selected`, as from `select_blocks`.
 
         Raises
         ------
@@ -376,7 +377,7 @@ class PagedPlan:
         Notes
         -----
         The results are bit-identical to those of `select_blocks` with the page size as `block_size`, followed by `select_attention`. Blocks
-        are chosen without the rules that hide tokens or change scores, see `blitz_attn.select_and_attend`.
+        are chosen without the rules that hide tokens or change scores: see `blitz_attn.select_and_attend`.
 
         Examples
         --------

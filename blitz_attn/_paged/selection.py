@@ -1,5 +1,4 @@
-"""The core's call that selects blocks of a paged cache, with arrays of any kind, and its arguments where attention over these blocks
-follows."""
+"""The core's call that selects blocks of a paged cache, with arrays of any kind: by itself, and before attention over these blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ def integer_empty(like: Any) -> Any:
 
 
 def budgets(k: Any, budget: Any, dense_below: int | None, seq_lens: Any, size: int) -> tuple[Any, list[int] | None]:
-    """(width of the result, number of blocks of each request). The second is None where every request gets as many as the width."""
+    """(width of the result, number of blocks of each request). The second value is None where every request gets as many blocks as the
+    width."""
     if (k is None) == (budget is None):
         raise ValueError(f"budget: expected exactly one of budget and k, got {'neither' if k is None else 'both'}")
     one, name = (k, "k") if k is not None else (budget, "budget")
@@ -59,7 +59,8 @@ def budgets(k: Any, budget: Any, dense_below: int | None, seq_lens: Any, size: i
 
 
 def block_size_of(pages: Any, kv_layout: Any, name: str, needed: bool = True) -> int | None:
-    """Number of tokens per page, from the shape; None for a shape that the core refuses. `needed`: an unknown shape is refused here."""
+    """Number of tokens per page, from the shape of `pages`; None for a shape that the core refuses. With `needed`, an unknown shape is
+    refused here."""
     shape = _arrays.shape_of(pages)
     if needed and shape == () and hasattr(pages, "__dlpack__") and not hasattr(pages, "shape"):
         raise TypeError(f"{name}: expected an array with a shape, or one that NumPy can read by DLPack, got {type(pages).__name__}")
@@ -141,6 +142,6 @@ def select_to_attend(
 
 
 def with_lists(result: Any, has_lse: bool, lists: tuple[Any, ...]) -> Any:
-    """What a function returns: `result`, which is a pair where `has_lse` says so, followed by `lists`, if there are any."""
+    """The result of a function that attends: `result`, which is a pair if `has_lse`, followed by `lists`, if there are any."""
     parts = (*(result if has_lse else (result,)), *lists)
     return parts if len(parts) > 1 else parts[0]

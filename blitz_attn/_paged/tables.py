@@ -9,7 +9,7 @@ from .._names import KV_LAYOUTS
 
 
 def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, Any]:
-    """(tables, seq_lens, indptr, last_page_len) as the core takes them, from either form of tables."""
+    """(tables, seq_lens, indptr, last_page_len) as the core takes them, from an array of tables or a triple."""
     if isinstance(block_tables, tuple):
         if len(block_tables) != 3:
             raise ValueError(f"block_tables: expected an array or (indptr, indices, last_page_len), got a tuple of {len(block_tables)}")

@@ -20,8 +20,8 @@ class BlockList(np.ndarray):
 
     Functions that make lists for a block shape return such arrays: the builders of `blitz_attn.sabi`, `blitz_attn.select_blocks_prefill`
     and `blitz_attn.select.list_from_scores`. Attention takes them without a `block_shape`, and refuses a `block_shape` that contradicts the
-    list. ``BlockList(array, block_shape)`` makes one from an array of integers, whose memory it shares; `from_block_mask` with a
-    `block_shape` makes one from a mask.
+    list. ``BlockList(array, block_shape)`` makes such a list from an array of integers, and shares the array's memory. `from_block_mask`
+    with a `block_shape` makes one from a mask.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class BlockList(np.ndarray):
     Attributes
     ----------
     block_shape : (int, int)
-        As given; it cannot be set.
+        The block shape that was given. It cannot be set.
 
     Raises
     ------
@@ -43,9 +43,9 @@ class BlockList(np.ndarray):
     Notes
     -----
     Slices, views, ``copy``, ``astype``, ``repeat``, pickles, `numpy.concatenate`, `numpy.stack` and `numpy.broadcast_to` keep the block
-    shape; lists of different block shapes cannot be joined. Computing drops it: arithmetic, comparisons and functions that make an array
-    anew (`numpy.array`, `numpy.asarray`, `numpy.where`) return plain arrays. Files of `numpy.save`, tensors of torch and arrays of JAX know
-    no block shape either: calls with them need ``block_shape=`` where it is not the default.
+    shape; lists of different block shapes cannot be joined. Computing drops the block shape: arithmetic, comparisons and functions that
+    make an array anew (`numpy.array`, `numpy.asarray`, `numpy.where`) return plain arrays. Files of `numpy.save`, tensors of torch and
+    arrays of JAX know no block shape either: calls with them need ``block_shape=`` unless the list has the default block shape.
 
     Examples
     --------
@@ -65,7 +65,7 @@ class BlockList(np.ndarray):
 
     _block_shape: BlockShape | None = None
 
-    if TYPE_CHECKING:  # NumPy's own types say that these are plain arrays
+    if TYPE_CHECKING:  # by NumPy's own types, these methods return plain arrays
 
         def __getitem__(self, key: Any) -> Any: ...
         def astype(self, *args: Any, **kwargs: Any) -> BlockList: ...
@@ -81,7 +81,7 @@ class BlockList(np.ndarray):
     @property
     def block_shape(self) -> BlockShape:
         """Number of tokens per block of queries and of keys."""
-        if self._block_shape is None:  # np.ndarray.__new__ and views as this class make such arrays
+        if self._block_shape is None:  # np.ndarray.__new__, and views as this class, make arrays without a block shape
             raise AttributeError("block_shape: expected a list that was made with a block shape, got a bare view")
         return self._block_shape
 
@@ -92,7 +92,7 @@ class BlockList(np.ndarray):
         self._block_shape = getattr(source, "_block_shape", None)
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        return np.asarray(array)[()]  # where it has no axes, a number
+        return np.asarray(array)[()]  # a result without axes becomes a number
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         made = super().__array_function__(func, types, args, kwargs)
@@ -113,7 +113,7 @@ class BlockList(np.ndarray):
         super().__setstate__(tuple(array))
 
 
-BlockList.__module__ = "blitz_attn.sabi"  # where users and pickles find it
+BlockList.__module__ = "blitz_attn.sabi"  # where users and pickles find the class
 
 
 @overload
@@ -121,7 +121,7 @@ def listed(sabi: np.ndarray, block_shape: BlockShape) -> BlockList: ...
 @overload
 def listed(sabi: np.ndarray, block_shape: BlockShape | None) -> np.ndarray: ...
 def listed(sabi: np.ndarray, block_shape: BlockShape | None) -> np.ndarray:
-    """The array as a list of this block shape; the array itself where there is none."""
+    """The array as a list of this block shape; the array itself where `block_shape` is None."""
     if block_shape is None:
         return sabi
     made = sabi.view(BlockList)
@@ -144,8 +144,8 @@ def common_shape(lists: Iterable[Any]) -> BlockShape | None:
 
 
 def block_shape_for(sabi: Any, block_shape: Any, default: Any = None) -> Any:
-    """The block shape of a call: that of the list where it knows one, and then a given one must agree; else the given one, else the
-    default."""
+    """The block shape of a call. A list that knows its block shape decides, and `block_shape` must agree or be None. For any other array,
+    it is `block_shape`, or `default` where `block_shape` is None."""
     known = shape_of(sabi)
     if known is None:
         return default if block_shape is None else block_shape

@@ -43,13 +43,14 @@ __all__ = [
 
 
 def _keys_seen(s_q: int, s_kv: int, block_q: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each query block, the key positions that lie on the bottom-right diagonal for its first and for its last query."""
+    """For each query block, the positions of the keys on the bottom-right diagonal: that of the block's first query, and that of its
+    last."""
     first = np.arange(0, s_q, block_q)
     return first + s_kv - s_q, np.minimum(first + block_q, s_q) - 1 + s_kv - s_q
 
 
 def _span(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first block of keys that holds any of the positions low..high (inclusive), and the place after the last one."""
+    """The first block of keys that holds any of the positions low..high (inclusive), and the number after the last such block."""
     first = np.maximum(low // block_kv, 0)
     end = np.minimum(high // block_kv + 1, blocks_of(s_kv, block_kv))
     return first, np.where((low <= high) & (low < s_kv), np.maximum(end, first), first)
@@ -65,9 +66,9 @@ def _span_mask(low: np.ndarray, high: np.ndarray, s_kv: int, block_kv: int) -> n
 def _list_of_spans(
     row: np.ndarray, first: np.ndarray, end: np.ndarray, grid: tuple[int, int], block_shape: BlockShape, dtype: Any, width: Any
 ) -> BlockList:
-    """The list of one head whose row ``row[i]`` has the columns from ``first[i]`` to ``end[i] - 1``. Rows rise with i; among the spans
-    of a row that are not empty, each begins no earlier than the one before and may overlap it. The grid is never held as a mask: it may
-    have far more blocks than the list."""
+    """The list of one head whose row ``row[i]`` has the columns from ``first[i]`` to ``end[i] - 1``. ``row[i]`` rises with i, and a row may
+    have several such spans. Of the spans of a row that are not empty, each begins and ends no earlier than the span before it, and may
+    overlap that span. The grid, which may have far more blocks than the list, is never held as a mask."""
     kept = end > first
     row, first, end = row[kept], first[kept], end[kept]
     again = np.append(False, row[1:] == row[:-1])
@@ -88,7 +89,7 @@ def _list_of_spans(
 
 
 def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 128), *, dtype: DType | None = None) -> BlockList:
-    """Every block.
+    """A list of every block.
 
     Parameters
     ----------
@@ -107,7 +108,7 @@ def dense(s_q: int, s_kv: int | None = None, block_shape: Sequence[int] = (128, 
     Raises
     ------
     TypeError, ValueError
-        A size below 1, or a dtype that is not for lists or too narrow.
+        A size below 1, or a dtype that is not one of these or is too narrow for the columns.
 
     Examples
     --------
@@ -129,7 +130,7 @@ def causal(
     s_q, s_kv, block_shape, dtype
         As in `dense`.
     width : int, optional
-        Width of the list. Default: that of the fullest row.
+        Width of the list. Default: the number of blocks in the fullest row.
 
     Returns
     -------
@@ -166,9 +167,9 @@ def sliding_window(
     s_q, s_kv, block_shape, dtype
         As in `dense`.
     window : (int, int)
-        Number of tokens before and after the diagonal, -1 = no bound, as `window` of the attention call.
+        Numbers of tokens before and after the diagonal, as `window` of the attention call. -1 sets no bound.
     width : int, optional
-        Width of the list. Default: that of the fullest row.
+        Width of the list. Default: the number of blocks in the fullest row.
 
     Returns
     -------
@@ -210,7 +211,7 @@ def sink_local(
     dtype: DType | None = None,
     width: int | None = None,
 ) -> BlockList:
-    """The first tokens and those near the diagonal, the pattern of streaming attention.
+    """Blocks of the first tokens and of the tokens near the diagonal: the pattern of streaming attention.
 
     Parameters
     ----------
@@ -231,7 +232,7 @@ def sink_local(
     Raises
     ------
     TypeError, ValueError
-        As in `dense`, and negative `sink` or `local`.
+        As in `dense`, and a negative `sink` or `local`.
 
     Examples
     --------
@@ -265,9 +266,9 @@ def document(
 ) -> BlockList:
     """Packed documents, each of which sees only itself.
 
-    A block that holds tokens of two documents is listed for both, since a list cannot cut inside a block. `document_ranges` cuts exactly,
-    as `kv_ranges` of the attention call, with this list or without a list. (Layout TND cuts exactly by itself; there each document has a
-    list of its own.)
+    A block that holds tokens of two documents is listed for both, since a list cannot cut inside a block. To cut exactly, pass the result
+    of `document_ranges` as `kv_ranges` of the attention call, with or without this list. (Layout TND cuts exactly by itself. There, each
+    document has a list of its own.)
 
     Parameters
     ----------
@@ -320,8 +321,8 @@ def document(
 def document_ranges(lengths: Integers) -> np.ndarray:
     """`kv_ranges` of packed documents, each of which sees only itself.
 
-    The attention call may take `causal`, `window` and a list of blocks together with them; all rules hold. Without a list, the call reads
-    only keys that some query of a tile sees.
+    The attention call may take `causal`, `window` and a list of blocks together with these ranges; all of these rules then hold. Without a
+    list, the call reads for a tile of queries only the keys that at least one of these queries sees.
 
     Parameters
     ----------
@@ -376,7 +377,7 @@ def dilated(
     dtype: DType | None = None,
     width: int | None = None,
 ) -> BlockList:
-    """The diagonal block of each row and every `stride`-th block from it.
+    """The diagonal block of each row, and every `stride`-th block counted from the diagonal block.
 
     Parameters
     ----------
@@ -397,7 +398,7 @@ def dilated(
     Raises
     ------
     TypeError, ValueError
-        As in `dense`, a stride below 1 or a negative reach.
+        As in `dense`, and a stride below 1 or a negative reach.
 
     Examples
     --------
@@ -450,12 +451,12 @@ def vertical_slash(
     Returns
     -------
     numpy.ndarray
-        (B, H, R, W), 1 where an axis was not given.
+        (B, H, R, W). B and H are 1 where `vertical` and `slash` have no such axis.
 
     Raises
     ------
     TypeError, ValueError
-        As in `dense`, a key position out of range, or axes that do not broadcast.
+        As in `dense`, and positions or distances out of range, or axes that do not broadcast.
 
     Examples
     --------

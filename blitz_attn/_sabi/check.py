@@ -32,25 +32,26 @@ def check(
     Parameters
     ----------
     sabi : array_like of int
-        Block list of four axes: B or 1; H, Hkv or 1; R; W. The first one or two may be missing, and then are 1.
+        Block list of four axes: B or 1; H, Hkv or 1; R; W. The first axis, or the first two, may be missing: they then count as 1.
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     block_shape : (int, int), optional
-        Number of tokens per block of queries and of keys, at least 1 each. Default: that of the list, for plain arrays (128, 128).
+        Number of tokens per block of queries and of keys, at least 1 each. Default: the block shape that the list knows; (128, 128) for
+        plain arrays.
     batch, heads : int, optional
-        Sizes that the leading axes must have, where they are not 1. Not checked when left out.
+        Sizes that the leading axes must have unless they are 1. A size that is left out is not checked.
     kv_heads : int, optional
-        Another size that the axis of heads may have: a list for each key/value head.
+        Another size that the axis of heads may have: the list then has rows for each key/value head.
 
     Returns
     -------
     numpy.ndarray
-        int64, of four axes: the list with -1 from each row's first pad on.
+        The list as int64, with four axes and with -1 from each row's first pad on.
 
     Raises
     ------
     TypeError
-        Not integers.
+        `sabi` does not hold integers.
     ValueError
         A shape that does not fit, a column out of range, or a column listed twice in a row.
 

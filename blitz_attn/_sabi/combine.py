@@ -57,16 +57,16 @@ def union(a: ArrayLike, b: ArrayLike, columns: int | None = None, *, dtype: DTyp
     Parameters
     ----------
     a, b : array_like of int
-        Block lists (..., R, W), of widths that may differ and leading axes that broadcast.
+        Block lists (..., R, W). Their widths may differ, and their leading axes broadcast.
     columns : int, optional
-        Number of key blocks. Default: the least that holds every entry.
+        Number of key blocks. Default: one more than the largest entry.
     dtype : dtype, optional
         As in `from_block_mask`.
 
     Returns
     -------
     numpy.ndarray
-        Block list, columns rising.
+        Block list with rising columns.
 
     Raises
     ------
@@ -170,7 +170,7 @@ def complement(a: ArrayLike, columns: int, *, dtype: DType | None = None) -> np.
     Returns
     -------
     numpy.ndarray
-        Block list, columns rising.
+        Block list with rising columns.
 
     Raises
     ------
@@ -209,7 +209,7 @@ def transpose(a: ArrayLike, columns: int, *, dtype: DType | None = None) -> np.n
     Returns
     -------
     numpy.ndarray
-        Block list (..., C, W'), entries in 0..R-1, rising.
+        Block list (..., C, W') with rising entries from 0 to R - 1.
 
     Raises
     ------
@@ -242,7 +242,7 @@ def coarsen(a: ArrayLike, factors: Sequence[int], columns: int, *, dtype: DType 
     a : array_like of int
         Block list (..., R, W).
     factors : (int, int)
-        Old blocks of queries and of keys that make a new one.
+        Numbers of old blocks of queries and of keys that make one new block.
     columns : int
         Number of key blocks of `a`.
     dtype : dtype, optional
@@ -283,7 +283,7 @@ def refine(a: ArrayLike, factors: Sequence[int], rows: int, columns: int, *, dty
     a : array_like of int
         Block list (..., R, W).
     factors : (int, int)
-        New blocks of queries and of keys that an old one splits into.
+        Numbers of new blocks of queries and of keys that one old block splits into.
     rows, columns : int
         Numbers of blocks of queries and of keys in the result; blocks beyond the last token are dropped.
     dtype : dtype, optional
@@ -299,8 +299,8 @@ def refine(a: ArrayLike, factors: Sequence[int], rows: int, columns: int, *, dty
     TypeError
         `a`, `factors`, `rows` or `columns` do not hold integers.
     ValueError
-        `factors` are below 1 or do not divide the block shape of `a`, `rows` or `columns` do not fit, or the new grid has more than 2**28
-        blocks over all heads.
+        `factors` are below 1 or do not divide the block shape of `a`, `rows` or `columns` do not fit `a`, or the new grid has more than
+        2**28 blocks over all heads.
 
     Examples
     --------

@@ -66,10 +66,10 @@ def mask_of(rows: np.ndarray, columns: Any, name: str) -> np.ndarray:
 
 
 def any_pool(mask: np.ndarray, factors: tuple[int, int]) -> np.ndarray:
-    """True where any element of a cell of `factors` rows and columns is."""
+    """A mask with one element for each cell of `factors` rows and columns, which is True where any element of the cell is True."""
     rows, columns = mask.shape[-2:]
     tall = np.empty((*mask.shape[:-2], -(-rows // factors[0]), columns), bool)
-    for n in range(tall.shape[-2]):  # reduceat of booleans takes up to a hundred times as long
+    for n in range(tall.shape[-2]):  # reduceat of booleans along this axis takes up to a hundred times as long
         mask[..., n * factors[0] : (n + 1) * factors[0], :].any(axis=-2, out=tall[..., n, :])
     pooled = np.empty((*tall.shape[:-1], -(-columns // factors[1])), bool)
     for at in pieces(tall.shape):
@@ -78,7 +78,8 @@ def any_pool(mask: np.ndarray, factors: tuple[int, int]) -> np.ndarray:
 
 
 def spread(mask: np.ndarray, factors: tuple[int, int], rows: int, columns: int) -> np.ndarray:
-    """The first `rows` rows and columns of a mask in which each element is repeated as a cell of `factors` rows and columns."""
+    """A mask of `rows` rows and `columns` columns: `mask` with each element repeated as a cell of `factors` rows and columns, cut to this
+    size."""
     made = np.empty((*mask.shape[:-2], rows, columns), bool)
     own = np.arange(rows) // factors[0]
     for at in pieces(made.shape):
@@ -87,14 +88,14 @@ def spread(mask: np.ndarray, factors: tuple[int, int], rows: int, columns: int) 
 
 
 def to_block_mask(sabi: ArrayLike, columns: int | None = None) -> np.ndarray:
-    """Boolean mask over blocks, True = kept.
+    """Boolean mask over blocks, True where a block is kept.
 
     Parameters
     ----------
     sabi : array_like of int
         Block list (..., R, W).
     columns : int, optional
-        Number of key blocks C. Default: the least that holds every entry.
+        Number of key blocks C. Default: one more than the largest entry.
 
     Returns
     -------
@@ -104,9 +105,9 @@ def to_block_mask(sabi: ArrayLike, columns: int | None = None) -> np.ndarray:
     Raises
     ------
     TypeError
-        Not integers.
+        An argument does not hold integers.
     ValueError
-        An entry of `columns` or more.
+        An entry is not below `columns`.
 
     Examples
     --------
@@ -132,14 +133,14 @@ def from_block_mask(
     Parameters
     ----------
     mask : array_like of bool
-        (..., R, C), True = kept.
+        (..., R, C), True where a block is kept.
     dtype : dtype, optional
         uint16, int16, int32 or int64. Default: int32.
     width : int, optional
-        Width W of the list. Default: that of the fullest row, at least 1.
+        Width W of the list. Default: the number of blocks in the fullest row, but at least 1.
     block_shape : (int, int), optional
-        Number of tokens per block of queries and of keys, which the result is to know (see `BlockList`). Default: the result is a plain
-        array, to be passed with a `block_shape`.
+        Number of tokens per block of queries and of keys, which the result then knows (see `BlockList`). Default: the result is a plain
+        array, which calls take together with a `block_shape`.
 
     Returns
     -------
@@ -175,7 +176,7 @@ def from_block_mask(
 
 
 def to_token_mask(sabi: ArrayLike, s_q: int, s_kv: int | None = None, block_shape: Sequence[int] | None = None) -> np.ndarray:
-    """Boolean mask over tokens, True where a query attends to a key. For small problems: it has s_q * s_kv elements per head.
+    """Boolean mask over tokens, True where a query attends to a key. It has s_q * s_kv elements per head, so it is for small problems.
 
     Parameters
     ----------
@@ -184,7 +185,8 @@ def to_token_mask(sabi: ArrayLike, s_q: int, s_kv: int | None = None, block_shap
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     block_shape : (int, int), optional
-        Number of tokens per block of queries and of keys, at least 1 each. Default: that of the list, for plain arrays (128, 128).
+        Number of tokens per block of queries and of keys, at least 1 each. Default: the block shape that the list knows; (128, 128) for
+        plain arrays.
 
     Returns
     -------
@@ -256,9 +258,9 @@ _FIRST_BIT, _LAST_BIT, _BIT_COUNT = _BITS.argmax(axis=1), 7 - _BITS[:, ::-1].arg
 
 
 def runs_and_counts(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each row of a mask, bool (..., keys): its run, int64 (..., 2), which is the first key that is seen and the place after the last
-    one (0 and 0 where there is none), and the number of keys that are seen. If this is less than the length of the run, the run has
-    gaps."""
+    """Two results for the rows of a mask, bool (..., keys). The run of a row, int64 (..., 2), is the first key that is seen and the place
+    after the last such key, or 0 and 0 where no key is seen. The count of a row is the number of keys that are seen. If the count is less
+    than the length of the run, the run has gaps."""
     runs, counts = np.zeros((*seen.shape[:-1], 2), np.int64), np.zeros(seen.shape[:-1], np.int64)
     for at in pieces(seen.shape) if seen.shape[-1] else ():
         eights = np.packbits(seen[at], axis=-1)
@@ -273,8 +275,8 @@ def runs_and_counts(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def listed_in_runs(listed: np.ndarray, runs: np.ndarray, shape: tuple[int, int], s_kv: int) -> np.ndarray:
-    """int64 (..., s_q): how many keys of each query's run, `runs` (..., s_q, 2), lie in the blocks of the query's row of `listed`, bool
-    (..., R, C). A query sees exactly these keys. An axis of size 1 in `runs` fits any size in `listed`."""
+    """int64 (..., s_q): for each query, how many keys of its run, in `runs` (..., s_q, 2), lie in the blocks of its row of `listed`, bool
+    (..., R, C). By both rules together, a query sees exactly these keys. An axis of size 1 in `runs` fits any size in `listed`."""
     lead, s_q, (block_q, block_kv) = listed.shape[:-2], runs.shape[-2], shape
     runs = np.broadcast_to(runs, (*lead, s_q, 2))
     counts = np.empty((*lead, s_q), np.int64)
@@ -294,21 +296,21 @@ def listed_in_runs(listed: np.ndarray, runs: np.ndarray, shape: tuple[int, int],
 
 
 def kv_ranges_from_token_mask(mask: ArrayLike, block_shape: Sequence[int] | None = None) -> np.ndarray:
-    """The `kv_ranges` of `block_sparse_attention` that say exactly what a boolean mask over tokens does.
+    """The `kv_ranges` of `block_sparse_attention` that hide exactly the keys that a boolean mask over tokens hides.
 
     Parameters
     ----------
     mask : array_like of bool
-        (..., s_q, s_kv), True where a query attends to a key. In each row the keys must be a run, that is, have no gap between them.
+        (..., s_q, s_kv), True where a query attends to a key. The keys of each row must be a run, that is, without a gap between them.
     block_shape : (int, int), optional
-        Give it if attention gets the ranges together with the list ``from_token_mask(mask, block_shape)``. Blocks that this list leaves
-        out may then be gaps in a run. Default: no list.
+        Needed if attention gets the ranges together with the list ``from_token_mask(mask, block_shape)``. Blocks that this list leaves out
+        may then be gaps in a run. Default: there is no list.
 
     Returns
     -------
     numpy.ndarray
-        int32 (..., s_q, 2): the first key of each query and the place after the last one; 0 and 0 where there is none. Attention takes
-        no axis of heads: give ``mask[:, 0]`` of a mask ``(B, 1, s_q, s_kv)``.
+        int32 (..., s_q, 2): the first key of each query and the place after its last key; 0 and 0 for a query without keys. The `kv_ranges`
+        of attention have no axis of heads: give ``mask[:, 0]`` of a mask ``(B, 1, s_q, s_kv)``.
 
     Raises
     ------
@@ -357,14 +359,14 @@ def to_csr(sabi: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     Returns
     -------
     indptr : numpy.ndarray
-        int64, one more than there are rows.
+        int64, with one entry more than there are rows.
     indices : numpy.ndarray
         int32, rising within a row.
 
     Raises
     ------
     TypeError
-        Not integers.
+        An argument does not hold integers.
     ValueError
         A column of 2**31 or more.
 
@@ -413,13 +415,13 @@ def from_csr(
     Parameters
     ----------
     indptr : array_like of int
-        Rising from 0 to the number of indices; one more entry than there are rows. Integers of any size, signed or not.
+        Integers of any size, signed or not, that rise from 0 to the number of indices. There is one entry more than there are rows.
     indices : array_like of int
-        Columns, row after row; also integers of any size.
+        Columns, row after row, as integers of any size.
     lead : sequence of int
         Leading axes (batch, heads) that the rows are split over, in C order.
     columns : int, optional
-        Number of key blocks. Default: the least that holds every index.
+        Number of key blocks. Default: one more than the largest index.
     dtype, width, block_shape
         As in `from_block_mask`.
 
@@ -431,7 +433,7 @@ def from_csr(
     Raises
     ------
     TypeError
-        Not integers.
+        An argument does not hold integers.
     ValueError
         `indptr` does not fit `indices`, the rows do not split over `lead`, or an index is out of range.
 
@@ -468,14 +470,14 @@ def to_num_idx(sabi: ArrayLike, columns: int | None = None) -> tuple[np.ndarray,
     sabi : array_like of int
         Block list (..., R, W).
     columns : int, optional
-        Number of key blocks C. Default: the least that holds every entry.
+        Number of key blocks C. Default: one more than the largest entry.
 
     Returns
     -------
     num : numpy.ndarray
-        int32 (..., R): blocks kept.
+        int32 (..., R): number of blocks kept.
     idx : numpy.ndarray
-        int32 (..., R, C): the kept columns rising, then the others rising, so that every entry is a valid column.
+        int32 (..., R, C): the kept columns in rising order, then the other columns in rising order, so that every entry is a valid column.
 
     Raises
     ------
@@ -513,18 +515,18 @@ def from_num_idx(
     Parameters
     ----------
     num : array_like of int
-        (..., R): entries of each row that count.
+        (..., R): number of entries of each row that are used.
     idx : array_like of int
         (..., R, W): columns.
     columns : int, optional
-        Number of key blocks. Default: the least that holds every entry.
+        Number of key blocks. Default: one more than the largest entry.
     dtype, block_shape
         As in `from_block_mask`.
 
     Returns
     -------
     numpy.ndarray
-        (..., R, W') with W' the largest count, at least 1; order kept.
+        (..., R, W'), where W' is the largest count, but at least 1. Entries keep their order.
 
     Raises
     ------

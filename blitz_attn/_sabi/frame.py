@@ -1,4 +1,4 @@
-"""Random block lists inside a fixed frame, after upstream's rule. Public through `blitz_attn.sabi`."""
+"""Random block lists inside a fixed frame, by the rule of BlitzSparseAttention in CANN ("upstream"). Public through `blitz_attn.sabi`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _kept_share(sparsity: Any) -> float:
 
 @in_usual_mode
 def _counts(blocks: int, share: float, forced_blocks: int, loose: int) -> tuple[int, int]:
-    """How many of the blocks are kept, and how many of those are random in each of the `loose` rows outside the frame."""
+    """How many of the blocks are kept, and how many random blocks each of the `loose` rows outside the frame gets."""
     kept = math.floor(blocks * share)
     return kept, max(0, math.ceil((kept - forced_blocks) / loose)) if loose else 0
 
@@ -69,23 +69,23 @@ def _share_of(some: int, blocks: int) -> float:
 
 
 def frame_plan(rows: int, columns: int, sparsity: float, frame: FrameWidths | None = None) -> FramePlan:
-    """What upstream's random rule keeps on a grid: the frame, and a number of random blocks in each row outside it.
+    """The numbers of blocks that upstream's random rule keeps on a grid: of the frame, and of random blocks in each row outside it.
 
     Parameters
     ----------
     rows, columns : int
         Blocks of queries and of keys.
     sparsity : float
-        Share of blocks to drop, from 0 to 1. The frame counts inside the kept share.
+        Share of blocks to drop, from 0 to 1. Blocks of the frame count as kept blocks.
     frame : FrameWidths, optional
-        Left and right columns kept in every row, top and bottom rows kept whole.
+        Numbers of columns at the left and the right that every row keeps, and of rows at the top and the bottom that are kept whole.
 
     Returns
     -------
     FramePlan
-        ``forced_columns``, ``free_columns`` (lists), ``dense_rows`` (set), ``forced_blocks`` (what the frame alone
-        keeps), ``kept_blocks`` = floor(rows * columns * (1 - sparsity)), and ``extra_per_row``, random blocks in each
-        row outside the frame.
+        ``forced_columns``, ``free_columns`` (lists), ``dense_rows`` (set), ``forced_blocks`` (number of blocks of the frame),
+        ``kept_blocks`` = floor(rows * columns * (1 - sparsity)), and ``extra_per_row``, the number of random blocks in each row outside the
+        frame.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def random_with_frame(
     dtype: DType | None = None,
     width: int | None = None,
 ) -> BlockList:
-    """Random blocks inside a fixed frame, equally many in each row: upstream's rule, with upstream's results.
+    """Random blocks inside a fixed frame, equally many in each row. The rule and its results are upstream's.
 
     Head h of batch entry b draws from ``random.Random(seed + b + h)``. See `frame_plan` for the counts. Sparsity 0
     gives the full list, so that a benchmark at sparsity 0 measures the sparse path.
@@ -144,13 +144,13 @@ def random_with_frame(
     sparsity : float
         Share of blocks to drop, from 0 to 1.
     frame : FrameWidths, optional
-        Border that is always kept; it counts inside the kept share.
+        Border that is always kept. Its blocks count as kept blocks.
     batch, heads : int
         Leading axes of the result.
     seed : int
         Base of the seeds.
     sort : bool
-        Columns rising. False shuffles each row with the same generator.
+        Columns rise in each row. False: the generator that drew a row also shuffles it.
 
     Returns
     -------
@@ -160,7 +160,7 @@ def random_with_frame(
     Raises
     ------
     TypeError, ValueError
-        As in `dense`, and a frame that is wider than the grid or alone keeps more than the sparsity allows.
+        As in `dense`, and a frame that is wider than the grid or has more blocks than the sparsity allows.
 
     Examples
     --------
@@ -209,7 +209,7 @@ def _draw_head(rows: int, columns: int, plan: FramePlan, seed: int, sort: bool) 
     all_blocks = sort and plan.extra_per_row == len(plan.free_columns)
     for at, _ in pieces(drawn.shape):
         drawn[at] = np.arange(columns) if all_blocks else -1
-    if all_blocks:  # the draws do not matter
+    if all_blocks:  # every block is listed, whatever is drawn
         return drawn
     for r in range(rows):
         if r in plan.dense_rows:

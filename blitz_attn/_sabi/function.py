@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FunctionMask", "from_function"]
 
-MOST_PAIRS = 1 << 38  # most pairs of tokens that are evaluated: so many take minutes
+MOST_PAIRS = 1 << 38  # most pairs of tokens that are evaluated, which take minutes
 TILE = (128, 512)  # queries and keys that are evaluated at once: an int64 for each pair takes half a mebibyte, which fits in a cache
 
 
 class FunctionMask(NamedTuple):
-    """What a function of indices lets queries see, as arguments of `block_sparse_attention`: see `from_function`.
+    """The keys that a function of indices lets queries see, as arguments of `block_sparse_attention`: see `from_function`.
 
     ``block_sparse_attention(q, k, v, **mask._asdict())`` passes them on.
     """
@@ -39,7 +39,7 @@ FunctionMask.__module__ = "blitz_attn.sabi"  # where users and pickles find it
 
 
 def _steps(size: int, block: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cuts tokens into runs of at most `most`, each of which is one or more whole blocks, a part of one, or the shorter last block."""
+    """Cuts tokens into runs of at most `most`. A run is one or more whole blocks, a part of a block, or the shorter last block."""
     whole = size - size % block
     step = block * max(1, most // block)
     for begin, end in [(n, min(n + step, whole)) for n in range(0, whole, step)] + [(whole, size)] * (whole < size):
@@ -48,7 +48,8 @@ def _steps(size: int, block: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _evaluated(mask_mod: Callable[..., Any], sizes: tuple[int, int], shape: tuple[int, int], heads: tuple[int, int]) -> Iterator[Any]:
-    """(batch, head, slices of queries and of keys, bool (queries, keys)) for tiles of all pairs of tokens."""
+    """(batch, head, slice of queries, slice of keys, bool (queries, keys)) for each tile, in tiles that together hold all pairs of
+    tokens."""
     for b, h in np.ndindex(heads):
         for q0, q1 in _steps(sizes[0], shape[0], TILE[0]):
             for k0, k1 in _steps(sizes[1], shape[1], TILE[1]):
@@ -67,8 +68,9 @@ def _evaluated(mask_mod: Callable[..., Any], sizes: tuple[int, int], shape: tupl
 
 
 class _Found:
-    """What the tiles of a function have shown: for each block, whether it holds a pair that is seen and whether it holds one that is not;
-    for each query, the hull of the keys that some head sees, and how many keys each head sees."""
+    """What the tiles of a function have shown. For each block, `some` and `gap` say whether it holds a pair that is seen, and one that is
+    not. For each query, `first` and `end` are the hull of the keys that any head sees, and `counts` has the number of keys that each head
+    sees."""
 
     def __init__(self, lead: tuple[int, int], grid: tuple[int, int], sizes: tuple[int, int], shape: tuple[int, int]) -> None:
         self.shape = shape
@@ -126,12 +128,12 @@ def from_function(
     block_shape : (int, int)
         Number of tokens per block of queries and of keys, at least 1 each.
     batch, heads : int
-        How many batch entries and heads the function is evaluated for. Leave a number at 1 where the function does not depend on the index:
-        the result then fits any number.
+        How many batch entries and heads the function is evaluated for. Leave a number at 1 where the function does not depend on that
+        index: the result then fits any number of batch entries or heads.
     token_rule : {"kv_ranges", "attn_mask", "none"}
-        What cuts within the listed blocks. ``"kv_ranges"``: a run of keys for each query; a function that such runs cannot express is
-        refused. ``"attn_mask"``: if runs do not express the function, a mask of bool, which takes ``batch * heads * s_q * s_kv`` bytes.
-        ``"none"``: nothing, so that attention over the listed blocks may see keys that the function hides.
+        The rule that hides keys within the listed blocks. ``"kv_ranges"``: a run of keys for each query; a function that such runs cannot
+        express is refused. ``"attn_mask"``: runs, or, if they cannot express the function, a mask of bool, which takes ``batch * heads *
+        s_q * s_kv`` bytes. ``"none"``: no rule, so that attention over the listed blocks may see keys that the function hides.
     dtype, width
         As in `from_block_mask`.
 
@@ -141,7 +143,7 @@ def from_function(
         A named tuple of arguments of `block_sparse_attention`. ``sabi``: (batch, heads, R, W), the blocks in which a query sees a key.
         ``kv_ranges``: int32 (s_q, 2), or (batch, s_q, 2) with more than one batch entry, as from `kv_ranges_from_token_mask`; None where
         every query sees all keys of its listed blocks, under ``token_rule="none"``, and where ``attn_mask`` is given. ``attn_mask``: None,
-        or bool (batch, heads, s_q, s_kv). ``block_shape``: that of the list.
+        or bool (batch, heads, s_q, s_kv). ``block_shape``: the block shape of the list.
 
     Raises
     ------
@@ -158,10 +160,9 @@ def from_function(
 
     Notes
     -----
-    The function is evaluated on all pairs of tokens, about 128 x 512 at a time: nothing of the size of queries times keys is kept, unless a
-    mask is asked for. 16384 x 16384 pairs take about a second for each head.
-    Where the keys that a query sees have gaps, another order of the tokens may close them: for a video, an order
-    that goes cube by cube does (`blitz_attn.video.cube_order`).
+    The function is evaluated on all pairs of tokens, about 128 x 512 at a time: no array of the size of queries times keys is kept, except
+    the mask of ``token_rule="attn_mask"``. 16384 x 16384 pairs take about a second for each head. Where the keys that a query sees have
+    gaps, another order of the tokens may close them: for a video, an order that goes cube by cube does (`blitz_attn.video.cube_order`).
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Block lists as arrays: pads, checks and sizes, which all other modules of block lists build on.
 
-A block list (sabi, sparse attention block indices) has shape (..., R, W): for each of R blocks of queries, up to W
-column numbers of the blocks of keys that are kept. A row ends at its first pad: 65535 in uint16, any negative number
-in the signed types. All functions accept both conventions, any order within a row, and any leading axes.
+A block list (sabi, sparse attention block indices) has shape (..., R, W). For each of R blocks of queries, it has the column numbers of the
+blocks of keys that are kept, up to W of them. A row ends at its first pad: 65535 in uint16, any negative number in the signed types. All
+functions accept both conventions, any order within a row, and any leading axes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def signed(sabi: Any, name: str = "sabi") -> np.ndarray:
         raise TypeError(f"{name}: expected an integer array, got {array.dtype}")
     if array.ndim < 2:
         raise ValueError(f"{name}: expected shape (..., rows, width), got {array.shape}")
-    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and int(array.max(initial=0)) >= 2**63:  # would be a pad as int64
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and int(array.max(initial=0)) >= 2**63:  # as int64, it would be a pad
         raise ValueError(f"{name}: expected columns below 2**63 (uint64 has no pad), got {array.max()}")
     rows = np.empty(array.shape, np.int64)
     for at in pieces(rows.shape):
@@ -44,7 +44,7 @@ def signed(sabi: Any, name: str = "sabi") -> np.ndarray:
 
 
 def with_four_axes(sabi: np.ndarray) -> np.ndarray:
-    """A list of two or three axes with the missing ones in front, of length 1, as NumPy broadcasts; any other array as it is."""
+    """A list of two or three axes with axes of length 1 added in front, as NumPy broadcasts. Any other array is returned unchanged."""
     return sabi[(None,) * (4 - sabi.ndim)] if sabi.ndim in (2, 3) else sabi
 
 
@@ -106,7 +106,7 @@ def sides_of(s_q: Any, s_kv: Any, block_shape: Any) -> tuple[int, int]:
 
 
 def grid_of(s_q: Any, s_kv: Any, block_shape: Any) -> tuple[int, int]:
-    """`sides_of` a grid that is to be held as a mask."""
+    """The result of `sides_of`, for a grid that will be held as a mask."""
     rows, columns = sides_of(s_q, s_kv, block_shape)
     if rows * columns > MOST_BLOCKS:
         raise ValueError(f"block_shape: expected blocks so large that a grid has at most {MOST_BLOCKS} of them, got {rows} x {columns}")
@@ -176,7 +176,7 @@ def padded(rows: np.ndarray, columns: int, dtype: Any = None) -> np.ndarray:
 
 
 def columns_of(rows: np.ndarray, columns: Any, name: str = "sabi") -> int:
-    """Number of columns: the one given, checked against the entries, or the least that holds them."""
+    """Number of columns: `columns`, checked against the entries, or one more than the largest entry where `columns` is None."""
     most = largest_of(rows) + 1
     if columns is not None:
         columns = count_of(columns, "columns", MOST_BLOCKS)
@@ -188,7 +188,7 @@ def columns_of(rows: np.ndarray, columns: Any, name: str = "sabi") -> int:
 
 
 def width_of(width: Any, fullest: int, rows: int) -> int:
-    """Width of a list: the one given, checked against the fullest of its rows, or the number of blocks in that row."""
+    """Width of a list: `width`, checked against the number of blocks in the fullest row, or that number where `width` is None."""
     if width is None:
         return max(1, fullest)
     width = count_of(width, "width", MOST_BLOCKS // max(1, rows))
@@ -198,7 +198,7 @@ def width_of(width: Any, fullest: int, rows: int) -> int:
 
 
 def filled(counts: np.ndarray, columns: np.ndarray, width: Any) -> np.ndarray:
-    """A list (rows, width), padded with -1, whose rows take `counts` of the columns, one row after the other."""
+    """A list (rows, width), padded with -1. Row r takes the next ``counts[r]`` of the columns."""
     rows = np.empty((counts.size, width_of(width, int(counts.max(initial=0)), counts.size)), columns.dtype)
     first = 0
     for at, _ in pieces(rows.shape):

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def counts(sabi: ArrayLike) -> np.ndarray:
-    """Blocks kept in each row.
+    """Number of blocks kept in each row.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def counts(sabi: ArrayLike) -> np.ndarray:
     Raises
     ------
     TypeError, ValueError
-        Not an integer array of at least two axes.
+        `sabi` is not an integer array of at least two axes.
 
     Examples
     --------
@@ -80,9 +80,9 @@ def density(sabi: ArrayLike, columns: int, *, per_head: bool) -> Any: ...
 def density(sabi: ArrayLike, columns: int, *, per_head: bool = False) -> Any:
     """Share of all pairs of blocks that is kept.
 
-    Every row counts as if it could see all columns. A causal list of all visible blocks therefore has a density of about one half, and a
-    list that `select_blocks_prefill` made with ``density=0.25, causal=True`` one of about an eighth: there, density is the share of the
-    blocks that the rules let a sequence see.
+    Every row counts as if it could see all columns. A causal list of all visible blocks therefore has a density of about one half. A list
+    of `select_blocks_prefill` with ``density=0.25, causal=True`` has a density of about one eighth, because the argument `density` there is
+    a share of the blocks that the rules let a sequence see.
 
     Parameters
     ----------
@@ -91,17 +91,17 @@ def density(sabi: ArrayLike, columns: int, *, per_head: bool = False) -> Any:
     columns : int
         Number of key blocks.
     per_head : bool
-        Average over the rows only.
+        Return one number for each head, instead of the mean over all heads.
 
     Returns
     -------
     float or numpy.ndarray
-        In 0..1; with `per_head` an array over the leading axes.
+        From 0 to 1. With `per_head`, an array of the leading axes.
 
     Raises
     ------
     TypeError, ValueError
-        Not an integer array of at least two axes, `columns` below 1, or an entry of `columns` or more.
+        `sabi` is not an integer array of at least two axes, `columns` is below 1, or an entry is not below `columns`.
 
     Examples
     --------
@@ -148,7 +148,7 @@ def sparsity(sabi: ArrayLike, columns: int, *, per_head: bool = False) -> Any:
 
 
 def balance(sabi: ArrayLike, *, per_head: bool = False) -> float:
-    """How even the work is: mean over maximum of the number of blocks per row, or per head (1 = all equal).
+    """How even the work is: the mean number of blocks per row, or per head, divided by the largest. 1 means that all are equal.
 
     Parameters
     ----------
@@ -160,12 +160,12 @@ def balance(sabi: ArrayLike, *, per_head: bool = False) -> float:
     Returns
     -------
     float
-        In 0..1; 1 for a list without blocks.
+        From 0 to 1; 1 for a list without blocks.
 
     Raises
     ------
     TypeError, ValueError
-        Not an integer array of at least two axes.
+        `sabi` is not an integer array of at least two axes.
 
     Examples
     --------
@@ -181,15 +181,15 @@ def balance(sabi: ArrayLike, *, per_head: bool = False) -> float:
 def picture(sabi: ArrayLike, columns: int | None = None, *, max_rows: int = 32, max_columns: int = 32) -> str:
     """Text picture of a block list: two characters per cell, one header line per head.
 
-    A cell is full where every block in it is kept, shaded where some are and blank where none is; grids larger than the
-    limits are drawn with several blocks per cell.
+    A cell is full where every block in it is kept, shaded where some blocks are, and blank where none is. Grids larger than the limits are
+    drawn with several blocks per cell.
 
     Parameters
     ----------
     sabi : array_like of int
         Block list (..., R, W).
     columns : int, optional
-        Number of key blocks. Default: the least that holds every entry.
+        Number of key blocks. Default: one more than the largest entry.
     max_rows, max_columns : int
         Largest numbers of cells that are drawn, at least 1.
 
