@@ -12,12 +12,12 @@ from .config import show_config
 
 
 def drop_output() -> None:
-    """Send standard output nowhere from now on, so that the rest of it causes no error after its reader has gone."""
+    """Send standard output nowhere from now on, so that further output causes no error after its reader has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_piped(main: Callable[[], object]) -> None:
-    """Call `main`, and end quietly where the reader of standard output goes away, as that of ``| head`` does."""
+    """Call `main`, and end quietly if the reader of standard output goes away, as ``head`` does after its last line."""
     try:
         try:
             main()

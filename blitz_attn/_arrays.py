@@ -1,8 +1,8 @@
 """Arrays in and out: the one file that knows NumPy, ml_dtypes, torch and JAX by name.
 
 The compiled core reads whatever exports the buffer protocol or DLPack. This module adds what neither protocol can express:
-ml_dtypes arrays go in as their bits with the name of their dtype, and results come back as the kind of array that came
-in. No framework is imported: a framework that is not in ``sys.modules`` cannot have made the array.
+ml_dtypes arrays go in as their bits with the name of their dtype, and results come back as arrays of the caller's kind. No framework is
+imported: a framework that is not in ``sys.modules`` cannot have made the array.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ FOREIGN = Family(_empty_bits, _bits_to_ml_dtypes_if_installed)  # any other expo
 # ---- Recognising what came in -------------------------------------------------------------------------------------
 
 
-# dtypes that neither protocol can name: the integers that hold their bits, and the core's name
+# for each dtype that neither protocol can name: the integers that hold its bits, and its name in the core
 _BITS = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "float8_e4m3")}
 
 
@@ -85,7 +85,7 @@ def _is_ml_dtypes(x: np.ndarray) -> bool:
 
 
 def is_registered(x: np.ndarray) -> bool:
-    """Whether the dtype is not NumPy's own."""
+    """Whether the array has a dtype that another library has registered with NumPy."""
     return x.dtype.num >= 256
 
 
@@ -117,7 +117,7 @@ def family_of(x: Any) -> Family:
 
 
 def readable(x: Any, name: str, cache: bool = False) -> Any:
-    """What the core is given for the input array `x`: `x` itself, or its bits with the name of their dtype. `cache`: float8 is allowed."""
+    """The input array `x` as the core takes it: `x` itself, or its bits with the name of their dtype. With `cache`, float8 is allowed."""
     if type(x) is np.ndarray and not is_registered(x):
         return x
     found = _as_bits(x, name)
@@ -149,7 +149,8 @@ def _as_bits(x: Any, name: str) -> Any:
 
 
 def refuse_block_mask(x: Any, name: str) -> None:
-    """Refuses FlexAttention's BlockMask and what `sabi.from_function` returns, from which arguments can be made."""
+    """Refuses FlexAttention's BlockMask and the FunctionMask of `sabi.from_function`, in a sentence that says how to make arguments from
+    them."""
     if type(x).__name__ == "FunctionMask":
         raise TypeError(f"{name}: expected an array, got a FunctionMask: its _asdict() has the list and the arguments that go with it")
     if type(x).__name__ == "BlockMask":
@@ -169,8 +170,8 @@ def _tensor_as_bits(x: Any, name: str) -> Any:
 
 
 def detached(*arrays: Any) -> list[Any]:
-    """The arrays, with torch tensors detached: for calls whose results, block lists or measures, have no gradients. Returns a list, because
-    CPython leaks a reference if memory runs out while it makes a tuple from a generator."""
+    """The arrays, with torch tensors detached. It is for calls whose results have no gradients, such as block lists and measures. Returns a
+    list, because CPython leaks a reference if memory runs out while it makes a tuple from a generator."""
     return [x.detach() if _is_torch(x) and x.requires_grad else x for x in arrays]
 
 
@@ -194,7 +195,7 @@ def refuse_tangent(x: Any, name: str) -> None:
 
 
 def writable(x: Any, name: str, cache: bool = False) -> Any:
-    """`readable` for an array that will be written; None stays None. Once it has been written, `count_writes` tells torch."""
+    """`readable` for an array that will be written; None stays None. After writing, call `count_writes`, which tells torch."""
     if x is None:
         return None
     if _is_jax(x):
@@ -233,7 +234,7 @@ def split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
 def host(x: Any, name: str, bits_as: Any = None, written: bool = False) -> tuple[np.ndarray, str]:
     """NumPy view of an array's memory, and the name of its dtype. Dtypes that NumPy lacks come as bits.
 
-    `bits_as` names the dtype whose bits plain uint8 and uint16 arrays hold; `written`: the array will be written.
+    `bits_as` names the dtype whose bits plain uint8 and uint16 arrays hold. With `written`, the array will be written.
     """
     x = writable(x, name, cache=True) if written else _as_bits(x, name)
     tag = None
@@ -366,8 +367,8 @@ def integers(x: Any, name: str) -> np.ndarray:
 
 
 def pieces(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Cuts an array of this shape into pieces of about 2**18 elements, in C order, and of whole rows: the last axis is never cut. NumPy
-    cannot be interrupted while it goes through an array; between pieces, Python runs signal handlers."""
+    """Cuts an array of this shape into pieces of about 2**18 elements, in C order. Pieces have whole rows: the last axis is never cut.
+    NumPy cannot be interrupted while it goes through an array; between pieces, Python runs signal handlers."""
     below = math.prod(shape[1:])
     if len(shape) < 2 or shape[0] * below <= _PIECE:
         yield tuple(slice(0, n) for n in shape)
@@ -384,7 +385,7 @@ _PIECE = 1 << 18
 
 
 def falls(numbers: np.ndarray) -> np.ndarray:
-    """For each entry of a one-dimensional array except the first: whether it is smaller than the one before. It compares, because
+    """For each entry of a one-dimensional array except the first: whether it is smaller than the one before. Entries are compared, because
     differences might wrap around."""
     return numbers[1:] < numbers[:-1]
 
@@ -410,7 +411,7 @@ def float32_numbers(x: Any, name: str) -> np.ndarray:
 
 
 def shape_to_take(x: Any, name: str) -> tuple[int, ...]:
-    """The shape of an array from which `take` can take. Refuses what is no array."""
+    """The shape of an array from which `take` can take. Refuses other objects."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
     if not (isinstance(x, np.ndarray) or _is_torch(x) or _is_jax(x)):
@@ -421,7 +422,7 @@ def shape_to_take(x: Any, name: str) -> tuple[int, ...]:
 
 
 def check_taken(out: Any, x: Any, name: str, like: str) -> None:
-    """Refuses an `out` that is not the same kind of array as `x`, whose name is `like`, of the same shape and dtype, and writable."""
+    """Refuses an `out` that is not writable, or not of the kind of array, shape and dtype of `x`. `like` is the name of `x`."""
     if isinstance(out, np.ma.MaskedArray):
         raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
     if _is_jax(x):
@@ -451,7 +452,7 @@ def take(x: Any, indices: np.ndarray, axis: int, out: Any = None) -> Any:
         return torch.index_select(x, axis, torch.from_numpy(indices.copy()).to(x.device), out=out)
     if made is None:
         made = np.empty((*memory.shape[:axis], len(indices), *memory.shape[axis + 1 :]), memory.dtype)
-    # NumPy goes through a copy of an `out` with the mode "raise", and through one of `x` unless it is contiguous
+    # NumPy makes a copy of `out` with the mode "raise", and a copy of `x` unless `x` is contiguous
     places = [()] if memory.flags.c_contiguous else np.ndindex(memory.shape[:axis])
     for place in places:
         np.take(memory[place], indices, axis - len(place), out=made[place], mode="clip")
@@ -462,8 +463,9 @@ def take(x: Any, indices: np.ndarray, axis: int, out: Any = None) -> Any:
 
 
 def _plain_memory(x: Any) -> np.ndarray | None:
-    """NumPy's view of a tensor's memory, as integers of the size of its elements: from it, NumPy takes several times as fast as torch.
-    None where there is no tensor, and where torch must do it itself, because it follows the tensor or has no memory of its own for it."""
+    """NumPy's view of a tensor's memory, as integers of the size of its elements. NumPy takes from this view several times as fast as torch
+    from the tensor. None where there is no tensor, and where only torch can take: because it follows the tensor (for gradients, say), or
+    because the tensor is no plain strided tensor in CPU memory."""
     torch = sys.modules["torch"]
     if x is None or torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu":
         return None
@@ -496,7 +498,7 @@ def kv_dtype_name(kv_dtype: Any) -> Any:
 
 def of_format(v_cache: Any, kv_dtype: Any) -> tuple[Any, Any]:
     """The cache of values and kv_dtype as the core takes them. `v_cache` comes from `readable` or `writable`. Where `kv_dtype` is a pair,
-    the core gets the format of keys as kv_dtype, and the format of values together with their array, as a pair."""
+    the core gets the format of keys as kv_dtype, and a pair of the array of values and its format."""
     if type(kv_dtype) is not tuple:
         return v_cache, kv_dtype
     return (v_cache if v_cache is None or type(v_cache) is tuple else (v_cache, kv_dtype[1])), kv_dtype[0]

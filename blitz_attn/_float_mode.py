@@ -1,4 +1,4 @@
-"""Arithmetic of Python and NumPy whose results do not depend on how the calling thread rounds.
+"""Arithmetic of Python and NumPy whose results do not depend on the rounding mode of the calling thread.
 
 The core computes in the usual mode by itself. Computations of this package outside the core are in functions that `in_usual_mode`
 decorates.

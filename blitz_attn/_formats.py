@@ -1,4 +1,5 @@
-"""Number formats that NumPy lacks, in NumPy's integers: bfloat16, float8 e4m3, and rows of ggml's blocks, between values and bits."""
+"""Number formats that NumPy lacks: bfloat16, float8 e4m3 and rows of ggml's blocks. Values are converted to bits, which NumPy's integers
+hold, and back."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def e4m3_from_bits(bits: np.ndarray) -> np.ndarray:
     return _E4M3_VALUES[bits]
 
 
-CELL_DIMS = 32  # of a block of ggml
+CELL_DIMS = 32  # numbers of a block of ggml
 CELL_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}
 
 
@@ -67,7 +68,7 @@ def widened(x: np.ndarray, name: str) -> np.ndarray:
 
 @in_usual_mode
 def converted(x: np.ndarray, name: str, to: str) -> np.ndarray:
-    """Values of dtype `name` rounded to the floating dtype `to`; bfloat16 on either side is bits."""
+    """Values of dtype `name` rounded to the floating dtype `to`. Arrays of bfloat16 hold bits, before and after."""
     if name == to:
         return x
     values = widened(x, name)

@@ -1,4 +1,4 @@
-"""The names that arguments take, for type checkers and editors. Calls check them at run time, too."""
+"""The strings that some arguments take, for type checkers and editors. Calls check these arguments at run time, too."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,4 @@
-"""The arguments of each operation, from the core's table of them (csrc/python/operations.h), and what Python adds: defaults and shapes.
+"""The arguments of each operation, from the core's table (csrc/python/operations.h), with the defaults and shapes that Python adds.
 
 Functions that pass arguments on, such as those for torch and JAX, take names, roles and order from here. A new argument of an operation is
 therefore written down only in that table and in the signature of its NumPy function: torch and JAX need no line of code for it.
@@ -22,8 +22,8 @@ REQUIRED = inspect.Parameter.empty  # takes the place of a default: the argument
 ARRAYS = frozenset({
     "floats", "cache", "reals", "scales", "indices", "pages", "tables", "mask", "heads", "list", "lengths", "per_sequence",
 })  # fmt: skip
-READ_IN_PLACE = frozenset({"floats", "cache", "reals"})  # those whose last axis must be contiguous
-OWN = frozenset({"own", "dtype", "kv_dtype"})  # frameworks do not pass these on: they make results and know dtypes themselves
+READ_IN_PLACE = frozenset({"floats", "cache", "reals"})  # roles of arrays whose last axis must be contiguous
+OWN = frozenset({"own", "dtype", "kv_dtype"})  # roles that frameworks do not pass on: they make results and know dtypes themselves
 
 
 class Argument(NamedTuple):
@@ -36,7 +36,7 @@ class Argument(NamedTuple):
 
     @property
     def is_array(self) -> bool:
-        """Whether it is an array, or a sequence or a number in place of an array."""
+        """Whether the argument is an array, or a sequence or a number in place of an array."""
         return self.role in ARRAYS
 
 
@@ -71,8 +71,8 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, Argument]:
 
 
 def like(function: Callable[..., Any], without: tuple[str, ...]) -> Callable[[_Function], _Function]:
-    """For a function that passes its keywords on to `function`: gives it the signature of `function`, less the arguments in `without`.
-    Arguments that its docstring lacks are added there."""
+    """A decorator for a function that passes its keywords on to `function`. It gives the decorated function the signature of `function`,
+    less the arguments in `without`, and adds the arguments that its docstring lacks."""
 
     def decorate(decorated: _Function) -> _Function:
         signature = inspect.signature(function)
@@ -85,7 +85,7 @@ def like(function: Callable[..., Any], without: tuple[str, ...]) -> Callable[[_F
 
 
 def naming_all(docstring: str | None, names: Iterable[str], function: str) -> str | None:
-    """A docstring whose Parameters name all of these: missing ones are added at the end, with a reference to `function`."""
+    """The docstring with all `names` among its Parameters: missing names are added at the end, with a reference to `function`."""
     head, returns, rest = inspect.cleandoc(docstring or "").partition("\n\nReturns\n")
     named = {name.strip() for line in head.splitlines() if line[:1] != " " for name in line.partition(" : ")[0].split(",")}
     missing = ", ".join(name for name in names if name not in named)
@@ -102,7 +102,7 @@ def options_of(function: Callable[..., Any], without: tuple[str, ...], given: Ma
 
 
 def unexpected(function: str, name: str) -> TypeError:
-    """What Python says of a keyword that a function does not take."""
+    """The error that Python raises for a keyword that a function does not take."""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 

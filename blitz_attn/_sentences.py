@@ -10,10 +10,10 @@ Error = TypeVar("Error", TypeError, ValueError)
 
 
 def refusal(kind: type[Error], *parts: str) -> Error:
-    """The exception for a sentence in parts: those with an even index are names of arguments, the others the text between them. It is for
-    sentences that name further arguments after the one at the beginning, so that a caller that has other names for them can put those in.
+    """The exception for a sentence in parts: parts with an even index are names of arguments, the others are the text between these names.
+    Use it where a sentence names more arguments than the one at its beginning, so that `rename` can replace them all.
 
-    The exception has the parts as its attribute `sentence`, as exceptions of the core do.
+    Like exceptions of the core, the exception has the parts as its attribute `sentence`.
     """
     error = kind("".join(parts))
     error.sentence = parts  # type: ignore[attr-defined]

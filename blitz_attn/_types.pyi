@@ -1,8 +1,8 @@
 """The types of arguments and results, as type checkers see them.
 
-A function whose result is of the kind of its first array has overloads: `Kind` in, `Kind` out; any other array in, NumPy out. The other
-arguments of its overloads are a TypedDict of `_options`. A call never sees an overload, and the function itself keeps its signature and its
-defaults. No framework is imported: its arrays are recognized by a method that no other library's arrays have.
+A function whose result is of the kind of its first array has overloads: with a `Kind` it returns a `Kind`, with any other array a NumPy
+array. The other arguments of its overloads are a TypedDict of `_options`. At run time there are no overloads, and the function keeps its
+signature and its defaults. No framework is imported: a framework's arrays are recognised by a method that no other library's arrays have.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class ExportsDLPack(Protocol):
     """An array of NumPy, torch, JAX or another library."""
 
     def __dlpack__(self) -> Any:
-        """Export its memory."""
+        """Export the array's memory."""
 
 
 class ExportsBuffer(Protocol):
     """A memoryview and the like. This is `collections.abc.Buffer` of Python 3.12."""
 
     def __buffer__(self, flags: int, /) -> memoryview:
-        """Export its memory."""
+        """Export the array's memory."""
 
 
 class TorchTensor(ExportsDLPack, Protocol):
@@ -58,11 +58,11 @@ Integers = Array | Sequence[SupportsIndex]
 IntOrIntegers = SupportsIndex | Integers
 Numbers = Array | Sequence[SupportsFloat]
 DType = str | type | HasItemsize
-KVDType = DType | tuple[str, str]  # of a cache: of both arrays, or the formats of keys and of values
+KVDType = DType | tuple[str, str]  # of a cache: one dtype for both arrays, or the formats of keys and of values
 
 Tables = Array | tuple[Integers, Integers, Integers]
 Scale = float | Array
 Source = Array | tuple[Array, ...] | None
 
 Kind = TypeVar("Kind", bound=TorchTensor | JaxArray)  # of an argument, and of the result
-Tensor = TypeVar("Tensor", bound=TorchTensor)  # the same for functions that give users of JAX a NumPy array
+Tensor = TypeVar("Tensor", bound=TorchTensor)  # as Kind, for functions that return a NumPy array for a JAX array

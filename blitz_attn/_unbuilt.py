@@ -1,4 +1,4 @@
-"""For an imported source folder without a compiled extension: finds the package that is installed elsewhere, which takes its place."""
+"""Finds the installed package, which takes the place of an imported source folder without a compiled extension."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def installed_folder(folder: str) -> str:
-    """The folder of the installed package. Where none is installed, raises an ImportError that says what to do."""
+    """The folder of the installed package. If no package is installed, raises an ImportError that says what to do."""
     parent = Path(folder).resolve().parent
     spec = PathFinder.find_spec("blitz_attn", [path for path in sys.path if Path(path).resolve() != parent])
     for found in (spec and spec.submodule_search_locations) or ():

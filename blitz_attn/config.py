@@ -163,8 +163,8 @@ def kernels(level: str | None = None) -> dict[str, str]:
     -------
     dict of str to str
         For the name of each kernel, the level whose instructions it uses. The name has the dtype of the queries in ``attend_...``
-        (attention, with the sizes of its panels), ``few_...`` (up to 8 queries per key/value head) and ``gradient_...``, and the dtype of
-        keys and values in ``cache_...`` (decoding and selection over paged caches).
+        (attention, with the sizes of its panels), ``few_...`` (attention of few queries per key/value head, as in decoding) and
+        ``gradient_...``, and the dtype of keys and values in ``cache_...`` (decoding and selection over paged caches).
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """Choosers of blocks for prefill: from queries and keys to a block list that `block_sparse_attention` takes.
 
-A chooser scores every block of keys for every block of queries at a small share of attention's own cost; a budget turns
-scores into lists. Choosers are `Pooled`, `Antidiagonal`, `VerticalSlash` and `SampledRows`, or the names of these
-for their defaults, or functions of the caller; budgets are a density, a mass to keep (`top_p`), a least share (`threshold`) or a number of
-blocks (`top_k`). `scores` and `list_from_scores` are the two steps by themselves.
+A chooser scores every block of keys for every block of queries at a small share of attention's own cost; a budget turns scores into lists.
+A chooser is a `Pooled`, `Antidiagonal`, `VerticalSlash` or `SampledRows`, the name of one of them, which stands for its defaults, or a
+function of the caller. A budget is a density, a mass to keep (`top_p`), a least share (`threshold`) or a number of blocks (`top_k`).
+`scores` and `list_from_scores` are the two steps by themselves.
 
 >>> import numpy as np
 >>> import blitz_attn

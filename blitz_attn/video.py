@@ -1,9 +1,9 @@
 """Videos: orders of tokens in which cubes are neighbours, and block lists of rules over cubes.
 
-The tokens of a video model are a grid of frames, height and width, often with text before or after it. `Geometry` says so, and
-`cube_order` sorts the tokens into cubes. Rules (`Neighbourhood`, `SlidingTiles`, `Radial`) say which cubes see each other, and `blocks`
-turns them into lists for attention over the tokens in that order. `density` tells what a list will keep before it is made,
-`choose_rules` chooses a rule for each head, and a `Schedule` says what each denoising step attends to.
+The tokens of a video model are a grid of frames, height and width, often with text before or after it. `Geometry` describes these tokens,
+and `cube_order` sorts them into cubes. Rules (`Neighbourhood`, `SlidingTiles`, `Radial`) say which cubes see each other, and `blocks` turns
+them into lists for attention over the tokens in that order. `density` tells which share of the blocks a list will keep, before it is made.
+`choose_rules` chooses a rule for each head, and a `Schedule` says which blocks each denoising step attends to.
 
 >>> import numpy as np
 >>> import blitz_attn

@@ -165,8 +165,8 @@ def block_sparse_attention(
         Order of the axes of q, k, v and out: ``(B, H, S, D)``, ``(B, S, H, D)``, ``(B, S, H * D)`` with `num_heads`,
         or ``(T, H, D)``, sequences of different lengths one after the other, with `cu_seqlens_q` and `cu_seqlens_kv`.
     causal : bool
-        Query i sees key j only when ``j <= i + kv_len - q_len``, a rule aligned to the bottom right; with `q_begin`, only when ``j <= i +
-        q_begin``.
+        Query i sees key j only when ``j <= i + kv_len - q_len``, a rule aligned to the bottom right; with `q_begin`, only when
+        ``j <= i + q_begin``.
     window : (int, int), optional
         Numbers of tokens that are seen before and after the diagonal of `causal`; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional
@@ -188,13 +188,14 @@ def block_sparse_attention(
         ``(B, Sq, 2)``, or ``(1, Sq, 2)`` or ``(Sq, 2)`` for all batch entries, or ``(T, 2)`` for layout TND; int32 or int64: query i sees
         key j only when ``kv_ranges[b, i, 0] <= j < kv_ranges[b, i, 1]``, counted in its own sequence, and the other rules allow it. Ranges
         express every rule that gives each query one run of keys: documents, chunks, a prefix that sees itself as a whole, images whose
-        tokens see one another (then with ``causal=False``). x : array, optional ``(B, H, Sq, Skv)``, or any shape that broadcasts to it, in
-        every layout; with layout TND, Sq and Skv are the lengths of the longest sequences, and a sequence reads the first rows and columns.
-        A mask of bool hides the key from the query where it is False, as the other rules do. A mask of float32, float16, bfloat16 or
-        float64 is added to the scores (after `scale` and `softcap`), and hides the key where it is -inf. Unless `q` is float64, a number
-        below about -2.3e38, such as the lowest of float32, counts as -inf, and one above about 2.3e38 makes the result NaN, as infinity
-        does. A mask is read for all listed blocks, so leave blocks that it hides from all queries out of `sabi`, and express runs of keys
-        by `kv_ranges`.
+        tokens see one another (then with ``causal=False``). Ranges may be empty, and may reach beyond the keys.
+    attn_mask : array, optional
+        ``(B, H, Sq, Skv)``, or any shape that broadcasts to it, in every layout; with layout TND, Sq and Skv are the lengths of the longest
+        sequences, and a sequence reads the first rows and columns. A mask of bool hides the key from the query where it is False, as the
+        other rules do. A mask of float32, float16, bfloat16 or float64 is added to the scores (after `scale` and `softcap`), and hides the
+        key where it is -inf. Unless `q` is float64, a number below about -2.3e38, such as the lowest of float32, counts as -inf, and one
+        above about 2.3e38 makes the result NaN, as infinity does. A mask must be read to find the keys that it hides. Leave blocks that it
+        hides from all queries out of `sabi`, and express runs of keys by `kv_ranges`, to save this time.
     alibi_slopes : array_like, optional
         ``(H,)`` float32: ``-alibi_slopes[h] * abs(d - j)`` is added to the score of query i and key j, where d is the query's position
         among the keys, as in `causal`.

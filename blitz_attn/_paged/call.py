@@ -452,9 +452,9 @@ def paged_select_attention(
     counts : array of int, optional
         ``(B, Hkv)`` or ``(B, H)``: number of entries in use in each row of `selected`, which then needs no -1.
     selected_size : int, optional
-        Number of tokens of a block, where each query has a list of its own: `selected` is then ``(B, Hkv, K)``, ``(B, H, K)`` or ``(B, 1,
-        K)``, and with `q_lens` ``(T, Hkv, K)`` and so on. Block i is the tokens from ``i * selected_size`` on; 1 lists single tokens. It
-        cannot be combined with `counts` or `kv_split`. Default: blocks are pages, and all queries of a request share one list.
+        Number of tokens of a block, where each query has a list of its own: `selected` is then ``(B, Hkv, K)``, ``(B, H, K)`` or
+        ``(B, 1, K)``, and with `q_lens` ``(T, Hkv, K)`` and so on. Block i is the tokens from ``i * selected_size`` on; 1 lists single
+        tokens. It cannot be combined with `counts` or `kv_split`. Default: blocks are pages, and all queries of a request share one list.
     scale, kv_layout, q_lens, window, q_begin, kv_ranges, attn_mask, alibi_slopes, sinks, softcap, k_scale, v_scale, kv_split, return_lse
         See `paged_attention`.
     out_dtype, out, dtype, kv_dtype, num_threads
@@ -474,7 +474,8 @@ def paged_select_attention(
 
     See Also
     --------
-    blitz_attn.select_blocks : makes lists of blocks. blitz_attn.select_and_attend : both in one call.
+    blitz_attn.select_blocks : makes lists of blocks.
+    blitz_attn.select_and_attend : both in one call.
 
     Notes
     -----

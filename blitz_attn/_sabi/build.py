@@ -43,8 +43,7 @@ __all__ = [
 
 
 def _keys_seen(s_q: int, s_kv: int, block_q: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each query block, the positions of the keys on the bottom-right diagonal: that of the block's first query, and that of its
-    last."""
+    """For each block of queries, two positions of keys on the bottom-right diagonal: beside its first query, and beside its last."""
     first = np.arange(0, s_q, block_q)
     return first + s_kv - s_q, np.minimum(first + block_q, s_q) - 1 + s_kv - s_q
 

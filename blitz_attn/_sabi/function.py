@@ -132,8 +132,9 @@ def from_function(
         index: the result then fits any number of batch entries or heads.
     token_rule : {"kv_ranges", "attn_mask", "none"}
         The rule that hides keys within the listed blocks. ``"kv_ranges"``: a run of keys for each query; a function that such runs cannot
-        express is refused. ``"attn_mask"``: runs, or, if they cannot express the function, a mask of bool, which takes ``batch * heads *
-        s_q * s_kv`` bytes. ``"none"``: no rule, so that attention over the listed blocks may see keys that the function hides.
+        express is refused. ``"attn_mask"``: runs, or, if they cannot express the function, a mask of bool, which takes
+        ``batch * heads * s_q * s_kv`` bytes. ``"none"``: no rule, so that attention over the listed blocks may see keys that the function
+        hides.
     dtype, width
         As in `from_block_mask`.
 

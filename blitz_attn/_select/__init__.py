@@ -1,1 +1,1 @@
-"""What `blitz_attn.select` is made of: choosers, budgets, the calls, and measures of how much softmax mass a choice keeps."""
+"""The parts of `blitz_attn.select`: choosers, budgets, the calls, and measures of the softmax mass that a choice keeps."""

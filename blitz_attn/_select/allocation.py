@@ -31,7 +31,7 @@ def allocate(
     masses: Sequence[float] = _MASSES,
     **rules: Any,
 ) -> Profile:
-    """Find the mass that each layer and head must keep so that the model loses least at one density.
+    """Find the mass that each layer and head must keep so that the model loses the least quality at one density.
 
     An error costs the model more in some layers and heads than in others. The cost of a list is estimated as the sum over queries of
     ``(dout . (out - out_dense))**2``, where dout is the gradient of the model's loss with respect to the attention output.
@@ -42,42 +42,42 @@ def allocate(
         For each layer the captures of some texts: queries, keys and values as `block_sparse_attention` takes them, and the gradient
         of the model's loss with respect to the dense output, shaped as the output. Pass a generator to keep only one layer in memory.
     density : float
-        Share of the blocks that all layers and heads together are to keep in the captures, above 0 and at most 1. It is exceeded where
-        even the least of `masses` keeps more.
+        Share of the blocks that all layers and heads together are to keep in the captures, above 0 and at most 1. The result exceeds this
+        share if even the least of `masses` keeps more.
     chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash, or list of them
-        How blocks are scored: see `select_blocks_prefill`. From a list, each layer gets the chooser with the lowest cost; the work of
-        choosing counts as the number of blocks that take as much arithmetic.
+        How blocks are scored: see `select_blocks_prefill`. From a list, each layer gets the chooser with the lowest cost. The arithmetic of
+        choosing then counts, too, as a number of blocks (that of `VerticalSlash` counts as 0).
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     masses : sequence of float
         The values of `top_p` that are tried, rising, above 0 and at most 1.
     **rules
         scale, layout, causal, window, num_heads, num_kv_heads, kv_ranges, dtype and num_threads of the calls: see
-        `select_blocks_prefill`. Captures are whole sequences, and `kv_ranges` are the same in all.
+        `select_blocks_prefill`. Captures are whole sequences, and all captures have the same `kv_ranges`.
 
     Returns
     -------
     Profile
-        With ``budget="top_p"``, ``measure="loss"`` and the density as its target.
+        A profile with ``budget="top_p"``, ``measure="loss"`` and the density as its target.
 
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong kind or out of range, no layer, captures that differ in heads, KV heads or head dim, or a dout not of the
+        An argument of the wrong kind or out of range, no layer, captures that differ in heads, KV heads or head dim, or a dout without the
         output's shape.
 
     See Also
     --------
-    calibrate : the same mass or error for every head.
+    calibrate : finds budgets with which every head keeps the same mass or has the same error.
     select_blocks_prefill : takes a profile's options: ``**profile.options(layer, heads=..., kv_heads=..., head_dim=...)``.
 
     Notes
     -----
     If the labels of the loss are drawn from the model's own predictions, half of the estimate equals, to second order, the divergence
-    between the predictions of the dense and the sparse model (Fisher information), with heads taken one by one. One price per block, the
-    same for all heads, decides what each head keeps; the lowest price that meets the density is found. A layer takes one dense call and,
-    for each chooser, ``len(masses)`` choices and sparse calls per capture. Texts that a result is reported on should not be among the
-    captures.
+    between the predictions of the dense and the sparse model (Fisher information). This holds for heads taken one by one. One price per
+    block, the same for all heads, decides which mass each head keeps; the lowest price that meets the density is found. A layer takes one
+    dense call and, for each chooser, ``len(masses)`` choices and sparse calls per capture. Texts that a result is reported on should not be
+    among the captures.
 
     Examples
     --------
@@ -128,7 +128,7 @@ def _costs_of_layer(
 
 @in_usual_mode
 def _allocated(points: np.ndarray, choosers: list[Any], block_q: int, density: float) -> tuple[np.ndarray, np.ndarray]:
-    """What `_shared` finds for layers with these costs, (layers, choosers, 3, heads, masses)."""
+    """The result of `_shared` for the costs `points` of all layers, (layers, choosers, 3, heads, masses)."""
     kept, cost, every = np.moveaxis(points, (2, 0), (0, 2))  # each (choosers, layers, heads, masses)
     every = every[..., 0]
     choosing = every.sum(axis=2) * np.array([_work(x, block_q) for x in choosers])[:, None]
@@ -136,7 +136,8 @@ def _allocated(points: np.ndarray, choosers: list[Any], block_q: int, density: f
 
 
 def _costs(case: Any, heads: int, masses: np.ndarray, choosers: list[Any], block: tuple[int, int], rules: dict[str, Any]) -> np.ndarray:
-    """(choosers, 3, heads, masses) of a capture: the blocks kept under each mass, what they cost, and the number of all visible blocks."""
+    """(choosers, 3, heads, masses) of a capture: the number of blocks kept under each mass, the cost of this list, and the number of all
+    visible blocks."""
     q, k, v, dout = _arrays.detached(*case)
     layout, dtype = rules.get("layout", "BNSD"), rules.get("dtype")
     rules = rules | {"block_shape": block}
@@ -186,7 +187,8 @@ def _shared(kept: np.ndarray, cost: np.ndarray, choosing: np.ndarray, most: floa
 
 
 def _work(chooser: Any, block_q: int) -> float:
-    """The arithmetic of choosing, as a share of dense attention's."""
+    """The arithmetic of choosing, as a share of dense attention's. It is 0 for `VerticalSlash`, whose share falls as sequences get
+    longer."""
     if isinstance(chooser, Pooled):
         rows, keys = chooser.pool if isinstance(chooser.pool, (tuple, list)) else (chooser.pool, chooser.pool)
         return (0.5 if chooser.term == "mean" else 1.0) / (rows * keys)

@@ -1,4 +1,4 @@
-"""Choosers and budgets as a caller names them, and as the core takes them."""
+"""Choosers and budgets, in the form that callers give and in the form that the core takes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Pooled(NamedTuple):
     Attributes
     ----------
     pool : int or (int, int)
-        Tokens pooled to one, of queries and of keys. They must divide the block.
+        Number of queries, and of keys, that are pooled to one. Each must divide the block's size.
     term : {"both", "mean", "bound"}
-        What pooled queries and keys score.
+        The formula of the scores.
     over : {"largest", "mean"}
         How the rows of a block of queries are combined.
 
@@ -56,13 +56,13 @@ class Pooled(NamedTuple):
 class Antidiagonal(NamedTuple):
     """Scores from sums along antidiagonals, as in XAttention.
 
-    Queries and keys are cut into groups of `stride` tokens; a group of queries, taken backwards, and a group of keys score the sum of
-    their `stride` products, times ``scale / stride``. What follows is as in `Pooled`.
+    Queries and keys are cut into groups of `stride` tokens; a group of queries, taken backwards, and a group of keys score the sum of their
+    `stride` products, times ``scale / stride``. From these scores, a softmax and shares follow as in `Pooled`.
 
     Attributes
     ----------
     stride : int
-        Tokens of a group. It must divide the block.
+        Number of tokens of a group. It must divide both sizes of the block.
     over : {"mean", "largest"}
         How the rows of a block of queries are combined.
 
@@ -81,7 +81,7 @@ class SampledRows(NamedTuple):
     Attributes
     ----------
     rows : int
-        How many queries of a block are sampled: the last query of each of `rows` equal parts. It must divide the block.
+        How many queries of a block are sampled: the last query of each of `rows` equal parts. The number must divide the block's queries.
     over : {"largest", "mean"}
         How the sampled queries are combined.
 
@@ -103,12 +103,13 @@ class VerticalSlash(NamedTuple):
     Attributes
     ----------
     rows : int
-        Queries at the end of each sequence that are looked at, or all where there are fewer.
+        How many queries at the end of each sequence are looked at. Shorter sequences use all of their queries.
 
     Notes
     -----
     The cost relative to dense attention's arithmetic is about ``rows / Sq``: each of these queries is multiplied with all keys twice, first
-    to find its log-sum-exp and then its weights. In causal calls it is twice as much, because dense attention then has half the arithmetic.
+    to find its log-sum-exp and then its weights. In causal calls, the cost is about ``2 * rows / Sq``, because dense attention then has
+    half the arithmetic.
     """
 
     rows: int = 64
@@ -143,7 +144,7 @@ def _pair(x: Any, name: str) -> tuple[int, int]:
 
 
 def chooser_for(chooser: Any, block_shape: Any) -> Any:
-    """A chooser as it is, or the default chooser of a name, with smaller sizes where its own do not divide the block."""
+    """A chooser unchanged, or the default chooser of a name, with smaller sizes where the default sizes do not divide the block."""
     if not isinstance(chooser, str):
         return chooser
     _arrays.choice(chooser, "chooser", tuple(CHOOSERS))
@@ -161,7 +162,8 @@ def chooser_for(chooser: Any, block_shape: Any) -> Any:
 
 
 def rules_of(chooser: Any, block_shape: Any = (64, 64)) -> tuple[str, int, int, str, bool]:
-    """A chooser as the core takes it: its name, two sizes, a term, and whether the largest of a block's rows counts."""
+    """A chooser as the core takes it: its name, two sizes, a term, and whether a block's score is the largest of its rows instead of their
+    mean."""
     chooser = chooser_for(chooser, block_shape)
     if isinstance(chooser, VerticalSlash):
         return "vertical_slash", _arrays.integer(chooser.rows, "rows"), 1, "mean", False
@@ -179,7 +181,7 @@ def rules_of(chooser: Any, block_shape: Any = (64, 64)) -> tuple[str, int, int, 
 
 
 def budget_of(**given: Any) -> tuple[str, np.ndarray]:
-    """The one budget that is given: its name, and its numbers, one or one per head."""
+    """The one budget that is given: its name, and its numbers, which are one in all or one per head."""
     named = [name for name in BUDGETS if given[name] is not None]
     if len(named) != 1:
         raise ValueError(f"density, top_p, threshold, top_k: expected exactly one of them, got {' and '.join(named) or 'none'}")

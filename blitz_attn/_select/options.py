@@ -9,7 +9,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Options:
-    """What a caller gives `block_sparse_attention` besides q, k, v, the list and arrays for results. ``**vars(options)`` passes it on."""
+    """The options of `block_sparse_attention` that also concern the choice of blocks. ``**vars(options)`` passes them on."""
 
     block_shape: Any
     scale: Any = None
@@ -35,7 +35,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JudgingOptions(Options):
-    """`Options` for judging a list: also those that change attention but not the choice of blocks."""
+    """`Options` for judging a list: also the options that change attention but not the choice of blocks."""
 
     attn_mask: Any = None
     alibi_slopes: Any = None

@@ -88,19 +88,19 @@ def select_blocks_prefill(
     q : array
         Queries, ``(B, H, Sq, D)`` for layout BNSD: float32, float16, bfloat16 or float64. D from 1 to 576.
     k : array
-        Keys, ``(B, Hkv, Skv, D)``, same dtype. H must be a multiple of Hkv.
+        Keys, ``(B, Hkv, Skv, D)``, of the dtype of `q`. H must be a multiple of Hkv.
     chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash, or callable
         How blocks are scored: ``"pooled"``, ``"antidiagonal"``, ``"sampled_rows"`` or ``"vertical_slash"`` with the defaults of the
-        class of that name, or an instance of it. If a name is given whose default size does not divide the block, the greatest common
+        class of that name, or an instance of it. If the default size of a named chooser does not divide the block, the greatest common
         divisor of both is taken: a block of 12 x 20 is pooled by 4. The smaller the divisor, the longer choosing takes.
         A function is called as ``chooser(q, k, **options)``, with the arrays of this call and all options that `blitz_attn.select.scores`
         takes except `chooser`, after everything else has been checked. It returns scores as `blitz_attn.select.list_from_scores` takes
-        them, ``(B, H, rows, columns)``; with `per_kv_head`, Hkv heads are enough. What it raises is passed on.
+        them, ``(B, H, rows, columns)``; with `per_kv_head`, Hkv heads are enough. Its exceptions are passed on.
     density : float or sequence of float, optional
         Share of the blocks that the rules let a sequence see, from above 0 to 1. The blocks are kept as if one common `top_p` were
         applied to all rows and heads of the sequence, chosen so that this share of the visible blocks is kept, rounded to whole
-        blocks. Forced blocks count; where they alone are more than this share, it is exceeded. With one number per head, each head has its
-        own share. `blitz_attn.sabi.density` counts all pairs of blocks instead: for a causal list it gives about half of this number.
+        blocks. Forced blocks count towards this share, and may exceed it. With one number per head, each head has its own share.
+        `blitz_attn.sabi.density` counts all pairs of blocks instead: for a causal list it gives about half of this number.
     top_p : float or sequence of float, optional
         Each row keeps its forced blocks, and then as few of its best other blocks as it takes to hold this much of its scores in all: from
         above 0 to 1. One number, or one per head.
@@ -109,48 +109,49 @@ def select_blocks_prefill(
     top_k : int or sequence of int, optional
         Each row keeps this many blocks, forced ones among them, or all where it sees fewer. One number, or one per head.
     block_shape : (int, int)
-        Tokens in a block of queries and in a block of keys; pass the same to `block_sparse_attention`. Smaller blocks keep a
-        model's quality better at the same density.
+        Tokens in a block of queries and in a block of keys; pass the same shape to `block_sparse_attention`. Smaller blocks keep a model's
+        quality better at the same density.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     layout : {"BNSD", "BSND", "BSH", "TND"}
         Order of the axes of q and k, as in `block_sparse_attention`.
     causal : bool
-        Aligned to the bottom right: query i sees key j when ``j <= i + kv_len - q_len``, or ``j <= i + q_begin``.
+        Query i sees key j only when ``j <= i + kv_len - q_len``, a rule aligned to the bottom right; with `q_begin`, only when
+        ``j <= i + q_begin``.
     window : (int, int), optional
-        Tokens that are seen before and after the diagonal of `causal`; -1 sets no bound.
+        Numbers of tokens that are seen before and after the diagonal of `causal`; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional
         ``(B,)``: how many tokens of each batch entry are valid.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
         Layout TND: ``(B + 1,)`` cumulative lengths that rise from 0 to T.
     num_heads, num_kv_heads : int, optional
-        Layout BSH: heads in q and in k. Other layouts check them against the arrays.
+        Layout BSH: numbers of heads in q and in k. In other layouts, they are checked against the arrays.
     q_begin : int or sequence of int, optional
         Token number of query 0, where the queries are a slice of a longer sequence, as in `block_sparse_attention`: see the notes. Default:
         the queries are the last tokens.
     kv_ranges : array of int, optional
         ``(B, Sq, 2)``, ``(1, Sq, 2)`` or ``(Sq, 2)``, for layout TND ``(T, 2)``; int32 or int64: the run of keys that each query may see,
-        as in `block_sparse_attention`. Not with `VerticalSlash`, whose lines run through all keys.
+        as in `block_sparse_attention`. They cannot be combined with `VerticalSlash`, whose lines run through all keys.
     sink : int
-        First blocks of keys that are always kept. With `kv_ranges`, these are for each query the first ones that its range touches, such
-        as the first blocks of its document.
+        How many of the first blocks of keys are always kept. With `kv_ranges`, these are for each query the first blocks that its range
+        touches, such as the first blocks of its document.
     recent : int
-        With 1, the blocks of keys on the diagonal ``i + kv_len - q_len`` of a row's queries are always kept, with n also the n - 1 blocks
-        before them. With `kv_ranges` or `q_begin`, these are counted back, for each query, from the last key that it sees at or before the
+        With 1, the blocks of keys on the diagonal ``i + kv_len - q_len`` of a row's queries are always kept; with n, also the n - 1 blocks
+        before them. With `kv_ranges` or `q_begin`, blocks are counted back, for each query, from the last key that it sees at or before the
         diagonal. A row of blocks always keeps a block that is forced for one of its queries, if that query sees it.
     last_columns : int
-        Last blocks of keys that are always kept, such as those of text at the end of a sequence.
+        How many of the last blocks of keys are always kept, such as blocks of text at the end of a sequence.
     first_rows, last_rows : int
-        First and last blocks of queries that keep all they see, such as those of text or of the end of a prompt. Together with `sink`
-        and `last_columns` they make a frame: the outermost rows and columns of blocks are kept whole.
+        How many of the first and of the last blocks of queries keep all blocks that they see, such as blocks of text or of the end of a
+        prompt. Together with `sink` and `last_columns`, they make a frame: the outermost rows and columns of blocks are kept whole.
     per_kv_head : bool
-        Heads that share keys share a list: their scores are averaged.
+        Whether heads that share keys share a list. Their scores are then averaged.
     return_scores : bool
         Also return the scores.
     index_dtype : {"int32", "uint16", "int16", "int64"}
         Integers of the list; uint16 and int16 take up to 65535 and 32768 blocks of keys.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -168,15 +169,15 @@ def select_blocks_prefill(
     TypeError
         An argument of the wrong kind.
     ValueError
-        An argument of the wrong shape or out of range: a pool, stride or number of rows that does not divide the block, no
-        budget or two, a density or mass outside (0, 1]. The text names the argument, what was expected and what was given.
+        An argument of the wrong shape or out of range: a pool, stride or number of rows that does not divide the block, no budget or
+        several, a density or mass outside (0, 1]. The text names the argument, what was expected and what was given.
     MemoryError
         The scratch memory could not be allocated.
 
     See Also
     --------
     select_and_attend_prefill : this and the attention in one call.
-    blitz_attn.sabi : pictures, statistics and other functions that make block lists.
+    blitz_attn.sabi : makes, measures and shows block lists.
     blitz_attn.select_blocks : the same for decode over a paged cache.
     blitz_attn.reference.select_blocks_prefill : the same in plain float64 NumPy.
 
@@ -184,18 +185,18 @@ def select_blocks_prefill(
     -----
     A row that sees any block keeps at least one: the best, where none is forced. Of blocks that tie, the lower column is kept;
     under `density`, the lower head, then row, then column. A NaN score counts as 0; if all scores of a row are NaN, the blocks that it
-    sees count alike. Scores are computed in float32 (float64 for float64) and kept as float32; they, and the list, are the same bit for bit
-    whatever the number of threads and whatever else is in the batch. Scratch memory grows with the number of tokens and, by one bit
-    per pair and list, with the number of pairs of blocks; under `density` by four bytes more per pair and 600 bytes per row of blocks.
+    sees count alike. Scores are computed in float32 (float64 for float64) and kept as float32. Scores and lists have the same bits for any
+    number of threads, and whatever else is in the batch. Scratch memory grows with the number of tokens. It also takes one bit for each
+    pair of blocks in each list, and under `density` four more bytes for each pair and 600 bytes for each row of blocks.
 
     With `kv_ranges`, blocks that no query of a row sees are neither kept nor counted as visible, even where they lie between blocks that
-    it sees. Queries that a chooser pools into one see all keys from the first to the last that any of them sees, and pools are not cut
-    where ranges begin and end. Documents that fill whole blocks get the lists that they would get alone, up to rounding, under `top_p`,
-    `threshold` and `top_k`; under `density`, all documents of a batch entry share the blocks.
+    it sees. Queries that a chooser pools into one see all keys from the first key that any of them sees to the last. Pools are not cut
+    where ranges begin and end. Under `top_p`, `threshold` and `top_k`, documents that fill whole blocks get the lists that they would get
+    alone, up to rounding. Under `density`, all documents of a batch entry share the blocks.
 
     A slice of the queries, from row a on, has the lists of these rows in the whole call, bit for bit, where a is a multiple of
-    ``block_shape[0]`` and ``q_begin = a + kv_len - q_len`` of the whole call. This does not hold for what depends on all queries:
-    `density`, `VerticalSlash`, `first_rows` and `last_rows` look only at the queries of the slice.
+    ``block_shape[0]`` and ``q_begin = a + kv_len - q_len`` of the whole call. This does not hold with `density`, `VerticalSlash`,
+    `first_rows` and `last_rows`, which look only at the queries of the slice.
 
     `Pooled` extends the mean pooling of SpargeAttn [4]_ and the bound of Quest [1]_ to small groups of queries and keys, `Antidiagonal` is
     after XAttention [2]_, `VerticalSlash` after MInference [3]_.
@@ -226,7 +227,7 @@ def select_blocks_prefill(
     keys = _arrays.readable(k, "k")
     returned = []
 
-    def asked() -> np.ndarray:  # the core calls it
+    def asked() -> np.ndarray:  # the core calls this function
         returned.append(chooser(q, k, per_kv_head=per_kv_head, **options))
         made = _arrays.detached(returned[0])[0] if return_scores is False else returned[0]
         return _floats(made, "chooser")
@@ -296,7 +297,7 @@ def scores(
 
     See Also
     --------
-    list_from_scores : the list that a budget makes from them.
+    list_from_scores : the list that a budget makes from scores.
 
     Examples
     --------
@@ -347,10 +348,10 @@ def list_from_scores(
     Parameters
     ----------
     scores : array
-        ``(B, H, ceil(s_q / block_shape[0]), ceil(s_kv / block_shape[1]))``, float32, or another float, which is rounded to it: at least 0
-        and finite. NaN and minus infinity count as 0, and so do blocks that a row does not see. Only ratios within a row matter: each row
-        is divided by the sum over the blocks that it sees, unless this is 1 to within 1e-4. In a row of zeros, the blocks that it sees
-        count alike.
+        ``(B, H, ceil(s_q / block_shape[0]), ceil(s_kv / block_shape[1]))``, float32, or another float, which is rounded to float32. Scores
+        are at least 0 and finite, except that NaN and minus infinity are allowed and count as 0. Blocks that a row does not see also count
+        as 0. Only ratios within a row matter: each row is divided by its sum over the blocks that it sees, unless this sum is 1 to within
+        1e-4. If all scores of a row are 0, the blocks that it sees count alike.
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     density, top_p, threshold, top_k, block_shape, causal, window, q_lens, kv_lens, q_begin, kv_ranges, sink, recent, last_columns
@@ -367,11 +368,12 @@ def list_from_scores(
     Raises
     ------
     TypeError, ValueError, MemoryError
-        As `select_blocks_prefill` does; scores of another dtype or shape, or finite and below 0, or plus infinity.
+        As `select_blocks_prefill` does, and for scores that have another dtype or shape, that are finite and below 0, or that are plus
+        infinity.
 
     See Also
     --------
-    scores : what the choosers of this package score.
+    scores : the scores of the choosers of this package.
 
     Notes
     -----
@@ -490,14 +492,14 @@ def select_and_attend_prefill(
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, q_total, kv_ranges
-        What is computed: see `block_sparse_attention`.
+        Options of both steps: see `block_sparse_attention`.
     attn_mask, alibi_slopes, sinks, softcap
         Further options of attention: see `block_sparse_attention`. The choice of blocks ignores them and looks at queries and keys alone:
         a block that `attn_mask` hides may be chosen in place of one that it shows.
     sink, recent, last_columns, first_rows, last_rows
         Blocks that are always kept: see `select_blocks_prefill`.
     per_kv_head : bool
-        Heads that share keys share a list.
+        Whether heads that share keys share a list.
     return_lse : bool
         Also return the log-sum-exp.
     return_sabi : bool
@@ -505,9 +507,9 @@ def select_and_attend_prefill(
     out_dtype : str or dtype, optional
         ``"float32"`` with float16 and bfloat16 inputs gives the accumulated result before it is rounded. Default: the dtype of `q`.
     out : array, optional
-        Where to write the result, as in `block_sparse_attention`; with `return_lse` also a pair.
+        Where to write the result, as in `block_sparse_attention`. With `return_lse`, it may be a pair.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays among q, k, v and out hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays among q, k, v and out hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -516,7 +518,7 @@ def select_and_attend_prefill(
     out : array
         As from `block_sparse_attention`.
     lse : array
-        With `return_lse`.
+        With `return_lse`, as from `block_sparse_attention`.
     sabi : array
         With `return_sabi`: int32, as from `select_blocks_prefill`.
 
@@ -532,7 +534,7 @@ def select_and_attend_prefill(
 
     Notes
     -----
-    Make the two calls yourself where one list serves several calls: a backward pass, or layers that share it.
+    Make the two calls yourself where one list serves several calls, such as a forward and a backward pass, or several layers.
 
     Examples
     --------

@@ -26,24 +26,25 @@ RULES = ("scale", "layout", "causal", "window", "num_heads", "num_kv_heads", "kv
 
 
 class Profile(NamedTuple):
-    """What each layer and head of one model is to keep: from `calibrate`, `allocate` or a file.
+    """The budgets of all layers and heads of one model, from `calibrate`, `allocate` or a file.
 
     Attributes
     ----------
     heads, kv_heads, head_dim : int
         The model's shape; the number of layers is the length of `numbers`.
     chooser : Pooled, Antidiagonal, SampledRows or VerticalSlash, or tuple of them
-        How blocks are scored: in all layers, or in each.
+        How blocks are scored: one chooser for all layers, or one for each layer.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     budget : {"top_p", "threshold", "density"}
-        What `numbers` are.
+        The option of `select_blocks_prefill` that takes `numbers`.
     numbers : tuple of tuple of float
         A number for each layer and head.
     measure : {"mass", "error", "loss"}
-        What the numbers were chosen by; `allocate` chooses by ``"loss"``.
+        The measure by which the numbers were chosen; `allocate` chooses by ``"loss"``.
     target : float
-        The kept mass, or the error of the output, that each head is to meet, or the density of the whole model.
+        For ``"mass"`` and ``"error"``, the kept mass or the error of the output that each head is to meet; for ``"loss"``, the density of
+        the whole model.
     """
 
     heads: int
@@ -94,7 +95,7 @@ class Profile(NamedTuple):
         return {"chooser": chooser, "block_shape": self.block_shape, self.budget: list(self.numbers[layer])}
 
     def _by_layer(self) -> bool:
-        """Whether each layer has its own chooser. A chooser is a tuple, too."""
+        """Whether each layer has its own chooser. (A chooser is a named tuple, so `isinstance` would not tell.)"""
         return type(self.chooser) is tuple
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -141,7 +142,7 @@ class Profile(NamedTuple):
         Returns
         -------
         Profile
-            As it was saved.
+            The profile that was saved.
 
         Raises
         ------
@@ -175,7 +176,7 @@ def _opened(path: Any, mode: str) -> IO[str]:
         raise TypeError(f"path: expected a path, got {type(path).__name__}") from error
     try:
         return open(name, mode, encoding="utf-8")
-    except ValueError as error:  # with a null character, say
+    except ValueError as error:  # a path with a null character, say
         raise ValueError(f"path: expected the name of a file, got {shown(path)}") from error
 
 
@@ -261,9 +262,10 @@ class _Capture:
 
 @in_usual_mode
 def _found(captures: list[_Capture], heads: int, target: float, steps: int, budget: str) -> tuple[float, ...]:
-    """The number of each head that meets the target, by binary search for all heads at once.
+    """For each head, the number that meets the target, by binary search for all heads at once.
 
-    The search assumes that each candidate keeps no less than the one before it. The last one is not tried: it keeps the most.
+    The search assumes that each candidate keeps no less than the candidate before it. The last candidate, which keeps the most, is not
+    tried.
     """
     error = captures[0].measure == "error"
     candidates = np.arange(1, 2**steps + 1) / 2**steps
@@ -290,7 +292,7 @@ def calibrate(
     every: int = 1,
     **rules: Any,
 ) -> Profile:
-    """Find what each layer and head must keep to meet a target, from queries, keys and values that a model has made.
+    """Find the budget with which each layer and head meets a target, from queries, keys and values that a model has made.
 
     Parameters
     ----------
@@ -298,10 +300,10 @@ def calibrate(
         For each layer the captures of some texts, as `block_sparse_attention` takes them. Pass a generator to keep only one layer in
         memory.
     target : float
-        What each head is to meet in the mean over the captures: the kept softmax mass, or the relative error of the output. Over
-        the batch entries of one capture, the mean of masses is taken, and the root mean square of errors.
+        What each head is to meet in the mean over the captures: the kept softmax mass, or the relative error of the output. Over the batch
+        entries of one capture, masses are averaged by the mean, and errors by the root mean square.
     measure : {"mass", "error"}
-        What `target` is: see `recall` and `output_error`.
+        The measure that `target` is a value of: see `recall` and `output_error`.
     budget : {"top_p", "density", "threshold"}
         The budget whose number is found.
     chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash
@@ -315,7 +317,7 @@ def calibrate(
         Only every n-th block of queries is looked at: see `recall`.
     **rules
         scale, layout, causal, window, num_heads, num_kv_heads, kv_ranges, dtype and num_threads of the calls: see
-        `select_blocks_prefill`. Captures are whole sequences, and `kv_ranges` are the same in all.
+        `select_blocks_prefill`. Captures are whole sequences, and all captures have the same `kv_ranges`.
 
     Returns
     -------
@@ -336,8 +338,8 @@ def calibrate(
     Notes
     -----
     Numbers are found by binary search, which assumes that a larger budget keeps more. A layer takes one dense attention call and
-    ``steps`` choices and sparse calls per capture; with ``budget="threshold"`` it takes up to ``max(8, steps + 2)`` of each. Texts
-    that a result is reported on should not be among the captures.
+    ``steps`` choices and sparse calls per capture; with ``budget="threshold"``, it takes up to ``max(8, steps + 2)`` choices and as many
+    calls. Texts that a result is reported on should not be among the captures.
 
     Examples
     --------
@@ -375,7 +377,7 @@ def refuse_unknown(function: str, rules: dict[str, Any]) -> None:
 
 
 def captures_of(layers: Any, names: tuple[str, ...], rules: dict[str, Any]) -> Iterator[tuple[list[Any], tuple[int, int, int]]]:
-    """The captures of each layer, one layer after the other, with the shape of the model, which must be the same in all. Refuses an
+    """The captures of each layer, one layer after the other, and the shape of the model, which must be the same in all captures. Refuses an
     empty sequence of layers. `names` are the names of a capture's arrays, of which q and k are the first."""
     if not isinstance(layers, (tuple, list)) and not hasattr(layers, "__next__"):
         raise TypeError(f"layers: expected a sequence or a generator of the layers' captures, got {type(layers).__name__}")

@@ -1,4 +1,4 @@
-"""How much a block list keeps of the softmax mass, and how near its output is to that of dense attention."""
+"""The share of the softmax mass that a block list keeps, and the distance of its output from the output of dense attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["output_error", "recall"]
 
 
 def _spans(layout: str, batch: int, tokens: int, q_lens: Any, cu_seqlens_q: Any) -> list[tuple[int, int, int]]:
-    """For each sequence: its batch entry in the arrays, and the first and the end of its valid queries there."""
+    """For each sequence: its batch entry in the arrays, and there the place of its first valid query and the place after its last."""
     if layout == "TND":
         cuts = _arrays.integers(cu_seqlens_q, "cu_seqlens_q").tolist()
         return [(0, a, b) for a, b in pairwise(cuts)]
@@ -32,7 +32,7 @@ def _spans(layout: str, batch: int, tokens: int, q_lens: Any, cu_seqlens_q: Any)
 
 
 def of_heads(x: Any, layout: str, heads: int, dtype: Any) -> np.ndarray:
-    """A result (B, H, S, Dv) as float64, whatever layout and kind of array it comes in; B is 1 for TND. `dtype`: as given to the call."""
+    """A result as float64 (B, H, S, Dv), whatever its layout and kind of array; B is 1 for TND. `dtype` is the argument of the call."""
     array, name = _arrays.host(x, "out", _arrays.dtype_name(dtype))
     array = widened(array, name).astype(np.float64)
     if layout == "TND":
@@ -49,7 +49,7 @@ def _of_queries(lse: Any, layout: str) -> np.ndarray:
 
 
 def _skipped(rows: int, every: int) -> np.ndarray:
-    """Which rows of blocks are not looked at: (rows,) bool."""
+    """Whether a row of blocks is not looked at, for each row: (rows,) bool."""
     return np.arange(rows) % every != 0
 
 
@@ -77,7 +77,7 @@ def checked(sabi: Any, every: Any, layout: Any) -> int:
 
 
 def _columns_of(k: Any, layout: str, block_kv: int, cu_seqlens_kv: Any) -> int:
-    """Blocks of keys that a list may name."""
+    """Number of blocks of keys that a list may name."""
     tokens = _arrays.shape_of(k)[2 if layout == "BNSD" else 1 if layout != "TND" else 0]
     if layout == "TND":  # lengths that do not fit k are refused by the call; until then they must not decide how much memory is allocated
         tokens = min(tokens, int(np.diff(_arrays.integers(cu_seqlens_kv, "cu_seqlens_kv")).max(initial=0)))
@@ -85,7 +85,8 @@ def _columns_of(k: Any, layout: str, block_kv: int, cu_seqlens_kv: Any) -> int:
 
 
 def narrow(k: Any, layout: str) -> Any:
-    """Values for a call whose output does not matter: the first element of each key, or, where that cannot be had as a view, all of k."""
+    """Values for a call whose output does not matter: the first element of each key, or all of `k` where this element cannot be had as a
+    view."""
     if layout == "BSH" or len(_arrays.shape_of(k)) < 3:
         return k
     try:
@@ -183,11 +184,12 @@ def recall(
         Tokens in a block of queries and in a block of keys. Default: the shape that the list knows if it is a `BlockList`; (64, 64) for any
         other array.
     every : int
-        Look at every n-th block of queries, where n is this number, beginning with the first; the time falls in proportion. 1 looks at all.
+        Look at every n-th block of queries, where n is this number, beginning with the first block. The time falls in proportion. With 1,
+        all blocks are looked at.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, kv_ranges
         As in the attention call: see `block_sparse_attention`.
     attn_mask, alibi_slopes, softcap, dtype
-        Likewise. (There are no sinks: they take mass from all keys in proportion, so that shares are the same with them.)
+        Likewise. (`sinks` are not needed: they take mass from all keys in proportion, and do not change shares.)
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -195,7 +197,7 @@ def recall(
     -------
     numpy.ndarray
         ``(B, H, ceil(Sq / block_shape[0]))`` float64, from 0 to 1; NaN for blocks that are not looked at or whose queries see nothing.
-        ``numpy.nanmean`` of it over the last axis is a head's recall.
+        ``numpy.nanmean`` of the result over the last axis is a head's recall.
 
     Raises
     ------
@@ -256,7 +258,7 @@ def output_error(
     dtype: DType | None = None,
     num_threads: int | None = None,
 ) -> np.ndarray:
-    """Relative error of the output that a block list gives, for each head.
+    """Relative error of attention's output over a block list, for each head.
 
     Parameters
     ----------
@@ -274,8 +276,8 @@ def output_error(
     Returns
     -------
     numpy.ndarray
-        ``(B, H)`` float64: the norm of the difference to the output over all keys, divided by the norm of that output, both over
-        all valid queries that are looked at; 0 where that output is 0.
+        ``(B, H)`` float64: the norm of the difference between the outputs over the list and over all keys, divided by the norm of the
+        output over all keys. Both norms are over all valid queries that are looked at. 0 where the output over all keys is 0.
 
     Raises
     ------

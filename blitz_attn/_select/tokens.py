@@ -98,12 +98,12 @@ def select_tokens(
         Queries of the indexer, ``(B, Sq, H, D)``, or with `cu_seqlens_q` ``(T, H, D)``: float32, float16, bfloat16 or float64; H up to 512,
         D up to 576.
     k : array
-        One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`. With `pool_size`, one key per pool of tokens; a pool that
-        is not complete needs none. With `block_tables`, pages of keys, ``(num_blocks, page_size, D)``. With `k_scale`, keys are int8 or
-        float8_e4m3, and queries are not float64.
+        One key per token, ``(B, Skv, D)``, or ``(T, D)``, of the dtype of `q`. With `pool_size`, one key per pool of tokens; an incomplete
+        pool needs no key. With `block_tables`, pages of keys, ``(num_blocks, page_size, D)``. With `k_scale`, keys are int8 or float8_e4m3,
+        and queries are not float64.
     weights : array of float
-        ``(B, Sq, H)``, or ``(T, H)``. They are read as float32 (float64 for float64 queries), and must be finite. Those of queries behind
-        `q_lens` are not read.
+        ``(B, Sq, H)``, or ``(T, H)``. Weights are read as float32 (float64 for float64 queries), and must be finite. Weights of queries
+        behind `q_lens` are not read.
     top_k : int
         How many keys, pools or blocks each query gets, at least 1.
     scale : float, optional
@@ -111,48 +111,49 @@ def select_tokens(
     causal : bool
         A query sees the tokens up to its own. The last query stands at the last token, unless `q_begin` says otherwise.
     q_lens, kv_lens : sequence of int, optional
-        ``(B,)``: valid queries and tokens of each batch entry. Queries behind them get no key. Packed queries have no `q_lens`, and
-        have `kv_lens`, the number of tokens of each sequence, only with `block_tables` or a `pool_size` above 1. Default: all queries and
-        keys; with a `pool_size`, all pools are complete.
+        ``(B,)``: numbers of valid queries and tokens of each batch entry. Queries behind the valid queries get no key. For packed queries,
+        `q_lens` is None, and `kv_lens`, the number of tokens of each sequence, is only for calls with `block_tables` or a `pool_size` above
+        1. Default: all queries and keys are valid; with a `pool_size`, all pools are complete.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
-        ``(B + 1,)``: where the sequences of packed arrays begin and end, as rows of q and of k (with `pool_size`, these are pools).
+        ``(B + 1,)``: where the sequences of packed arrays begin and end, as rows of q and of k (with `pool_size`, the rows of k are pools).
     block_tables : array of int, optional
         ``(B, W)``, int32 or int64: the pages of each sequence, for all of its tokens; `kv_lens` says how many tokens it has. The queries
         are batched, or packed with `cu_seqlens_q`.
     q_begin : int or sequence of int, optional
-        The token number of the first query, where the queries are a part of their sequence: one for all sequences, or ``(B,)``.
+        The token number of the first query, where the queries are a part of their sequence: one number for all sequences, or ``(B,)``.
     ascending : bool
-        Keys rise in each row. Default: their scores fall.
+        True: keys rise in each row. Default: scores fall in each row.
     pool_size : int
-        How many tokens a key stands for: GLM-5.3 and Qwen's QSA choose pools. A query may choose a pool when it sees all of its tokens.
+        How many tokens a key stands for: GLM-5.3 and Qwen's QSA choose pools. A query may choose a pool if it sees all tokens of the pool.
         Results are pool numbers, for attention with ``block_shape=(1, pool_size)``. `kv_lens`, `q_begin` and `causal` count tokens.
     keep_tail : bool
         The pool that a query sees only in part, if there is one, is always in the query's row, behind the chosen ones. Rows are one place
         longer.
     block_size : int
-        Choose blocks of so many keys, as MiniMax-M3 does. The score of a block is the largest score of those of its keys that the query
-        sees. Results are block numbers, for attention with ``block_shape=(1, block_size)``. Not together with `pool_size`.
+        Choose blocks of this many keys, as MiniMax-M3 does. The score of a block is the largest score of its keys that the query sees.
+        Results are block numbers, for attention with ``block_shape=(1, block_size)``. It cannot be combined with `pool_size`.
     min_score : float, optional
-        Only keys, pools or blocks with a score of at least this are chosen, still no more than `top_k`; a tail that `keep_tail` adds needs
-        no score.
+        Only keys, pools or blocks with at least this score are chosen, and no more than `top_k` of them. The pool that `keep_tail` adds
+        needs no score.
     k_scale : array of float32, optional
-        The axes of `k` without the last: the factor of each 8-bit key, as `quantize_kv` makes it.
+        The factor of each 8-bit key, as `quantize_kv` makes it; its axes are those of `k` without the last.
     return_scores : bool
         Also return the scores of the chosen keys.
     dtype, kv_dtype : str or dtype, optional
-        ``dtype="bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits, and ``kv_dtype="float8_e4m3"`` says that uint8
-        keys hold bits of that dtype. Otherwise only checked.
+        ``dtype="bfloat16"`` says that uint16 arrays among q and k hold bfloat16 bits, and ``kv_dtype="float8_e4m3"`` says that uint8 keys
+        hold bits of that dtype. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
     Returns
     -------
     selected : array of int32
-        ``(B, Sq, top_k)``, or ``(T, top_k)``, with `keep_tail` one place longer: the keys, counted from the first of the sequence. Of
-        equal scores, the lower key comes first; NaN counts as minus infinity. A row with fewer keys to choose from ends with -1.
+        ``(B, Sq, top_k)``, or ``(T, top_k)``, with `keep_tail` one place longer: the chosen keys, counted from the first key of the
+        sequence. Of equal scores, the lower key comes first; NaN counts as minus infinity. A row with fewer keys to choose from ends with
+        -1.
     scores : array
-        With `return_scores`, of the same shape: float32 (float64 for float64 queries). Infinity stands for a tail, minus infinity for a
-        place without a key.
+        With `return_scores`, of the same shape: float32 (float64 for float64 queries). Infinity stands for a pool that `keep_tail` adds,
+        minus infinity for a place without a key.
 
     Raises
     ------
