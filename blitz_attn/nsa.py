@@ -1,7 +1,7 @@
 """Native sparse attention: three branches over compressed, selected and nearby keys, summed by gates, forward and backward.
 
-`nsa` is the whole operation; each of its parts is a function, too, with its gradient. `NsaCache` is for a model that generates text.
-Arrays are ``(B, N, H, D)``, or packed ``(T, H, D)`` with ``cu_seqlens``.
+`nsa` is the whole operation. Each part of the operation is a function, too, and has a gradient. `NsaCache` is for a model that generates
+text. Arrays are ``(B, N, H, D)``, or packed ``(T, H, D)`` with ``cu_seqlens``.
 
 >>> import numpy as np
 >>> from blitz_attn import nsa
@@ -62,9 +62,9 @@ __all__ = [
 ]
 
 
-AnyKind = TypeVar("AnyKind")  # the kind of the arrays that a call was given
+AnyKind = TypeVar("AnyKind")  # the kind of a call's arrays
 
-# What NsaCache takes besides its own arguments.
+# The arguments of `nsa` that NsaCache passes on.
 RULES = (
     "num_selected_blocks", "window_size", "gate_proj_weight", "causal", "scale", "q_tile_size", "num_cmp_selected_blocks",
     "select_block_size", "init_blocks", "local_blocks",
@@ -72,7 +72,7 @@ RULES = (
 
 SHOWN = 8  # lengths of sequences in the repr of a cache
 
-PIECE_ELEMENTS = 1 << 22  # elements of one branch's output, or of its gradient for each thread, that a call holds at a time
+PIECE_ELEMENTS = 1 << 22  # the most elements of a branch's output, or per thread of its gradient, that a call holds at a time
 
 
 def __dir__() -> list[str]:
@@ -80,7 +80,8 @@ def __dir__() -> list[str]:
 
 
 class NSAGradients(NamedTuple, Generic[AnyKind]):
-    """Gradients of the arrays that `nsa` was given, each with the shape and dtype of its array; None for an array that was not given."""
+    """Gradients of the arrays that `nsa` was given. Each gradient has the shape and dtype of its array; None for an array that was not
+    given."""
 
     dq: AnyKind
     dk: AnyKind
@@ -93,12 +94,13 @@ class NSAGradients(NamedTuple, Generic[AnyKind]):
 
 @dataclass(frozen=True, eq=False)
 class NSAContext(Generic[AnyKind]):
-    """What `nsa` keeps for `nsa_backward`. It refers to the floating-point arrays of the call, which must not change in between.
+    """The results that `nsa` keeps for `nsa_backward`. The context refers to the floating-point arrays of the call, which must not change
+    until then.
 
     Attributes
     ----------
     block_indices : numpy.ndarray
-        The selection, see `score_and_select_blocks`.
+        The selection: see `score_and_select_blocks`.
     gates : numpy.ndarray
         ``(B, N, H, 3)`` or ``(T, H, 3)``, float32 (float64 for float64).
     lse : dict
@@ -106,8 +108,8 @@ class NSAContext(Generic[AnyKind]):
     shape : tuple of int
         The shape of the result.
     call, branches, groups, like
-        Further things that the gradients need: the arrays and rules of the call, the results of the branches, and the arrays as they were
-        given. They are not for callers, and may change.
+        The arrays and rules of the call, the results of the branches, and the arrays as they were given, which gradients need. These
+        attributes are not for callers, and may change.
     """
 
     block_indices: np.ndarray
@@ -129,7 +131,7 @@ def _context(call: Call, kept: Results, like: tuple[Any, ...]) -> NSAContext[Any
     gates = kept.gates if call.gates.array is None else call.gates.array
     if gates is None:
         gates = np.broadcast_to(np.array(1 / 3, real), (*tokens, 3))
-    lists = kept.lists if call.lists is None else call.lists.copy()  # they may be the caller's array
+    lists = kept.lists if call.lists is None else call.lists.copy()  # the lists of a call may be the caller's array
     assert lists is not None
     lse = {name: x for name, x in zip(BRANCHES, kept.lse, strict=True) if x is not None}
     return NSAContext(lists, gates, lse, (*tokens, call.v.shape[-1]), call, kept.outs, kept.groups, like)
@@ -178,85 +180,87 @@ def nsa(
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> Any:
-    """Native sparse attention; strictly causal by default (``mode="paper"``), while ``mode="mslk"`` looks ahead.
+    """Native sparse attention, strictly causal by default (``mode="paper"``); ``mode="mslk"`` looks ahead.
 
-    Each query attends to three sets of keys, and the three results are summed, each times its gate: block means of all keys before the
-    query (compressed), the tokens of the blocks whose means score highest (selected), and the tokens near the query (window).
+    Each query attends to three sets of keys: block means of all keys before the query (compressed), the tokens of the blocks whose means
+    score highest (selected), and the tokens near the query (window). The result is the sum of the three results, each times its gate.
 
-    In ``mode="paper"`` no output depends on a later token. In ``mode="mslk"``, which is upstream's rule, a query sees the compressed block
-    that it lies in, so that its output depends on up to ``compress_block_size - 1`` *later* tokens, and the selection of its tile depends
-    on later queries of the tile: this mode is not for models that generate text.
+    In ``mode="paper"`` no output depends on a later token. In ``mode="mslk"``, the rule of MSLK ("upstream") [2]_, a query sees the
+    compressed block that it lies in, so that its output depends on up to ``compress_block_size - 1`` *later* tokens. The selection of its
+    tile depends on later queries of the tile, too. So this mode is not for models that generate text.
 
     Parameters
     ----------
     q : array
-        ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64. D from 1 to 576. Where it has fewer
-        tokens than `k`, they are the last ones.
+        ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64. D from 1 to 576. If `q` has fewer tokens
+        than `k`, they are the last tokens of `k`.
     k : array
-        ``(B, N, Hkv, D)``, same dtype. H must be a multiple of Hkv; query head h reads key head ``h // (H // Hkv)``.
+        ``(B, N, Hkv, D)``, of the dtype of `q`. H must be a multiple of Hkv; query head h reads key head ``h // (H // Hkv)``.
     v : array
-        ``(B, N, Hkv, Dv)``, same dtype. Dv from 1 to 576 and may differ from D.
+        ``(B, N, Hkv, Dv)``, of the dtype of `q`. Dv is from 1 to 576 and may differ from D.
     compress_block_size : int
         Number l of tokens per compressed block. Tokens after the last complete block are in no compressed block.
     num_selected_blocks : int
         Largest number n of blocks that are selected, including forced ones. The lists in a context always have n entries.
     window_size : int
-        Number W of keys in the window, which ends with the query's own key. Not causal: ``W // 2`` keys before the query, as many after it,
-        and its own.
+        Number W of keys in the window, which ends with the query's own key. If not `causal`, the window has ``W // 2`` keys before the
+        query, as many after it, and the query's own key.
     w_k_compress, w_v_compress : array, optional
-        ``(Hkv, D, D)`` and ``(Hkv, Dv, Dv)``: the block means, as rows, are multiplied by them.
+        ``(Hkv, D, D)`` and ``(Hkv, Dv, Dv)``: block means, as rows, are multiplied by these matrices.
     gate_proj_weight : array, optional
         ``(H, 3, D)``: gates are ``sigmoid(q . weight)``, in the order compressed, selected, window.
     gates : array, optional
-        ``(B, N, H, 3)``: the gates themselves, in place of `gate_proj_weight`. Without either, every gate is 1/3.
+        ``(B, N, H, 3)``: the gates themselves, in place of `gate_proj_weight`. If neither is given, every gate is 1/3.
     causal : bool
-        False: compressed blocks and selectable blocks are all visible, and the window reaches both ways; in paper mode the `local_blocks`
-        forced blocks begin ``local_blocks // 2`` blocks before the query's own; those that do not exist are left out.
+        False: a query sees all compressed blocks, may select any block, and has a window that reaches both ways. In paper mode, the
+        `local_blocks` forced blocks then begin ``local_blocks // 2`` blocks before the query's own block; forced blocks that do not exist
+        are left out.
     scale : float, optional
         Factor of ``q k^T`` in every branch. Default: ``1 / sqrt(D)``.
     q_tile_size : int
         mslk mode: number of queries that share a selection. The last tile of a sequence may have fewer.
     num_cmp_selected_blocks : int, optional
-        mslk mode: number of groups of 128 compressed keys that the compressed branch sees per tile and head, those with the highest mean
-        score. Default: all groups.
+        mslk mode: number of groups of 128 compressed keys that the compressed branch sees per tile and head. These are the groups with the
+        highest mean score. Default: all groups.
     mode : {"paper", "mslk"}
-        See Notes.
+        The rules of compressing and selecting: see the notes.
     compress_stride : int, optional
         Paper mode: number d of tokens from the start of one compressed block to the start of the next. It divides l and l'.
         Default: ``max(1, l // 2)``.
     select_block_size : int, optional
         Paper mode: number l' of tokens per selected block. Default: l.
     init_blocks, local_blocks : int
-        Paper mode: number of blocks at the start of the sequence, and of blocks that end with the query's own, that are always selected.
+        Paper mode: numbers of blocks that are always selected, at the start of the sequence and up to the query's own block.
     block_indices : array_like of int, optional
-        A selection to use in place of the computed one, such as that of a context: paper ``(B, Hkv, N, n)``, mslk ``(B, H or Hkv, tiles,
-        n)``, with `cu_seqlens` without B and with the rows of all sequences one after the other. Rows end at the first -1.
+        A selection that takes the place of the computed one, such as the selection of a context. Its shape is ``(B, Hkv, N, n)`` in paper
+        mode and ``(B, H or Hkv, tiles, n)`` in mslk mode; with `cu_seqlens`, B is left out, and the rows of all sequences come one after
+        the other. Rows end at the first -1.
     compressed_kv : tuple of array, optional
-        ``(k_cmp, v_cmp)``: the result of `compress_kv` for `k` and `v` with the model's stride and weights; it is then not computed again.
-        `w_k_compress` and `w_v_compress` must be left out.
+        ``(k_cmp, v_cmp)``: the result of `compress_kv` for `k` and `v` with the model's stride and weights, which is then not computed
+        again. `w_k_compress` and `w_v_compress` must be left out.
     cu_seqlens : sequence of int, optional
         ``(sequences + 1,)`` numbers that rise from 0 to T: the sequences lie one after the other, and do not see each other. A sequence may
         have any length.
     cu_seqlens_q : sequence of int, optional
-        The same for `q`, where it has only the last tokens of each sequence; `cu_seqlens` then counts the tokens of `k`. Default:
+        The same numbers for `q`, if `q` has only the last tokens of each sequence; `cu_seqlens` then counts the tokens of `k`. Default:
         `cu_seqlens`.
     kv_lens : sequence of int, optional
-        Without `cu_seqlens`: ``(B,)`` numbers of tokens of `k` and `v` that are valid, such as those of a cache with room for more. The
-        queries of each sequence are the last of these. `compressed_kv` may have room for more blocks, too.
+        Without `cu_seqlens`: ``(B,)`` numbers of valid tokens of `k` and `v`, for a cache with room for more tokens. The queries of each
+        sequence are its last valid tokens. `compressed_kv` may have room for more blocks, too.
     out : array, optional
-        Where to write the result: writable, of the result's shape and dtype, sharing no memory with any input.
+        Where to write the result: a writable array of the result's shape and dtype that shares no memory with any input.
     return_context : bool
-        Also return what `nsa_backward` needs. Only where `q` has all tokens, and without `compressed_kv` and `kv_lens`.
+        Also return the context that `nsa_backward` needs. Then `q` must have all tokens, without `compressed_kv` and `kv_lens`.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
     Returns
     -------
     out : array
-        Of the shape of `q` with v's last dim, of the dtype and kind of `q`. A branch in which a query sees no key is 0: it
-        adds 0, or NaN where its gate is NaN or infinite.
+        An array of the shape of `q` with the last dimension of `v`, of the dtype and kind of `q`. The result of a branch in which a query
+        sees no key is 0: the branch adds 0, or NaN if its gate is NaN or infinite.
     context : NSAContext
         With `return_context`.
 
@@ -278,27 +282,26 @@ def nsa(
 
     Notes
     -----
-    ``mode="paper"`` follows the paper [1]_: compressed block i holds tokens ``[i d, i d + l)`` and is visible to query t when it is
-    complete, ``i d + l - 1 <= t``. The probabilities of the compressed branch, summed over the heads of a KV group, score the blocks of
-    l' tokens: block j gets the sum of ``p[(l'/d) j + a - b]`` over all ``a < l'/d`` and ``b < l/d`` (m and n in Eq. 9 and 10), so that a
-    compressed block counts once for each stride of d tokens that it shares with block j. Each query and KV head selects n blocks that begin
-    at or before it.
+    ``mode="paper"`` follows the paper [1]_: compressed block i holds tokens ``[i d, i d + l)`` and is visible to query t if it is complete,
+    that is, if ``i d + l - 1 <= t``. The probabilities of the compressed branch, summed over the heads of a KV group, score the blocks of
+    l' tokens: block j gets the sum of ``p[(l'/d) j + a - b]`` over all ``a < l'/d`` and ``b < l/d`` (m and n in Eq. 9 and 10). So a
+    compressed block counts once for each stride of d tokens that it shares with block j. For each KV head, a query selects n blocks that
+    begin at or before it.
 
-    ``mode="mslk"`` follows upstream's reference [2]_: blocks do not overlap, block j is visible from its *first* token on, and each tile
-    of queries and query head selects by the product of the compressed keys with the tile's mean query, among complete blocks that begin
-    before the tile's end. Where upstream's fast path differs from its own reference, this function follows the reference: selected blocks
-    are not widened to 128 tokens, the window has W keys, not W + 1, and reaches both ways where not causal, and the backward pass uses the
-    lists of the forward pass. Cases that the reference does not define are defined: N need not be a multiple of anything; unused entries
-    of a selection are -1 and attend to nothing, where upstream repeats block 0; a query that sees no selected token gets 0 from that
-    branch, where upstream gives NaN.
+    ``mode="mslk"`` follows upstream's reference [2]_: blocks do not overlap, and block j is visible from its *first* token on. For each
+    query head, a tile of queries selects among the complete blocks that begin before the tile's end, by the product of the compressed keys
+    with the tile's mean query. Where upstream's fast path differs from its own reference, this function follows the reference: selected
+    blocks are not widened to 128 tokens, the window has W keys and not W + 1, and reaches both ways in calls that are not causal, and the
+    backward pass uses the lists of the forward pass. Three cases differ from the reference. N need not be a multiple of anything. Unused
+    entries of a selection are -1 and attend to nothing, where upstream repeats block 0. A query that sees no selected token gets 0 from the
+    selected branch, where upstream gives NaN.
 
-    Queries that are the last tokens of their sequence get, bit for bit, the rows that they have in the call over all of its queries. In
-    mslk mode they must begin where a tile begins, because a tile selects by all of its queries; and later tokens may change the rows of
-    earlier ones there. With `compressed_kv`, such a call reads the compressed keys and values, the selected blocks and the window, and no
-    other tokens.
+    A call over the last queries of a sequence returns, bit for bit, their rows of the call over all queries. In mslk mode, these queries
+    must begin where a tile begins, because a tile selects by all of its queries; and there, later tokens may change the rows of earlier
+    tokens. With `compressed_kv`, such a call reads the compressed keys and values, the selected blocks and the window, and no other tokens.
 
     Of blocks with equal scores, the lower is selected. Sums are made in float32 (float64 for float64). A long call without a context is
-    computed in pieces of queries, so that the results of the three branches never exist as a whole; memory is linear in the number of
+    computed in pieces of queries, so that the results of the three branches never exist as a whole. Memory is linear in the number of
     tokens.
 
     References
@@ -354,7 +357,7 @@ def nsa(
 
 
 def _computed(q: Any, k: Any, v: Any, options: Options, out: Any, return_context: Any = False) -> Any:
-    """What `nsa` returns. With `lens` among the options, rows of queries that no sequence has are 0."""
+    """The result of `nsa`. With `lens` among the options, the rows of `q` behind a sequence's queries give 0."""
     o, call = options, checked(q, k, v, options)
     return_context = _arrays.flag(return_context, "return_context")
     if return_context and not (call.compresses and call.sequences.whole and o.kv_lens is None):
@@ -393,32 +396,32 @@ USUAL = {name: value for name, value in (nsa.__kwdefaults__ or {}).items() if na
 class NsaCache:
     """Keys and values of sequences that grow, their compressed blocks, and the rules by which `nsa` attends to them.
 
-    Memory doubles when it is full, so that appending a token costs the same however long the sequences are. A block is compressed once,
-    when its last token comes. A call that fails or is interrupted leaves the cache as it was.
+    Memory doubles when it is full, so that appending a token costs the same on average, however long the sequences are. A block is
+    compressed once, when its last token comes. A call that fails or is interrupted leaves the cache as it was.
 
-    Results are those of `nsa` over the tokens so far, bit for bit. (In a call over more tokens, another kernel computes the first few
-    tokens of a sequence, up to eight queries of a key head, so that their results may differ from these by rounding.)
+    Results are bit-identical to those of `nsa` over the tokens so far. (Another kernel may compute the first tokens of a sequence, up to
+    eight queries of a key head, in a later call over more tokens. Its results for these tokens may differ by rounding.)
 
     Parameters
     ----------
     compress_block_size, compress_stride, w_k_compress, w_v_compress, mode
         As in `nsa`.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for each call. Default: see `set_num_threads`.
     **options
-        The other rules that `nsa` takes: `num_selected_blocks`, `window_size`, `gate_proj_weight`, `causal`, `scale`, `select_block_size`,
+        Other rules of `nsa`: `num_selected_blocks`, `window_size`, `gate_proj_weight`, `causal`, `scale`, `select_block_size`,
         `init_blocks`, `local_blocks`, and in mslk mode `q_tile_size` and `num_cmp_selected_blocks`.
 
     Raises
     ------
     TypeError, ValueError
-        As `nsa`, for all that does not depend on the tokens. Whether weights fit the heads is checked with the first tokens and queries.
+        As `nsa`, as far as arguments can be checked without tokens. The first tokens and queries show whether weights fit the heads.
 
     See Also
     --------
-    nsa : the operation; with `compressed_kv` for callers that keep arrays of their own.
+    nsa : the operation, which has `compressed_kv` for callers that keep arrays of their own.
 
     Examples
     --------
@@ -465,7 +468,7 @@ class NsaCache:
 
     @property
     def lens(self) -> np.ndarray:
-        """``(B,)``: tokens of each sequence. Empty before the first `append`."""
+        """``(B,)``: number of tokens of each sequence. The array is empty before the first `append`."""
         return self._store.lens.copy()
 
     def append(self, k: Array, v: Array, lens: Integers | None = None) -> None:
@@ -474,9 +477,11 @@ class NsaCache:
         Parameters
         ----------
         k, v : array
-            ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``: float32, float16, bfloat16 or float64, the same B, Hkv, D, Dv and dtype each time.
+            ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``: float32, float16, bfloat16 or float64. B, Hkv, D, Dv and dtype must be the same in
+            each call.
         lens : sequence of int, optional
-            ``(B,)``: only the first ``lens[b]`` of a sequence's N tokens are new ones; the others are not looked at. Default: all.
+            ``(B,)``: only the first ``lens[b]`` of a sequence's N tokens are appended; its other tokens are not read. Default: all are
+            appended.
 
         Raises
         ------
@@ -500,7 +505,7 @@ class NsaCache:
     def crop(self, lens: IntOrIntegers) -> None:
         """Takes back the last tokens of sequences, such as draft tokens that a model has rejected.
 
-        All later results are as if they had never been appended, bit for bit. No memory is freed.
+        All later results are bit-identical to those without these tokens. No memory is freed.
 
         Parameters
         ----------
@@ -535,8 +540,8 @@ class NsaCache:
         Parameters
         ----------
         indices : sequence of int
-            Sequence n becomes what sequence ``indices[n]`` was. A sequence may occur more than once, or not at all, and there may be more
-            or fewer sequences than before: ``np.repeat(np.arange(B), beams)`` makes beams of prompts.
+            Sequence n becomes a copy of the former sequence ``indices[n]``. A sequence may occur more than once, or not at all, and there
+            may be more or fewer sequences than before: ``np.repeat(np.arange(B), beams)`` makes beams of prompts.
 
         Raises
         ------
@@ -569,8 +574,9 @@ class NsaCache:
             ``(B, N, H, D)``: the queries of the last N tokens of each sequence, whether these were appended at once or not. Without
             `lens`, no sequence may have fewer than N tokens. If B is 0, N may be any number.
         lens : sequence of int, optional
-            ``(B,)``: only the first ``lens[b]`` of a sequence's N rows are queries, those of its last ``lens[b]`` tokens. The other rows
-            have no influence, and their results are 0. At least 0, at most N and at most the tokens of the sequence. Default: N.
+            ``(B,)``: only the first ``lens[b]`` of a sequence's N rows are queries: those of its last ``lens[b]`` tokens. The other rows
+            have no influence, and their results are 0. Each number is at least 0, at most N and at most the number of tokens of the
+            sequence. Default: N.
         gates, out
             As in `nsa`.
 
@@ -582,7 +588,7 @@ class NsaCache:
         Raises
         ------
         TypeError, ValueError
-            As `nsa`. Also where nothing has been appended.
+            As `nsa`, and if no tokens have been appended.
 
         Examples
         --------
@@ -633,17 +639,17 @@ def nsa_backward(dout: Array, ctx: NSAContext[AnyKind], *, num_threads: int | No
     Parameters
     ----------
     dout : array
-        Gradient of the result, of its shape and dtype.
+        Gradient of the result, with the shape and dtype of the result.
     ctx : NSAContext
-        What ``nsa(..., return_context=True)`` returned besides the result. It can be used any number of times.
+        The context that ``nsa(..., return_context=True)`` returned. It can be used any number of times.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
     Returns
     -------
     NSAGradients
-        ``(dq, dk, dv, dw_k_compress, dw_v_compress, dgate_proj_weight, dgates)``, each of the shape, dtype and kind of its array; None for
-        an array that was not given.
+        ``(dq, dk, dv, dw_k_compress, dw_v_compress, dgate_proj_weight, dgates)``, where each gradient has the shape, dtype and kind of its
+        array. None for an array that was not given.
 
     Raises
     ------
@@ -658,11 +664,11 @@ def nsa_backward(dout: Array, ctx: NSAContext[AnyKind], *, num_threads: int | No
 
     Notes
     -----
-    The gates come first: ``do_c = g_c dout``, and the gradients of queries and weights through the sigmoid. Then comes each branch, as
-    attention with the log-sum-exp of the forward pass. Last, the gradients of compressed keys and values go back through their weights to
-    the tokens of their blocks. The scores of the selection have no gradient, as upstream and in the paper. The gradients of keys and
-    values, compressed ones included, and of weights are summed in float32 (float64 for float64) and rounded once, in an order that does
-    not depend on threads, neither on those of this library nor on those of BLAS.
+    The gates come first: they give ``do_c = g_c dout``, and the gradients of queries and weights through the sigmoid. Then comes the
+    gradient of attention in each branch, with the log-sum-exp of the forward pass. Last, the gradients of compressed keys and values go
+    back through their weights to the tokens of their blocks. The scores of the selection have no gradient, as in upstream's program and in
+    the paper. The gradients of keys and values, compressed ones included, and of weights are summed in float32 (float64 for float64) and
+    rounded once, in an order that does not depend on the threads of this library or of BLAS.
 
     Examples
     --------
@@ -694,7 +700,7 @@ def nsa_backward(dout: Array, ctx: NSAContext[AnyKind], *, num_threads: int | No
     sums = [sums_for(x.array, kind) for x in (dk, dv)]
     heads, threads = (call.q.shape[-2], call.k.shape[-2]), common.threads or _core.get_num_threads()
     most = PIECE_ELEMENTS * threads // max(call.q.shape[-1], call.v.shape[-1])  # enough heads to keep all threads at work
-    memory: dict[str, np.ndarray] = {}  # of results that each piece needs while it is computed
+    memory: dict[str, np.ndarray] = {}  # for results that are needed only while a piece is computed
 
     def room(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in memory:  # the first piece is the largest

@@ -1,6 +1,7 @@
-"""Figures: pictures of block lists, also over the frames of a video, and speed-up over sparsity from a benchmark table.
+"""Figures: block lists, blocks over the frames of a video, and speed-up over sparsity from a benchmark table.
 
-matplotlib is imported when a figure is drawn, and never through pyplot: no window, no global state, no display needed.
+matplotlib is imported when a figure is drawn, and never through pyplot. So figures open no window, need no display and change no global
+state.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _cell(name: str, text: str) -> Any:
 
 
 def _row(row: Any, name: str) -> tuple[tuple, float, float | None, float | None]:
-    """What a figure needs of a row: the problem and its block shape, the sparsity, and the latencies of the reference and of ours."""
+    """The values of a row that a figure needs: the problem with its block shape, the sparsity, and the latencies of the reference and of
+    ours."""
     if not isinstance(row, dict):
         raise TypeError(f"{name}: expected a dict of parse_table, got {type(row).__name__}")
     for column in (*_PROBLEM, "block_shape", "sparsity", *_LATENCIES):
@@ -90,8 +92,8 @@ def _rows_of(rows: Any) -> list[Any]:
 def parse_table(text: str) -> list[dict[str, Any]]:
     """Rows of a benchmark table, found among any other output.
 
-    A row starts with a block shape such as ``128x512``. The columns are named by the last header line above it (a line
-    that starts with ``block_shape``); without one they are upstream's, `COLUMNS`.
+    A row starts with a block shape such as ``128x512``. The last header line above a row, which starts with ``block_shape``, names its
+    columns. Without a header line, they are upstream's, `COLUMNS`.
 
     Parameters
     ----------
@@ -101,9 +103,9 @@ def parse_table(text: str) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        One per row, keyed by column: ``block_shape`` and ``frame(L,R,T,B)`` as tuples, numbers as int or float, ``N/A``
-        and ``-`` as None, anything else as text. A percent sign after a number is dropped. Lines with more or fewer
-        cells than the header has are not rows.
+        A dict for each row, from columns to values: ``block_shape`` and ``frame(L,R,T,B)`` as tuples, numbers as int or float, ``N/A`` and
+        ``-`` as None, anything else as text. A percent sign after a number is dropped. Lines with more or fewer cells than the header are
+        not rows.
 
     Raises
     ------
@@ -141,15 +143,14 @@ def speedups(rows: list[dict[str, Any]]) -> tuple[dict[tuple, list[tuple[float, 
     Returns
     -------
     curves : dict
-        (B, H, s_q, s_kv, D, block_shape) to points (sparsity, reference latency at sparsity 0 / latency), by rising
-        sparsity.
+        From (B, H, s_q, s_kv, D, block_shape) to points (sparsity, reference latency at sparsity 0 / latency), by rising sparsity.
     skipped : list of tuple
-        Keys without a reference latency at sparsity 0, or without a latency of ours.
+        The keys that have no reference latency at sparsity 0, or no latency of ours.
 
     Raises
     ------
     TypeError, ValueError
-        `rows` is not a list of dicts, or a row lacks one of these columns or holds something else in it.
+        `rows` is not a list of dicts, or a row lacks one of these columns or has a value of another kind in it.
 
     Examples
     --------
@@ -208,19 +209,19 @@ def _resolution(title: Any, ax: Any, dpi: Any) -> float:
 def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: Any = None, dpi: float = 120) -> Any:
     """Speed-up over dense attention against sparsity, one line per block shape.
 
-    Colour stands for the keys per block, line style for the queries per block, marker for the sequence length. A dashed line marks
-    parity, a grey curve the ideal 1 / (1 - sparsity).
+    Colour stands for the keys per block, line style for the queries per block, marker for the sequence length. A dashed line marks parity
+    with dense attention, a grey curve the ideal 1 / (1 - sparsity).
 
     Parameters
     ----------
     rows : list of dict
         From `parse_table`.
     title : str, optional
-        Default: the problem's sizes, where all rows share them.
+        Title of the figure. By default, it has the problem's sizes if all rows share them.
     ax : matplotlib.axes.Axes, optional
-        Axes to draw into. Default: a figure of its own.
+        Axes to draw into. Default: the axes of a new figure.
     dpi : float
-        Resolution of that figure.
+        Resolution of a new figure.
 
     Returns
     -------
@@ -230,7 +231,7 @@ def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: An
     Raises
     ------
     TypeError, ValueError
-        As in `speedups`; no rows, or none with a reference latency at sparsity 0; another argument of a wrong kind.
+        As in `speedups`; also without rows, without a reference latency at sparsity 0, and for another argument of a wrong kind.
     ImportError
         matplotlib is missing.
 
@@ -304,28 +305,28 @@ def plot_mask(
     sabi : array_like of int
         Block list (..., R, W).
     columns : int, optional
-        Number of key blocks. Default: the least that holds every entry.
+        Number of key blocks. Default: one more than the largest entry.
     block_shape : (int, int), optional
-        Number of tokens per block of queries and of keys: the axes then count tokens. Default: that of the list, where it knows one; else
-        the axes count blocks.
+        Number of tokens per block of queries and of keys: the axes then count tokens. Default: the block shape that the list knows; without
+        one, the axes count blocks.
     max_heads : int
         Largest number of panels, at least 1.
     title : str, optional
         Title of the figure.
     ax : matplotlib.axes.Axes, optional
-        Axes to draw the first head into. Default: a figure of its own.
+        Axes to draw the first head into. Default: all heads are drawn into a new figure.
     dpi : float
-        Resolution of that figure.
+        Resolution of a new figure.
 
     Returns
     -------
     matplotlib.figure.Figure
-        A notebook shows it where it is the last value of a cell. Save it with ``savefig``.
+        A notebook shows the figure if it is the last value of a cell. Save it with ``savefig``.
 
     Raises
     ------
     TypeError, ValueError
-        As in `blitz_attn.sabi.to_block_mask`, an empty list, and another argument of a wrong kind or out of range.
+        As in `blitz_attn.sabi.to_block_mask`, and for an empty list or another argument of a wrong kind or out of range.
     ImportError
         matplotlib is missing.
 
@@ -374,7 +375,7 @@ def plot_mask(
 
 
 def _shown_frames(frames: int, own: int, most: int) -> range:
-    """At most so many frames at equal distances, with the frame `own` among them."""
+    """At most `most` frames at equal distances, with the frame `own` among them."""
     step = -(-frames // most)
     return range(own % step, frames, step)
 
@@ -390,40 +391,40 @@ def plot_cubes(
     title: str | None = None,
     dpi: float = 120,
 ) -> Any:
-    """Picture of what one block of queries sees of a video, one panel per frame.
+    """Picture of the part of a video that one block of queries sees, one panel per frame.
 
-    Tokens of the block itself are orange, the keys that it sees blue, and lines show the cubes.
+    Tokens of the block itself are orange, the keys that it sees are blue, and lines show the cubes.
 
     Parameters
     ----------
     order : TokenOrder
         The order of the tokens, from `blitz_attn.video.cube_order`.
     sabi : array_like of int
-        Block list of four axes over tokens in this order; the first one or two may be missing.
+        Block list of four axes over tokens in this order. The first axis, or the first two, may be missing.
     row : int, optional
-        The block of queries. ``order.inverse[token] // block_shape[0]`` is that of a token of the model. Default: the block that holds the
-        token in the middle of the first grid.
+        The block of queries. A token of the model lies in block ``order.inverse[token] // block_shape[0]``. Default: the block that holds
+        the token in the middle of the first grid.
     head : int
-        Which of the list's heads, of its first batch entry; a list with one head has only 0.
+        The head of the list, in its first batch entry. A list with one head has only head 0.
     block_shape : (int, int), optional
-        Number of tokens per block of queries and of keys. Default: that of the list, for plain arrays (128, 128).
+        Number of tokens per block of queries and of keys. Default: the block shape that the list knows; (128, 128) for plain arrays.
     max_frames : int
-        Largest number of panels for each grid, at least 1. Of more frames, some at equal distances are shown.
+        Largest number of panels for each grid, at least 1. If a grid has more frames, some frames at equal distances are shown.
     title : str, optional
-        Title of the figure. Default: how many tokens are seen, of all frames, and how many of them are plain.
+        Title of the figure. Default: the number of tokens that are seen in all frames, and how many of these are plain.
     dpi : float
         Resolution.
 
     Returns
     -------
     matplotlib.figure.Figure
-        A notebook shows it where it is the last value of a cell. Save it with ``savefig``.
+        A notebook shows the figure if it is the last value of a cell. Save it with ``savefig``.
 
     Raises
     ------
     TypeError, ValueError
-        Not a `TokenOrder` of a geometry with a grid, a list that does not fit it, a row or head out of range, or another argument of a
-        wrong kind.
+        `order` is not a `TokenOrder` of a geometry with a grid, the list does not fit it, a row or head is out of range, or another
+        argument is of a wrong kind.
     ImportError
         matplotlib is missing.
 

@@ -1,4 +1,4 @@
-"""Choosing which blocks of a paged cache a decoding step attends to: Quest, block means, block maxima."""
+"""Choosing the blocks of a paged cache that a decoding step attends to, by Quest, block means or block maxima."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ def quest_prefill_metadata(
 ) -> None:
     """Summarise the blocks of a paged cache: the largest and the smallest key of each block, channel by channel.
 
-    A summary page has `rows` rows, one per summary: row ``i % rows`` of page ``metadata_block_tables[b, i // rows]`` describes block i of
-    request b. Rows after the last block of a request, up to the end of their page, are set to 0; other pages are not written.
+    A summary page has `rows` rows, with one summary in each: row ``i % rows`` of page ``metadata_block_tables[b, i // rows]`` describes
+    block i of request b. Rows after the last block of a request, up to the end of their page, are set to 0; other pages are not written.
 
     Parameters
     ----------
     k_cache : array
-        ``(pages, block_size, N, D)``: float32, float16, bfloat16 or float64, or with `k_scale` int8 or float8 e4m3; block_size from 1 to
-        1024.
+        ``(pages, block_size, N, D)``: float32, float16, bfloat16 or float64, or, with `k_scale`, int8 or float8 e4m3. block_size is from 1
+        to 1024.
     block_tables : array of int32 or int64
         ``(B, W)``: page numbers of each request.
     seq_lens : sequence of int
         ``(B,)``: number of tokens of each request.
     metadata_block_tables : array of int32 or int64
-        ``(B, M)``: numbers of the summary pages of each request, with M at least ``ceil(ceil(seq_len / block_size) / rows)``. No page is
-        named twice.
+        ``(B, M)``: numbers of the summary pages of each request, where M is at least ``ceil(ceil(seq_len / block_size) / rows)``. No page
+        is named twice.
     maxblocks, minblocks : array
-        ``(summary pages, rows, N, D)``, dtype of `k_cache`, for 8-bit caches float32; written in place. Either may be None. Where rows
-        equals block_size, as upstream, one of them may be `k_cache` itself (layout NHD): its summaries then lie in pages of the cache that
-        hold no keys.
+        ``(summary pages, rows, N, D)``, of the dtype of `k_cache` (for 8-bit caches float32), written in place. Either may be None. If rows
+        equals block_size, as upstream [2]_, one of these arrays may be `k_cache` itself (layout NHD): its summaries then lie in pages of
+        the cache that hold no keys.
     start_lens : sequence of int, optional
         ``(B,)``: only blocks with tokens from ``start_lens[b]`` on are summarised. Default: all blocks.
     kv_layout : {"NHD", "HND"}
@@ -87,20 +87,21 @@ def quest_prefill_metadata(
 
     See Also
     --------
-    append_paged_kv : does this for the blocks that get new tokens.
+    append_paged_kv : writes new tokens, and summarises the blocks that get them.
 
     Notes
     -----
     Summaries cover the valid tokens of a block, so the last block of a request is summarised as far as it is filled. Largest and smallest
-    values are elements of the keys, unrounded; NaN is ignored, unless a channel has nothing else; a mean with NaN is NaN. The keys of 8-bit
-    caches are the products of numbers and scales in float32, as `dequantize_kv` gives them.
+    values are elements of the keys, unrounded. They ignore NaN, unless a channel has nothing else; a mean with NaN is NaN. The keys of
+    8-bit caches are the products of numbers and scales in float32, as `dequantize_kv` gives them.
 
-    Upstream always summarises whole requests and takes block sizes and D of 128 in float16 and bfloat16 only; `start_lens`, other sizes
-    and other dtypes are additions.
+    Upstream [2]_ always summarises whole requests, with block_size and D of 128, in float16 and bfloat16. `start_lens`, other sizes and
+    other dtypes are additions.
 
     References
     ----------
     .. [1] J. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", 2024.
+    .. [2] The select_attn_ops package of the CANN operator family, quest_prefill_metadata.
 
     Examples
     --------
@@ -177,18 +178,18 @@ def quest_block_select_paged(
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> Any:
-    """The k blocks of each request whose keys could score highest with its query.
+    """For each request, the k blocks whose keys could score highest with its query.
 
     The score of a block is the sum over channels of ``max(q * largest, q * smallest)``, an upper bound of the scores of its keys. A score
-    of NaN comes last; a channel in which 0 and infinity are multiplied makes the score NaN or adds nothing. Exactly the
-    ``ceil(seq_len / block_size)`` blocks of a request compete.
+    of NaN comes last. A channel in which 0 and infinity are multiplied makes the score NaN or adds nothing. The
+    ``ceil(seq_len / block_size)`` blocks of a request compete, and no others.
 
     Parameters
     ----------
     query : array
         ``(B, H, D)``: float32, float16, bfloat16 or float64.
     maxblocks, minblocks : array
-        See `quest_prefill_metadata`. They may be of another dtype than `query` (float64 only with float64).
+        See `quest_prefill_metadata`. Their dtype may differ from that of `query`, except that float64 goes only with float64.
     metadata_block_tables : array of int32 or int64
         ``(B, M)``, see `quest_prefill_metadata`.
     seq_lens : sequence of int
@@ -196,11 +197,11 @@ def quest_block_select_paged(
     k : int
         Number of blocks to select, at least 1.
     per_query_head : bool
-        Select for each query head by itself. Default: once per key/value head, by the mean query of its group of query heads.
+        Select for each query head by itself. Default: select once per key/value head, by the mean query of its group of query heads.
     ascending : bool
-        Order the blocks of a row by number. Default: by falling score.
+        Order the blocks of a row by number. Default: order them by falling score.
     block_size : int, optional
-        Number of tokens per block. Default: the number of rows of a summary page, as upstream.
+        Number of tokens per block. Default: the number of rows of a summary page, as in upstream's function.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits.
     num_threads : int, optional
@@ -209,8 +210,8 @@ def quest_block_select_paged(
     Returns
     -------
     array
-        int32 ``(B, N, k)``, with `per_query_head` ``(B, H, k)``: numbers of blocks within the request; a torch tensor where `query` is one,
-        else a NumPy array. Of blocks with equal scores the lower comes first. Unused entries hold -1.
+        int32 ``(B, N, k)``, with `per_query_head` ``(B, H, k)``: numbers of blocks within the request. A torch tensor where `query` is one,
+        else a NumPy array. Of blocks with equal scores, the lower comes first. Unused entries hold -1.
 
     Raises
     ------
@@ -224,10 +225,10 @@ def quest_block_select_paged(
 
     Notes
     -----
-    Upstream [1]_ differs. Its zero rows that fill a summary page compete, and win where all blocks score below 0, so that it returns
-    numbers beyond the last block; it also does so for requests with fewer than k blocks. It leaves open the order of equal scores,
-    float16 scores are summed in float16, and it takes only D = block_size = 128, multiples of 8 as k, and at most 6 summary pages per
-    request. This function returns only blocks that exist, sums in float32 and takes all sizes.
+    Upstream [1]_ differs. There, the zero rows that fill a summary page compete with blocks, and win where all blocks score below 0, so
+    that numbers beyond the last block are returned. They are also returned for requests with fewer than k blocks. The order of equal scores
+    is left open, and float16 scores are summed in float16. D and block_size are 128, k is a multiple of 8, and a request has at most 6
+    summary pages. This function returns only blocks that exist, sums in float32 and takes all sizes.
 
     References
     ----------
@@ -278,7 +279,7 @@ def quest_block_select_paged_in_out(
     Parameters
     ----------
     query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
-        See `quest_block_select_paged`. A block has as many tokens as a summary page has rows.
+        See `quest_block_select_paged`. The number of tokens of a block is the number of rows of a summary page.
     selected_indices : array of int32
         ``(B, N, k)``, written in place. The shape ``(B, H, k)`` selects for each query head.
 
@@ -321,9 +322,9 @@ def quest_block_select_paged_in_out_w(
 ) -> None:
     """`quest_block_select_paged_in_out` that always selects the first block and the newest blocks.
 
-    The newest blocks are those that were not complete when the summaries were last made: with m = seq_len -
-    tokens_since_metadata_update, ``ceil(seq_len / block_size) - floor(m / block_size)`` of them. The summaries do not
-    cover all of their tokens. The newest blocks are the last of the used entries of a row, and the very newest is at the end.
+    The newest blocks are those that were not complete when the summaries were last made, so that the summaries do not cover all of their
+    tokens. With m = seq_len - tokens_since_metadata_update, there are ``ceil(seq_len / block_size) - floor(m / block_size)`` newest blocks.
+    They are the last of the used entries of a row, and the very newest block is at the end.
 
     Parameters
     ----------
@@ -342,14 +343,14 @@ def quest_block_select_paged_in_out_w(
 
     Notes
     -----
-    Where upstream [1]_ differs:
+    Upstream [1]_ differs as follows:
 
-    - Upstream counts ``(m % block_size != 0) + seq_len // block_size - m // block_size`` newest blocks. That is one too few when m is
-      a multiple of block_size and seq_len is not: the block that holds the newest tokens is then not forced. It is one too many when
-      seq_len is a multiple and m is not.
+    - Upstream counts ``(m % block_size != 0) + seq_len // block_size - m // block_size`` newest blocks. This number is one too low if m is
+    a multiple of block_size and seq_len is not: the block that holds the newest tokens is then not forced. It is one too high if seq_len is
+    a multiple and m is not.
     - Upstream lists a block twice if it is forced and also has one of the best scores; this function does not.
-    - Upstream can overwrite the first block where the newest blocks take all entries. Here, too, the newest blocks take precedence over
-      it, but no other block does.
+    - Upstream can overwrite the first block where the newest blocks take all entries. Here, too, the newest blocks take precedence over the
+    first block, but no other block does.
     - The differences that `quest_block_select_paged` lists apply here, too.
     - This function takes one number per request, and any number of tokens since the update.
 
@@ -439,40 +440,41 @@ def select_blocks(
         ``(B, H, D)``, one query per request; with `q_lens` ``(T, H, D)``, the queries of all requests one after the other. float32,
         float16, bfloat16 or float64.
     source : array or tuple of array
-        What the scores are computed from: for quest the pair ``(maxblocks, minblocks)``, for mean the ``meanblocks`` of
-        `quest_prefill_metadata`, for max the key cache, which may be one of 8 bits.
+        The arrays from which scores are computed: for quest the pair ``(maxblocks, minblocks)`` and for mean the ``meanblocks`` of
+        `quest_prefill_metadata`; for max the key cache, which may be one of 8 bits.
     tables : array of int32 or int64
-        ``(B, M)``: page numbers of `source`, which are ``metadata_block_tables``, or for max ``block_tables``.
+        ``(B, M)``: page numbers of `source`: the ``metadata_block_tables``, or for max the ``block_tables``.
     seq_lens : sequence of int
         ``(B,)``: number of tokens of each request.
     k : int or sequence of int, optional
         Number of blocks to select, at least 1, including forced ones: one number for all requests, or ``(B,)``.
     budget : int or sequence of int, optional
-        The same in tokens, at least 1: ``max(1, budget // block_size)`` blocks. Give exactly one of `k` and `budget`.
+        `k` in tokens, at least 1: ``max(1, budget // block_size)`` blocks are selected. Give exactly one of `k` and `budget`.
     method : {"quest", "mean", "max"}
         The score of a block. quest: an upper bound of ``q.k`` from the largest and the smallest value of each channel. mean: the product of
         ``q`` and the mean key. max: the largest ``q.k`` of its keys, which reads all keys.
     sink : int
         Number of blocks at the start of a request that are always selected, at least 0.
     recent : int or sequence of int
-        Number of blocks at the end of a request that are always selected, at least 0: one number for all requests, or ``(B,)``. Where sinks
-        and recent blocks do not all fit, recent blocks come first.
+        Number of blocks at the end of a request that are always selected, at least 0: one number for all requests, or ``(B,)``. If sinks
+        and recent blocks do not all fit, recent blocks take precedence.
     per_query_head : bool
-        Score each query head by itself. Default: a group's mean query, once for each key/value head.
+        Score with each query head by itself. Default: score once for each key/value head, with the mean query of its group.
     dense_below : int, optional
         Requests of fewer tokens than this select all of their blocks.
     tokens_since_metadata_update : int or sequence of int
         Number of tokens that each request has got since its summaries were last made, see `quest_block_select_paged_in_out_w`: blocks that
         the summaries do not cover are selected even where `recent` is smaller. -1: the summaries cover all tokens.
     q_lens : sequence of int, optional
-        ``(B,)``: number of queries of each request, 0 to ``seq_lens[b]``; they are its last tokens, as in speculative decoding. They
-        share one list per key/value head (or query head): see the notes. A request without queries selects no block. Default: one each.
+        ``(B,)``: number of queries of each request, 0 to ``seq_lens[b]``. The queries are its last tokens, as in speculative decoding, and
+        share one list per key/value head (or query head): see the notes. A request without queries selects no block. Default: each request
+        has one query.
     ascending : bool
-        Order the blocks of a row by number. False: sinks, then the others by falling score, then recent blocks.
+        Order the blocks of a row by number. False: sinks come first, then other blocks by falling score, then recent blocks.
     block_size : int, optional
         Number of tokens per block. Default: the number of rows of a summary page; for max, the number of tokens of a page. Give it where
-        pages of keys have another size than pages of summaries: no other argument shows it, and without it blocks of a wrong size are
-        chosen.
+        pages of keys have another size than pages of summaries: no other argument shows the size of pages of keys, and with a wrong size,
+        wrong blocks are chosen.
     kv_layout : {"NHD", "HND"}
         Layout of the key cache for max.
     return_scores : bool
@@ -480,16 +482,16 @@ def select_blocks(
     k_scale : array of float32, or float, optional
         The factors of int8 and float8 e4m3 keys for max, see `paged_attention`.
     dtype, kv_dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for `source`, ``"float8_e4m3"`` says that a cache of uint8 holds such
-        bits. `kv_dtype` defaults to `dtype`.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; ``kv_dtype="float8_e4m3"`` says that a `source` of uint8 holds bits of
+        float8 e4m3. `kv_dtype` defaults to `dtype`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
     Returns
     -------
     selected : array
-        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``; no block twice, -1 in unused entries. K is the
-        largest number of blocks that any request may select.
+        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``; no block occurs twice, and unused entries hold -1. K is the largest
+        number of blocks that any request may select.
     counts : array
         int32, ``(B, Hkv)`` or ``(B, H)``: number of entries in use.
     scores : array
@@ -508,17 +510,17 @@ def select_blocks(
 
     Notes
     -----
-    Of blocks with equal scores, the lower is selected. A score of NaN comes last; for max, one key whose ``q.k`` is NaN makes the score of
+    Of blocks with equal scores, the lower is selected. A score of NaN comes last; for max, a key whose ``q.k`` is NaN makes the score of
     its block NaN. quest follows [1]_, and mean follows the gate of MoBA [2]_.
 
-    With `q_lens`, the score of a block is the largest of its scores by each query of the request (by default, each token's mean over the
-    heads of a group), and NaN where one of them is. `recent` counts back from the block of each query's own token: unless it is 0, all
-    blocks that hold tokens of the queries are selected, and `recent` - 1 before them. So a list has all blocks that each of its queries,
-    decoded alone, would have forced, as far as k allows. Blocks of tokens after a query get a score from it like the others.
+    With `q_lens`, the score of a block is the largest of its scores with each query of the request (by default, with each token's mean
+    query of a group), and NaN if one of these scores is NaN. `recent` counts back from the block of each query's own token: unless `recent`
+    is 0, all blocks that hold tokens of the queries are selected, and the `recent` - 1 blocks before them. So a list has all blocks that
+    each of its queries, decoded alone, would force, as far as k allows. A query also scores the blocks of tokens after it.
 
-    A block's score depends on the queries of its request and on that block alone. Where the blocks of a request are shared out, for example
-    over processes, the best k of all are among the best k of each share: join the candidates of all shares and take the k with the highest
-    scores, of equal scores the block with the lower number.
+    A block's score depends on the queries of its request and on that block alone. If the blocks of a request are shared out, for example
+    over processes, the best k blocks are among the best k of each share. Join the candidates of all shares and take the k with the highest
+    scores; of equal scores, take the block with the lower number.
 
     References
     ----------
@@ -644,7 +646,7 @@ def select_and_attend(
     k_cache, v_cache, block_tables, seq_lens
         See `paged_attention`.
     source, metadata_block_tables : optional
-        See `select_blocks`: summaries and their tables for quest and mean. For max, they are `k_cache` and `block_tables`.
+        See `select_blocks`: summaries and their tables for quest and mean. None for max, which takes `k_cache` and `block_tables`.
     k, budget, method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update
         See `select_blocks`.
     scale, kv_layout, q_lens, window, sinks, softcap, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, kv_split, return_lse
@@ -670,16 +672,16 @@ def select_and_attend(
 
     See Also
     --------
-    blitz_attn.PagedPlan.select_and_attend : with the tables of a plan, which are checked once for all layers of a step.
+    blitz_attn.PagedPlan.select_and_attend : the same with the tables of a plan, which are checked once for all layers of a step.
 
     Notes
     -----
-    Blocks are chosen without `window`, `sinks`, `softcap`, `kv_ranges`, `attn_mask` and `alibi_slopes`; attention over them then has all
-    of these. So a block in which no token is seen may be chosen, and counts towards the budget. `attn_mask` has a column for each token of
-    the request, as in `paged_attention`, whichever blocks are chosen.
+    Blocks are chosen without `window`, `sinks`, `softcap`, `kv_ranges`, `attn_mask` and `alibi_slopes`; attention over the chosen blocks
+    then uses all of these options. So a block in which no token is seen may be chosen, and counts towards the budget. `attn_mask` has a
+    column for each token of the request, as in `paged_attention`, whichever blocks are chosen.
 
     Queries are the last tokens of their requests, from which `recent` blocks are counted. Where the cache holds a stretch of a longer
-    request, choose with `select_blocks`, and attend with `paged_select_attention`, which has `q_begin`.
+    request, choose with `select_blocks`, and attend with `paged_select_attention`, which takes `q_begin`.
 
     Examples
     --------
@@ -701,7 +703,7 @@ def select_and_attend(
     with_lse, with_selected = _arrays.flag(return_lse, "return_lse"), _arrays.flag(return_selected, "return_selected")
     requests = (*tables_for_core(block_tables, seq_lens), q_lens, None, kv_split)
     tables, lengths, queries = block_tables, seq_lens, q_lens
-    if isinstance(block_tables, tuple):  # tables that are opened stand for lengths and q_lens, too
+    if isinstance(block_tables, tuple):  # opened tables include lengths and q_lens
         tables, lengths, queries = None, _opened(q, k_cache, kv_layout, block_tables, seq_lens, q_lens), None
     selected, counts = select_to_attend(
         q, k_cache, tables, lengths, source, metadata_block_tables, k, budget=budget, method=method, sink=sink, recent=recent,

@@ -1,7 +1,7 @@
 """Inputs, grids, tolerances and comparisons for tests and benchmarks of attention operations.
 
-The names of upstream's benchmark helpers keep their meaning here: `FrameWidths`, `MaskSpec`, `BlockGrid`,
-`generate_sparse_blocks_by_row`, `generate_sparse_blocks_by_row_per_head`, `is_block_sparse_pattern_feasible`,
+Upstream, here, is BlitzSparseAttention in CANN. The names of its benchmark helpers keep their meaning: `FrameWidths`, `MaskSpec`,
+`BlockGrid`, `generate_sparse_blocks_by_row`, `generate_sparse_blocks_by_row_per_head`, `is_block_sparse_pattern_feasible`,
 `block_allclose_map`.
 """
 
@@ -70,7 +70,7 @@ def __dir__() -> list[str]:
 
 
 class MaskSpec(NamedTuple):
-    """One random block list and the problem it belongs to; `frame` may be None."""
+    """One random block list and the problem to which it belongs; `frame` may be None."""
 
     b: int
     h: int
@@ -96,9 +96,9 @@ class BlockGrid(NamedTuple):
 
 
 def small_frame(block_shape: tuple[int, int], tokens: int = 256) -> FrameWidths:
-    """Frame of about `tokens` tokens at the left and the top, one block at the right and the bottom.
+    """Frame of about `tokens` tokens at the left and the top, and one block at the right and the bottom.
 
-    The widths at 256 tokens are those of upstream's tests: 128-token rows get one more.
+    At 256 tokens, the widths are those of upstream's tests, where a frame has one more row of blocks at the top if blocks have 128 queries.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def small_frame(block_shape: tuple[int, int], tokens: int = 256) -> FrameWidths:
     Raises
     ------
     ValueError
-        Sizes below 1.
+        A size is below 1.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def random_sabi(spec: MaskSpec, *, seed: int = 1234, dtype: DType | None = None)
 
 
 def _clamped(sparsity: Any) -> float:
-    """The sparsity clamped to 0..1, as upstream does it. NaN stays, and is refused."""
+    """The sparsity clamped to 0..1, as upstream clamps it. NaN stays NaN, and is refused later."""
     return min(max(number(sparsity, "sparsity"), 0.0), 1.0)
 
 
@@ -189,7 +189,7 @@ def generate_sparse_blocks_by_row(
     block_size_q, block_size_kv : int
         Number of tokens per block of queries and of keys.
     sparsity : float
-        Share of blocks to drop, clamped to 0..1; the frame counts inside the kept share.
+        Share of blocks to drop, clamped to 0..1. Blocks of the frame count as kept blocks.
     seed : int
         Seed of this head.
     frame : FrameWidths or None
@@ -197,7 +197,7 @@ def generate_sparse_blocks_by_row(
     pad_value : int
         The value of unused entries of a row.
     sort_within_row : bool
-        Columns rising; False shuffles them.
+        Columns rise in each row. False: they are shuffled.
 
     Returns
     -------
@@ -316,7 +316,7 @@ def token_mask(sabi: ArrayLike, s_q: int, s_kv: int | None = None, block_shape: 
     s_q, s_kv : int
         Numbers of query and key tokens.
     block_shape : (int, int), optional
-        Number of tokens per block of queries and of keys. Default: that of the list, for plain arrays (128, 128).
+        Number of tokens per block of queries and of keys. Default: the block shape that the list knows; (128, 128) for plain arrays.
 
     Returns
     -------
@@ -361,9 +361,9 @@ def make_qkv(
     v_dim : int, optional
         Last dimension of v; default `head_dim`.
     dtype : str
-        float32, float16, bfloat16 or float64. bfloat16 as `round_to` returns it.
+        float32, float16, bfloat16 or float64. Arrays of bfloat16 are those that `round_to` returns.
     layout : str
-        BNSD, BSND, BSH, or TND: `batch` sequences of equal lengths one after the other. The values do not depend on it.
+        BNSD, BSND, BSH, or TND: `batch` sequences of equal lengths one after the other. The values do not depend on the layout.
     seed : int
         Seed of the generator.
 
@@ -375,7 +375,7 @@ def make_qkv(
     Raises
     ------
     ValueError
-        Unknown layout or dtype.
+        The layout or the dtype is unknown.
 
     Examples
     --------
@@ -407,7 +407,7 @@ def to_layout(x: np.ndarray, layout: str) -> np.ndarray:
     Raises
     ------
     ValueError
-        Unknown layout.
+        The layout is unknown.
 
     Examples
     --------
@@ -429,14 +429,14 @@ def to_layout(x: np.ndarray, layout: str) -> np.ndarray:
 
 
 def reference_attention(q: Any, k: Any, v: Any, sabi: Any = None, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """`reference.block_sparse_attention` with the log-sum-exp: always (out, lse) in float64.
+    """`reference.block_sparse_attention` with the log-sum-exp. It always returns (out, lse) in float64.
 
     Parameters
     ----------
     q, k, v, sabi
         As in `blitz_attn.block_sparse_attention`.
     **options
-        Its keyword arguments; `return_lse` and `out` are ignored.
+        Keyword arguments of `blitz_attn.block_sparse_attention`; `return_lse` and `out` are ignored.
 
     Returns
     -------
@@ -458,7 +458,8 @@ def reference_attention(q: Any, k: Any, v: Any, sabi: Any = None, **options: Any
 
 
 class Errors(NamedTuple):
-    """Distance from the float64 result: relative in the Frobenius norm, largest absolute, and the result's largest magnitude."""
+    """Distance from the float64 result: the relative error in the Frobenius norm, the largest absolute error, and the result's largest
+    magnitude."""
 
     relative: float
     largest: float
@@ -468,14 +469,14 @@ class Errors(NamedTuple):
 def error_of(values: Any, exact: np.ndarray, dtype: Any = None) -> Errors:
     """Error of `values` against `exact`.
 
-    Equal infinities at the same index count as equal; any other infinity, and a NaN, gives an infinite error.
+    Equal infinities at the same index count as equal. Any other infinity, and any NaN, makes the error infinite.
 
     Parameters
     ----------
     values : array_like
-        What was computed, of any dtype `to_float64` reads.
+        The computed result, of any dtype that `to_float64` reads.
     exact : numpy.ndarray
-        float64 result.
+        The exact result, in float64.
     dtype : str, optional
         As in `to_float64`.
 
@@ -486,7 +487,7 @@ def error_of(values: Any, exact: np.ndarray, dtype: Any = None) -> Errors:
     Raises
     ------
     ValueError
-        Shapes differ.
+        The shapes differ.
 
     Examples
     --------
@@ -510,9 +511,9 @@ def error_of(values: Any, exact: np.ndarray, dtype: Any = None) -> Errors:
 
 
 def error_rule(out: Any, q: Any, k: Any, v: Any, sabi: Any = None, **options: Any) -> tuple[Errors, Errors]:
-    """Error of an attention output, and the error of the same-precision dense computation.
+    """The error of an attention output, and the error of a dense computation in the same precision.
 
-    The rule of the test suites is that the first is at most twice the second, in both measures.
+    The rule of the test suites bounds the first error by the second: see `meets_error_rule`.
 
     Parameters
     ----------
@@ -526,7 +527,7 @@ def error_rule(out: Any, q: Any, k: Any, v: Any, sabi: Any = None, **options: An
     Returns
     -------
     ours, dense : Errors
-        Errors against `reference.block_sparse_attention`: that of `out`, and that of `reference.dense_same_precision`.
+        Two errors against `reference.block_sparse_attention`: of `out`, and of `reference.dense_same_precision`.
 
     Raises
     ------
@@ -549,12 +550,12 @@ def error_rule(out: Any, q: Any, k: Any, v: Any, sabi: Any = None, **options: An
 
 
 def meets_error_rule(ours: Errors, dense: Errors, dtype: Any, factor: float = 2.0) -> bool:
-    """True where an error is at most `factor` times that of the same-precision dense computation.
+    """True where an error is at most `factor` times the error of a dense computation in the same precision.
 
-    The factor holds for the relative error in the Frobenius norm. The largest single error is a matter of chance, in both
-    computations; it may be twice as far off, which still catches a wild element that the norm would hide. One rounding of
-    the result and four of the float32 sums are always allowed, since the dense result of a small problem can be exact or
-    lucky. float64 has no wider yardstick: there the error must stay within 1000 roundings.
+    The factor holds for the relative error in the Frobenius norm. The largest single error is a matter of chance in both computations. It
+    may be twice as large as the factor allows, which still catches a wild element that the norm would hide. One rounding of the result and
+    four roundings of the float32 sums are always allowed, since the dense result of a small problem can be exact or lucky. For float64, the
+    reference is no more precise than the result: there, the error must stay within 1000 roundings.
 
     Parameters
     ----------
@@ -563,7 +564,7 @@ def meets_error_rule(ours: Errors, dense: Errors, dtype: Any, factor: float = 2.
     dtype : str or dtype
         Precision of the inputs and the result.
     factor : float
-        2 forward, 3 for gradients.
+        2 for results, 3 for gradients.
 
     Returns
     -------
@@ -591,14 +592,14 @@ def meets_error_rule(ours: Errors, dense: Errors, dtype: Any, factor: float = 2.
 def block_allclose_map(
     out: Any, ref: Any, block_h: int, block_w: int, rtol: float = OUT_RTOL, atol: float = OUT_ATOL, print_map: bool = False
 ) -> np.ndarray:
-    """Which blocks of two (B, H, S, D) arrays agree.
+    """The blocks in which two (B, H, S, D) arrays agree.
 
     Parameters
     ----------
     out, ref : array_like
-        Arrays of one shape; the last two axes are cut into blocks.
+        Arrays of one shape. Their last two axes are cut into blocks.
     block_h, block_w : int
-        Rows and columns of a block; the last of an axis may be smaller.
+        Numbers of rows and columns of a block. The last block of an axis may be smaller.
     rtol, atol : float
         As in `numpy.isclose`.
     print_map : bool
@@ -612,7 +613,7 @@ def block_allclose_map(
     Raises
     ------
     ValueError
-        Shapes that differ or are not four-dimensional, or block sizes below 1.
+        The shapes differ or are not four-dimensional, or a block size is below 1.
 
     Examples
     --------

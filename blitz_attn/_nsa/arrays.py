@@ -1,4 +1,4 @@
-"""Arrays of native sparse attention: reads those that callers give, and writes those that callers get."""
+"""Arrays of native sparse attention: reading the arrays that callers give, and writing the arrays that callers get."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def dtype_of(dtype: Any) -> str | None:
 
 
 def leading(x: Any, name: str, dtype: str | None) -> tuple[np.ndarray, str]:
-    """View of the floating-point array that sets the dtype of a call, and the name of this dtype. `dtype`: the one that the caller
-    named."""
+    """View of the floating-point array that sets the dtype of a call, and the name of this dtype. `dtype` is the caller's argument."""
     array, kind = floats(x, name, dtype)
     if dtype is not None and kind != dtype:
         raise refusal(TypeError, name, f": expected {dtype} as ", "dtype", f" says, got {kind}")
@@ -31,7 +30,7 @@ def leading(x: Any, name: str, dtype: str | None) -> tuple[np.ndarray, str]:
 
 
 def same_kind(x: Any, name: str, dtype: Any, kind: str, like: str, written: bool = False) -> np.ndarray:
-    """View of a floating-point array, refused unless it has dtype `kind`, which is that of the argument `like`."""
+    """View of a floating-point array, which is refused unless it has dtype `kind`, the dtype of the argument `like`."""
     array, own = floats(x, name, dtype, written)
     if own != kind:
         raise refusal(TypeError, name, f": expected dtype {kind} like ", like, f", got {own}")
@@ -44,7 +43,8 @@ def storage(kind: str) -> str:
 
 
 class Reals(NamedTuple):
-    """Weights, gates or a log-sum-exp in the dtype of sums, and the dtype that the caller's array has. None: the caller gave none."""
+    """Weights, gates or a log-sum-exp in the dtype of sums, and the dtype of the caller's array. `array` is None if the caller gave
+    none."""
 
     array: np.ndarray | None
     kind: str
@@ -60,8 +60,8 @@ def reals(x: Any, name: str, dtype: Any, kind: str) -> tuple[np.ndarray, str]:
 
 
 def expect_shape(x: np.ndarray, name: str, shape: tuple[int, ...], text: str, other: str = "", rest: str = "") -> None:
-    """Refuses another shape than `shape`. `text` explains the shape in the sentence, which may go on with the name of another argument,
-    `other`, and then `rest`."""
+    """Refuses an array whose shape is not `shape`. `text` explains the shape in the sentence, which may go on with `other`, the name of
+    another argument, and then `rest`."""
     if x.shape != shape:
         raise refusal(ValueError, name, f": expected shape {shape}, {text}", other, f"{rest}, got {x.shape}")
 
@@ -77,13 +77,13 @@ def check_heads(x: np.ndarray, name: str) -> None:
 
 
 def rounded(x: np.ndarray, kind: str, to: str, like: Any) -> Any:
-    """An array of sums in dtype `to`, as the kind of array that `like` is."""
+    """An array of sums, rounded from dtype `kind` to dtype `to`, as the kind of array that `like` is."""
     result = Result(x.shape, to, like)
     result.array[...] = converted(x, kind, to)
     return result.value
 
 
-ROUNDED_AT_A_TIME = 1 << 12  # tokens: conversion to bfloat16 needs memory for several copies of what it converts
+ROUNDED_AT_A_TIME = 1 << 12  # tokens: conversion to bfloat16 needs memory for several copies of its input
 
 
 def sums_for(x: np.ndarray, kind: str) -> np.ndarray:
@@ -92,17 +92,17 @@ def sums_for(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def round_into(x: np.ndarray, sums: np.ndarray, kind: str) -> None:
-    """Rounds the sums, in the array that `sums_for` gave, into their result, whose axes are (..., tokens, heads, channels)."""
+    """Rounds `sums`, which came from `sums_for`, into their result `x`, whose axes are (..., tokens, heads, channels)."""
     for at in range(0, 0 if sums is x else x.shape[-3], ROUNDED_AT_A_TIME):
         some = (..., slice(at, at + ROUNDED_AT_A_TIME), slice(None), slice(None))
         x[some] = converted(sums[some], real_of(kind), kind)
 
 
 def add_rounded(summands: Sequence[np.ndarray], into: np.ndarray, kind: str, threads: int | None) -> None:
-    """Writes the sum of arrays of dtype `kind`, which have the axes of q, to `into`. They are added in their order, in the dtype of sums,
-    and the sum is rounded once."""
-    batched = (None,) if into.ndim == 3 else ()  # packed sequences get a batch axis, since sums need not know where sequences begin
-    # The core's gradient of block means adds further arrays to its result. Without blocks, it adds these alone.
+    """Writes the sum of arrays of dtype `kind`, which have the axes of q, to `into`. The arrays are added in the given order, in the dtype
+    of sums, and the sum is rounded once."""
+    batched = (None,) if into.ndim == 3 else ()  # packed sequences get a batch axis: sums need not know where sequences begin
+    # The core's gradient of block means adds further arrays to its result. Without blocks, it adds only these arrays.
     _core.block_means_backward(
         None, into[batched], tuple(x[batched] for x in summands), block_size=1, stride=1, dtype=kind, num_threads=threads
     )

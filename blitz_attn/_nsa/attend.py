@@ -1,4 +1,4 @@
-"""A branch of native sparse attention: which keys its queries see, and the core's operations over them."""
+"""A branch of native sparse attention: the keys that its queries see, and the core's operations over these keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sequences import Sequences, block_count
 
 
 class Common(NamedTuple):
-    """What all parts of a call have in common."""
+    """Values that all parts of a call share."""
 
     kind: str  # the dtype of the arrays
     scale: float  # factor of the products of queries and keys
@@ -24,7 +24,7 @@ class Common(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """Which keys the queries of a branch see."""
+    """The keys that the queries of a branch see."""
 
     causal: bool
     sequences: Sequences
@@ -32,9 +32,9 @@ class Branch:
     block_shape: tuple[int, int] = (128, 128)
     window: tuple[int, int] | None = None
     size: int = 0  # tokens of a compressed key
-    stride: int = 0  # tokens from one compressed key's first token to that of the next; 0: keys are tokens
+    stride: int = 0  # tokens from one compressed key's first token to the next key's first token; 0: keys are tokens
     last: int = 0  # tokens from a compressed key's first token to the first query that sees it
-    names: Mapping[str, str] = field(default_factory=dict)  # the core's names of arguments to the caller's, for errors
+    names: Mapping[str, str] = field(default_factory=dict)  # from the core's names of arguments to the caller's, for errors
 
 
 def compressed_branch(rules: Rules, sequences: Sequences, groups: np.ndarray | None = None) -> Branch:
@@ -52,12 +52,13 @@ def selected_branch(rules: Rules, sequences: Sequences, lists: np.ndarray | None
 
 
 def window_branch(size: int, causal: bool, sequences: Sequences) -> Branch:
-    """The `size` tokens that end with the query itself. Not causal: ``size // 2`` tokens before the query, as many after it, and itself."""
+    """The `size` tokens that end with the query itself. If not `causal`: the ``size // 2`` tokens before the query, as many after it, and
+    itself."""
     return Branch(causal, sequences, window=(size - 1, 0) if causal else (size // 2, size // 2))
 
 
 def _arguments(common: Common, branch: Branch) -> dict[str, Any]:
-    """The arguments of the core's two operations that say which keys are seen."""
+    """The arguments by which the core's two operations know which keys are seen."""
     at = branch.sequences
     lens = at.kv_lens
     if lens is not None and branch.stride:
@@ -82,15 +83,15 @@ def _arguments(common: Common, branch: Branch) -> dict[str, Any]:
 
 
 def _by_head(lse: np.ndarray, branch: Branch) -> np.ndarray:
-    """The log-sum-exp with its axes as the core has them: heads before tokens where there is a batch axis."""
+    """The log-sum-exp with the core's order of axes: heads before tokens where there is a batch axis."""
     return lse.swapaxes(1, 2) if branch.sequences.queries is None else lse
 
 
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None, common: Common, branch: Branch
 ) -> None:  # fmt: skip
-    """Fills `out`, and `lse` of shape (B, N, H) or (T, H) where it is given. Results of some of a sequence's
-    queries are bit-identical to those in a call with all of its queries."""
+    """Fills `out`, and `lse` of shape (B, N, H) or (T, H) where it is given. The results of some of a sequence's queries are bit-identical
+    to their results in a call with all queries of the sequence."""
     lse_out = None if lse is None else _by_head(lse, branch)
     try:
         _core.block_sparse_attention(
@@ -106,8 +107,8 @@ def attend_backward(
     dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, grads: tuple[np.ndarray, ...],
     common: Common, branch: Branch, accumulate: bool = False,
 ) -> None:  # fmt: skip
-    """The gradient of `attend`: fills the three arrays of `grads`; with `accumulate`, the gradients of `k` and `v` are added to the second
-    and the third, which are in the dtype of sums."""
+    """The gradient of `attend`: fills the three arrays of `grads`. With `accumulate`, the gradients of `k` and `v` are added to the second
+    and third array, which have the dtype of sums."""
     dq, dk, dv = grads
     try:
         _core.block_sparse_attention_backward(

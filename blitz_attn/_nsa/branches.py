@@ -43,7 +43,7 @@ class Checked(NamedTuple):
 def _arrays_of(
     q: Any, k: Any, v: Any, names: tuple[str, str], scale: Any, packed: bool, dtype: Any, num_threads: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Common]:
-    """Queries, keys, values, and what they have in common. `names`: the caller's names of keys and values."""
+    """Queries, keys, values, and their `Common`. `names` are the caller's names of keys and values."""
     dtype = dtype_of(dtype)
     queries, kind = leading(q, "q", dtype)
     keys, values = (same_kind(x, name, dtype, kind, "q") for x, name in zip((k, v), names, strict=True))
@@ -53,7 +53,7 @@ def _arrays_of(
 
 
 def _tokens_of(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, cu_seqlens_q: Any, whole: bool, tile: int = 1) -> Sequences:
-    """The sequences of queries `q`, which are the last of tokens `k`. `whole`: there must be equally many of both."""
+    """The sequences of queries `q`, which are the last of the tokens `k`. With `whole`, `q` must have all tokens of `k`."""
     if cu_seqlens is not None:
         if cu_seqlens_q is None:
             _same_tokens(k, q)
@@ -172,35 +172,37 @@ def compressed_attention(
     q : array
         ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64.
     k_cmp, v_cmp : array
-        The results of `compress_kv` for the tokens of the sequences, same dtype: all complete blocks of each, no fewer and no more.
+        The results of `compress_kv` for the tokens of the sequences, of the dtype of `q`: all complete blocks of each sequence, no fewer
+        and no more.
     compress_block_size, stride : int
         The sizes that `compress_kv` was called with, in tokens. Default of `stride`: `compress_block_size`.
     causal : bool
-        A query sees blocks that end at or before it (paper), or that begin at or before it (mslk). False: it sees all blocks.
+        A query sees blocks that end at or before it (paper mode), or that begin at or before it (mslk mode). False: it sees all blocks.
     scale : float, optional
         Factor of the products. Default: ``1 / sqrt(D)``.
     cu_seqlens : sequence of int, optional
         ``(sequences + 1,)`` numbers of tokens that rise from 0 to T.
     mode : {"paper", "mslk"}
-        The causal rule. That of mslk looks up to ``compress_block_size - 1`` tokens ahead.
+        The causal rule. The rule of mslk looks up to ``compress_block_size - 1`` tokens ahead.
     tokens : int, optional
-        Number of tokens of each sequence, of which `q` has the last. Default: as many as `q` has. Only without `cu_seqlens`.
+        Number of tokens of each sequence, of which `q` has the last. Default: the number of tokens of `q`. With `cu_seqlens`, it must be
+        None.
     cu_seqlens_q : sequence of int, optional
-        For packed sequences of which `q` has only the last tokens: ``(sequences + 1,)`` numbers of queries that rise from 0;
-        `cu_seqlens` counts all tokens.
+        For packed sequences of which `q` has only the last tokens: ``(sequences + 1,)`` numbers of queries that rise from 0. `cu_seqlens`
+        then counts all tokens.
     return_lse : bool
         Also return the log-sum-exp.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
     Returns
     -------
     out : array
-        Like `q` with the last dimension of `v_cmp`; 0 for queries that see no block.
+        An array like `q` with the last dimension of `v_cmp`; 0 for queries that see no block.
     lse : array
-        With `return_lse`: ``(B, N, H)`` or ``(T, H)``, float32 (float64 for float64); -inf for such queries.
+        With `return_lse`: ``(B, N, H)`` or ``(T, H)``, float32 (float64 for float64); -inf for queries that see no block.
 
     Raises
     ------
@@ -306,11 +308,10 @@ def selected_attention(
     Parameters
     ----------
     q, k, v : array
-        ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
-        Where `q` has fewer tokens than `k` and `v`, its tokens are the last ones.
+        ``(B, N, H, D)``, ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``; with `cu_seqlens`, B is left out. float32, float16, bfloat16 or
+        float64. If `q` has fewer tokens than `k` and `v`, they are the last tokens of `k` and `v`.
     block_indices : array_like of int
-        ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``: a row names no block
-        twice and ends at its first -1.
+        ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``. A row names no block twice and ends at its first -1.
     block_size : int
         Number of tokens per block, at least 1.
     q_tile_size : int
@@ -323,9 +324,9 @@ def selected_attention(
     Returns
     -------
     out : array
-        Like `q` with the last dimension of `v`; 0 for queries that see no token.
+        An array like `q` with the last dimension of `v`; 0 for queries that see no token.
     lse : array
-        With `return_lse`: ``(B, N, H)`` or ``(T, H)``; -inf for such queries.
+        With `return_lse`: ``(B, N, H)`` or ``(T, H)``; -inf for queries that see no token.
 
     Raises
     ------
@@ -432,19 +433,19 @@ def window_attention(
     Parameters
     ----------
     q, k, v : array
-        ``(B, N, H, D)``, ``(B, N, Hkv, D)``, ``(B, N, Hkv, Dv)``, with `cu_seqlens` without B: float32, float16, bfloat16 or float64.
-        Where `q` has fewer tokens than `k` and `v`, its tokens are the last ones.
+        ``(B, N, H, D)``, ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``; with `cu_seqlens`, B is left out. float32, float16, bfloat16 or
+        float64. If `q` has fewer tokens than `k` and `v`, they are the last tokens of `k` and `v`.
     window_size : int
-        Number W of keys that a query sees, at least 1; the last is its own.
+        Number W of keys that a query sees, at least 1. The last is the query's own key.
     causal : bool
-        False: a query sees ``W // 2`` keys before it, as many after it, and its own.
+        False: a query sees ``W // 2`` keys before it, as many after it, and its own key.
     scale, cu_seqlens, cu_seqlens_q, return_lse, dtype, num_threads
         See `compressed_attention`.
 
     Returns
     -------
     out : array
-        Like `q` with the last dimension of `v`.
+        An array like `q` with the last dimension of `v`.
     lse : array
         With `return_lse`: ``(B, N, H)`` or ``(T, H)``.
 

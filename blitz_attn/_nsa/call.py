@@ -1,4 +1,4 @@
-"""A call of `nsa` from its arguments to its output: checked once, cut into pieces, each piece run by itself."""
+"""A call of `nsa` from its arguments to its output: it is checked once and cut into pieces, and each piece is run by itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BRANCHES = ("compressed", "selected", "window")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Options:
-    """What a caller gives `nsa` besides q, k, v and arrays for results, unchanged."""
+    """The arguments of `nsa` besides q, k, v and arrays for results, as the caller gave them."""
 
     compress_block_size: Any
     num_selected_blocks: Any
@@ -48,7 +48,7 @@ class Options:
     compressed_kv: Any = None
     cu_seqlens_q: Any = None
     kv_lens: Any = None
-    lens: Any = None  # of `NsaCache.attend`: queries of each sequence of a batch
+    lens: Any = None  # of `NsaCache.attend`: the number of queries of each sequence
 
     def rules(self) -> Rules:
         return rules_of(
@@ -59,12 +59,12 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A checked call, or a piece of one: views of its arrays, its rules, and what is derived from the arrays once."""
+    """A checked call, or a piece of one: views of its arrays, its rules, and arrays that are derived from them once."""
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    k_cmp: np.ndarray  # to be filled, unless the caller gave it
+    k_cmp: np.ndarray  # will be filled, unless the caller gave it
     v_cmp: np.ndarray
     w_k: Reals
     w_v: Reals
@@ -76,7 +76,7 @@ class Call:
     window: int
     most_groups: int | None  # num_cmp_selected_blocks
     sequences: Sequences
-    compresses: bool  # whether k_cmp and v_cmp are to be filled
+    compresses: bool  # whether k_cmp and v_cmp must be filled
 
     @property
     def selects(self) -> bool:
@@ -101,13 +101,13 @@ class Call:
 
     @property
     def width(self) -> int:
-        """Entries of a row of the selection that can be in use: as many as are asked for, but at most as many as the longest sequence has
-        blocks."""
+        """The most entries of a row of the selection that can be in use: the number that is asked for, or the number of blocks of the
+        longest sequence if that is less."""
         return max(1, self.rules.init + self.rules.local, min(self.rules.count, -(-self.sequences.longest // self.rules.select)))
 
     @property
     def group_width(self) -> int:
-        """The same for groups of compressed keys."""
+        """The most entries of a row that can be in use in lists of groups of compressed keys."""
         assert self.most_groups is not None
         return max(1, min(self.most_groups, -(-self.k_cmp.shape[-3] // CMP_GROUP)))
 
@@ -116,7 +116,7 @@ class Call:
         return (*list_shape(self.q, heads, self.rules, self.sequences), width)
 
     def branches(self, lists: np.ndarray | None, groups: np.ndarray | None) -> list[tuple[np.ndarray, np.ndarray, Branch]]:
-        """(keys, values, which of them are seen) for each of `BRANCHES`."""
+        """(keys, values, `Branch` that says which keys are seen) for each of `BRANCHES`."""
         return [
             (self.k_cmp, self.v_cmp, compressed_branch(self.rules, self.sequences, groups)),
             (self.k, self.v, selected_branch(self.rules, self.sequences, lists)),
@@ -125,7 +125,7 @@ class Call:
 
 
 def checked(q: Any, k: Any, v: Any, options: Options) -> Call:
-    """Checks all that is checked before any output is touched."""
+    """The call, after all checks that are made before any output is touched."""
     o = options
     rules = o.rules()
     window, most_groups = window_and_groups(o.window_size, o.num_cmp_selected_blocks, rules)
@@ -169,7 +169,7 @@ def _sequences(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, o: Options, rules:
         lengths = np.full(len(q), room) if o.kv_lens is None else o.kv_lens
         counts = lengths_within(o.lens, "lens", len(q), 0, queries, f"0 to the {queries} tokens of q")
         lengths_within(counts, "lens", len(q), 0, lengths, "0 to the tokens that each sequence has")
-        # A sequence without queries needs no tokens, and its beginning is that of a tile.
+        # A sequence without queries needs no tokens. Without tokens, its queries begin at 0, where a tile begins.
         return Sequences.batch(counts, np.where(counts > 0, lengths, 0))
     if o.kv_lens is None:
         return Sequences.batch(queries, room)
@@ -180,7 +180,7 @@ def _sequences(q: np.ndarray, k: np.ndarray, cu_seqlens: Any, o: Options, rules:
 def _given_compressed(
     k: np.ndarray, v: np.ndarray, o: Options, dtype: Any, kind: str, rules: Rules, sequences: Sequences
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compressed keys and values that the caller gave, checked."""
+    """The compressed keys and values that the caller gave, after checks."""
     pair = o.compressed_kv
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"compressed_kv: expected a pair (k_cmp, v_cmp), got {type(pair).__name__}")
@@ -220,7 +220,7 @@ def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray, packed: bool, pad
 
 
 class Results(NamedTuple):
-    """What a call, or a piece of one, computes besides its output. None: not computed, or not kept."""
+    """The results of a call, or of a piece of one, besides its output. A result that is None is not computed, or not kept."""
 
     outs: list[np.ndarray]  # one for each branch
     lse: list[np.ndarray | None]
@@ -256,7 +256,8 @@ class Room:
         return self.memory[name][:count].reshape(shape)
 
     def results(self, call: Call, piece: Piece, kv_heads: int) -> Results:
-        """Arrays for the results of a piece. `call`: the part of the call for this piece; `kv_heads`: KV heads of the whole call."""
+        """Arrays for the results of a piece. `call` is the part of the call for this piece, and `kv_heads` the number of KV heads of the
+        whole call."""
         kept = self.kept
         lists = None
         if call.selects and (kept is None or kept.lists is None):

@@ -29,8 +29,8 @@ def compressed_shape(x: np.ndarray, size: int, stride: int, sequences: Sequences
 
 
 def check_compressed(x: np.ndarray, size: int, stride: int, sequences: Sequences, name: str = "k_cmp") -> None:
-    """Refuses another number of compressed keys than `compress_kv` makes from the tokens of the sequences. Fewer could belong to a shorter
-    sequence or to another stride, and the result would be silently wrong."""
+    """Refuses a number of compressed keys other than `compress_kv` makes from the tokens of the sequences; only arrays with room for more
+    tokens may have more. Such keys could belong to another sequence or another stride, and the result would be silently wrong."""
     if sequences.blocks is not None:
         expected = int(sequences.blocks[-1])
     else:
@@ -51,7 +51,7 @@ def compress_into(
     x: np.ndarray, weight: np.ndarray | None, out: np.ndarray, kind: str, size: int, stride: int, sequences: Sequences,
     threads: int | None, names: tuple[str, str],
 ) -> None:  # fmt: skip
-    """Fills `out`. `names`: the caller's names of `x` and `weight`, for errors."""
+    """Fills `out` with the block means of `x`, times `weight`. `names` are the caller's names of `x` and `weight`, for errors."""
     try:
         _core.block_means(
             x, weight, out, block_size=size, stride=stride, cu_seqlens=sequences.tokens, cu_blocks=sequences.blocks, dtype=kind,
@@ -63,7 +63,7 @@ def compress_into(
 
 
 def check_weight(w: Any, name: str, shape: tuple[int, ...], dtype: Any, kind: str) -> Reals:
-    """A compression weight for an array of this shape."""
+    """The compression weight `w`, checked for an array of this shape."""
     if w is None:
         return Reals(None, kind)
     array, own = reals(w, name, dtype, kind)
@@ -96,13 +96,13 @@ def compress_kv(
     block_size : int
         Number of tokens per block, at least 1. Tokens after the last complete block are in no block.
     w_k, w_v : array, optional
-        ``(Hkv, D, D)`` and ``(Hkv, Dv, Dv)``: a mean, as a row, is multiplied by its head's matrix.
+        ``(Hkv, D, D)`` and ``(Hkv, Dv, Dv)``: each mean, as a row, is multiplied by its head's matrix.
     stride : int, optional
         Number of tokens from the start of one block to the start of the next. Default: `block_size`, so that blocks do not overlap.
     cu_seqlens : sequence of int, optional
         ``(sequences + 1,)`` numbers that rise from 0 to T: the sequences lie one after the other, and no block spans two.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
@@ -122,8 +122,8 @@ def compress_kv(
     Means and products are made in float32 (float64 for float64) and rounded once. No position encoding is added.
 
     A mean depends on the tokens of its block alone. So the blocks that new tokens complete can be made by themselves, bit-identical to
-    those of a call over all tokens: for a sequence of which ``m`` blocks are known,
-    ``compress_kv(k[:, m * stride :], v[:, m * stride :], ...)`` returns the others. `NsaCache` does so.
+    those of a call over all tokens. If ``m`` blocks of a sequence are known, ``compress_kv(k[:, m * stride :], v[:, m * stride :], ...)``
+    returns its other blocks. `NsaCache` makes blocks in this way.
 
     References
     ----------
@@ -161,13 +161,13 @@ def compress_kv(
     return results[0].value, results[1].value
 
 
-ROWS_AT_A_TIME = 64  # blocks: their means and gradients stay in a cache
+ROWS_AT_A_TIME = 64  # blocks whose means and gradients stay in a cache
 
 
 @in_usual_mode
 def _weight_gradient(means: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """The sum over all blocks of each mean times its gradient, (Hkv, D, D), in a fixed order of blocks. The operator ``@`` would leave the
-    order to BLAS and its number of threads."""
+    """The sum over all blocks of the outer product of a mean and its gradient, (Hkv, D, D), in a fixed order of blocks. The operator ``@``
+    would leave the order to BLAS and its number of threads."""
     heads = means.shape[-2]
     rows, douts = (x.reshape(-1, heads, x.shape[-1]) for x in (means, dy))
     total = np.zeros((heads, rows.shape[-1], douts.shape[-1]), rows.dtype)
@@ -183,16 +183,16 @@ def compress_gradients(
     threads: int | None, names: tuple[str, str, str] = ("dout", "x", "weight"),
 ) -> np.ndarray | None:  # fmt: skip
     """Fills `dx` with the gradient of `x`, and returns the gradient of the weight. `dy` and all gradients are in the dtype of sums: the
-    gradient of a mean is the sum of the gradients of its tokens, which may overflow float16.
+    gradient of a mean is as large as those of all its tokens together, and may overflow float16.
 
-    `names`: the caller's names of `dy`, `x` and `weight`, for errors."""
+    `names` are the caller's names of `dy`, `x` and `weight`, for errors."""
     dweight, real = None, real_of(kind)
     if weight is not None:
         means = np.empty((*dy.shape[:-1], x.shape[-1]), real)
         compress_into(x, None, means, kind, size, stride, sequences, threads, names[1:])
         dweight = _weight_gradient(means, dy)
         turned = np.ascontiguousarray(weight.swapaxes(1, 2))
-        dmeans = means  # the same memory: the means are not needed any more
+        dmeans = means  # in the same memory, since the means are not needed any more
         alone = _sequences(dy, [0, dy.shape[0]] if dy.ndim == 3 else None)
         compress_into(dy, turned, dmeans, real, 1, 1, alone, threads, (names[0], names[2]))
         dy = dmeans
@@ -235,7 +235,7 @@ def compress_kv_backward(
     dk, dv : array
         Of the shape, dtype and kind of `k` and `v`.
     dw_k, dw_v : array or None
-        Of the shape and dtype of `w_k` and `w_v`; None for one that was not given.
+        Of the shape and dtype of `w_k` and `w_v`; None for a weight that was not given.
 
     Raises
     ------

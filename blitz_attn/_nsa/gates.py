@@ -26,7 +26,7 @@ def _leading(x: np.ndarray, name: str, text: str) -> None:
 
 
 def weight_of(w: Any, q: np.ndarray, dtype: Any, kind: str) -> Reals:
-    """Gate weights for queries `q`."""
+    """The gate weights `w`, checked for queries `q`."""
     if w is None:
         return Reals(None, kind)
     array, own = reals(w, "gate_proj_weight", dtype, kind)
@@ -50,7 +50,7 @@ def compute_gates(
     q: Array, gate_proj_weight: Array | None = None, *, dtype: DType | None = None, num_threads: int | None = None
 ) -> np.ndarray: ...
 def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, num_threads: int | None = None) -> Any:
-    """Three gates per query head: the sigmoid of ``q`` times the head's weights, never normalised.
+    """Three gates per query head: the sigmoid of ``q`` times the head's weights. Gates are not normalised.
 
     Parameters
     ----------
@@ -59,14 +59,14 @@ def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, nu
     gate_proj_weight : array, optional
         ``(H, 3, D)``, any of these dtypes (float64 only with float64). Default: every gate is 1/3.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`.
 
     Returns
     -------
     array
-        ``(..., H, 3)``: of the compressed, the selected and the window branch; float32 (float64 for float64), of the kind of `q`.
+        ``(..., H, 3)``: the gates of the compressed, the selected and the window branch; float32 (float64 for float64), of the kind of `q`.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def _fill_with_thirds(gates: np.ndarray) -> None:
 
 
 def gates_as_reals(gates: Any, shape: tuple[int, ...], dtype: Any, kind: str) -> Reals:
-    """Gates that the caller gave, of whatever dtype, in the dtype of sums."""
+    """Gates of any dtype that the caller gave, in the dtype of sums."""
     array, own = floats(gates, "gates", dtype, strided=True)
     expect_shape(array, "gates", (*shape[:-1], 3), "(..., H, 3)")
     return Reals(np.ascontiguousarray(converted(array, own, real_of(kind))), own)
@@ -132,14 +132,14 @@ def gate_and_combine(o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, *, dtype: A
     gates : array
         ``(..., H, 3)``, any of these dtypes.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`.
 
     Returns
     -------
     array
-        Of the shape, dtype and kind of `o_cmp`; summed in float32 (float64 for float64) and rounded once.
+        An array of the shape, dtype and kind of `o_cmp`, summed in float32 (float64 for float64) and rounded once.
 
     Raises
     ------
@@ -177,14 +177,14 @@ def gating_backward(
     q: Any, dout: Any, o_cmp: Any, o_slc: Any, o_win: Any, gates: Any, gate_proj_weight: Any = None, *, dtype: Any = None,
     num_threads: int | None = None,
 ) -> tuple[Any, Any, Any, Any, Any]:  # fmt: skip
-    """Gradients of `gate_and_combine` over `compute_gates`.
+    """Gradients of `gate_and_combine` with gates from `compute_gates`.
 
     Parameters
     ----------
     q : array
-        The queries that the gates were computed from.
+        The queries from which the gates were computed.
     dout : array
-        Gradient of the result, of its shape and dtype.
+        Gradient of the result of `gate_and_combine`, with the same shape and dtype.
     o_cmp, o_slc, o_win, gates : array
         Arguments of `gate_and_combine`.
     gate_proj_weight : array, optional
@@ -199,7 +199,7 @@ def gating_backward(
     dq : array or None
         Gradient of the queries, through the gates; None without weights.
     dgate_proj_weight : array or None
-        Gradient of the weights, of their dtype; None without weights.
+        Gradient of the weights, with the dtype of the weights; None without weights.
 
     Raises
     ------

@@ -50,8 +50,8 @@ class Rules:
     select: int  # l': tokens per selected block
     count: int  # n: entries of a row of a selection
     tile: int  # queries that share a selection
-    init: int  # blocks at the start of the keys, which are always selected
-    local: int  # blocks that end with the query's own (not causal: that lie around it), which are always selected
+    init: int  # always selected: blocks at the start of the keys
+    local: int  # always selected: blocks that end with the query's own (not causal: around it)
     causal: bool
 
     @property

@@ -23,7 +23,7 @@ __all__ = ["score_and_select_blocks"]
 
 
 def list_heads(q: np.ndarray, kv_heads: int, rules: Rules) -> int:
-    """Heads of the lists of a selection."""
+    """Number of heads of the lists of a selection."""
     return kv_heads if rules.by_query else q.shape[-2]
 
 
@@ -38,7 +38,7 @@ def select_into(
     q: np.ndarray, k_cmp: np.ndarray, lse: np.ndarray | None, out: np.ndarray, groups: np.ndarray | None, common: Common, rules: Rules,
     sequences: Sequences,
 ) -> None:  # fmt: skip
-    """Fills `out`, and `groups` where they are given."""
+    """Fills `out` with the selected blocks, and `groups` with the selected groups where it is given."""
     _core.nsa_select(
         q, k_cmp, lse, block_indices=out, cmp_block_indices=groups, scale=common.scale, causal=rules.causal,
         compress_block_size=rules.size, compress_stride=rules.stride, select_block_size=rules.select,
@@ -49,7 +49,7 @@ def select_into(
 
 
 def lse_of(q: np.ndarray, k_cmp: np.ndarray, common: Common, rules: Rules, sequences: Sequences) -> np.ndarray:
-    """Log-sum-exp of the compressed branch. Of its output, only one dimension is computed."""
+    """Log-sum-exp of the compressed branch, with only one dimension of the branch's output."""
     out, lse = np.empty((*q.shape[:-1], 1), storage(common.kind)), np.empty(q.shape[:-1], real_of(common.kind))
     attend(q, k_cmp, k_cmp[..., :1], out, lse, common, compressed_branch(rules, sequences))
     return lse
@@ -68,7 +68,7 @@ def score_and_select_blocks(
     q : array
         ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64.
     k_cmp : array
-        Compressed keys of all tokens of the sequences, as `compress_kv` returns them, same dtype.
+        Compressed keys of all tokens of the sequences, as `compress_kv` returns them, of the dtype of `q`.
     num_selected_blocks : int
         Number n of entries of a row of the result, at least 1.
     compress_block_size : int
@@ -76,34 +76,34 @@ def score_and_select_blocks(
     causal : bool
         A query selects only blocks that begin at or before it (paper mode), or before the end of its tile (mslk mode).
     q_tile_size : int
-        mslk mode: number of queries that share a row. The last tile of a sequence may have fewer, and its mean query is the mean of those.
+        mslk mode: number of queries that share a row. The last tile of a sequence may have fewer queries, and its mean query is their mean.
     scale : float, optional
         Factor of the products. Default: ``1 / sqrt(D)``.
     cu_seqlens : sequence of int, optional
         ``(sequences + 1,)`` numbers of tokens that rise from 0 to T.
     mode : {"paper", "mslk"}
-        Paper: one row per query and KV head. The score of a block is the sum of the probabilities of the compressed keys that overlap it,
-        over the heads of the group (Eq. 9 and 10). mslk: one row per tile and query head. The score is the product of the compressed key
-        and the mean query of the tile.
+        In paper mode, there is one row per query and KV head. The score of a block is the sum of the probabilities of the compressed keys
+        that overlap the block, over the heads of the group (Eq. 9 and 10 of the paper that `nsa` cites). In mslk mode, there is one row per
+        tile and query head. The score is the product of the compressed key and the mean query of the tile.
     compress_stride, select_block_size, init_blocks, local_blocks : int
         Paper mode, see `nsa`.
     lse : array, optional
-        Paper mode: ``(B, N, H)`` or ``(T, H)`` log-sum-exp of the compressed branch, as `compressed_attention` returns it. Default:
+        Paper mode: ``(B, N, H)`` or ``(T, H)`` log-sum-exp of the compressed branch, as `compressed_attention` returns it. Default: it is
         computed here.
     tokens, cu_seqlens_q
-        Where `q` has only the last tokens of the sequences, see `compressed_attention`. In mslk mode, queries must begin where a tile
+        For a `q` that has only the last tokens of the sequences: see `compressed_attention`. In mslk mode, queries must begin where a tile
         begins.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Otherwise only checked.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
     Returns
     -------
     numpy.ndarray
-        int32, blocks in rising order, then -1: paper ``(B, Hkv, N, n)``, mslk ``(B, H, tiles, n)``; with `cu_seqlens`
-        ``(Hkv, T, n)`` and ``(H, all tiles, n)``. Of blocks with equal scores, the lower is selected. A score of NaN comes last. In
-        mslk mode, a block whose score is -inf is not selected, even where a row has entries left.
+        int32 ``(B, Hkv, N, n)`` in paper mode and ``(B, H, tiles, n)`` in mslk mode; with `cu_seqlens` ``(Hkv, T, n)`` and
+        ``(H, all tiles, n)``. Each row has blocks in rising order, then -1. Of blocks with equal scores, the lower is selected. A score of
+        NaN comes last. In mslk mode, a block whose score is -inf is not selected, even where a row has entries left.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def score_and_select_blocks(
 
 
 def last_tokens(q: np.ndarray, tokens: Any, cu_seqlens: Any, cu_seqlens_q: Any, rules: Rules) -> Sequences:
-    """The sequences of queries `q`, in a call without an array of tokens that would show how many there are."""
+    """The sequences of queries `q`, in a call that has no array of tokens from which their number could be read."""
     if cu_seqlens is not None:
         if tokens is not None:
             raise ValueError(f"tokens: expected None with cu_seqlens, got {shown(tokens)}")
@@ -164,7 +164,7 @@ def last_tokens(q: np.ndarray, tokens: Any, cu_seqlens: Any, cu_seqlens_q: Any, 
 
 
 def check_tiles(rules: Rules, sequences: Sequences) -> None:
-    """Refuses queries that begin within a tile: its selection would depend on queries that the call does not have."""
+    """Refuses queries that begin within a tile, because the tile's selection would depend on queries that the call does not have."""
     if rules.tile == 1:
         return
     within = np.atleast_1d(np.asarray(sequences.begin) % rules.tile != 0)
@@ -176,7 +176,8 @@ def check_tiles(rules: Rules, sequences: Sequences) -> None:
 
 
 def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], q: np.ndarray, sequences: Sequences) -> np.ndarray:
-    """A selection that the caller gave, checked: it has a row for every query, and a row names blocks that exist, each once."""
+    """The selection that the caller gave, after checks: it has the rows that the call needs, and a row names blocks that exist, each
+    once."""
     lists = _arrays.array(block_indices, "block_indices", "an integer array")
     if lists.dtype.kind not in "iu" or lists.dtype.itemsize < 2:
         raise TypeError(f"block_indices: expected int16, int32 or int64, got {lists.dtype}")

@@ -17,7 +17,7 @@ def sums_of(cu_seqlens: Any, name: str = "cu_seqlens") -> Any:
 
 
 def cuts(cu_seqlens: Any, total: int | None, name: str = "cu_seqlens") -> np.ndarray:
-    """Checked cumulative lengths of `total` tokens, int64. With None, the last one is the number of tokens."""
+    """Checked cumulative lengths of `total` tokens, int64. If `total` is None, the last length is the number of tokens."""
     cu = sums_of(cu_seqlens, name)
     expected = f"{name}: expected numbers rising from 0{'' if total is None else f' to {total}'}"
     if cu.ndim != 1 or cu.size == 0:
@@ -27,7 +27,7 @@ def cuts(cu_seqlens: Any, total: int | None, name: str = "cu_seqlens") -> np.nda
     smaller = _arrays.falls(cu)
     if smaller.any():
         raise ValueError(f"{expected}, got {cu[1:][smaller][0]} after a larger one")
-    return cu.copy()  # a context keeps it
+    return cu.copy()  # a context keeps the result
 
 
 def cumulative(counts: Any) -> np.ndarray:
@@ -35,17 +35,18 @@ def cumulative(counts: Any) -> np.ndarray:
 
 
 def block_count(tokens: Any, block_size: int, stride: int) -> Any:
-    """Number of complete blocks of sequences of `tokens` tokens: a number, or an array."""
+    """Number of complete blocks of sequences of `tokens` tokens: a number or an array, as `tokens` is."""
     if isinstance(tokens, int):
         return 0 if tokens < block_size else (tokens - block_size) // stride + 1
     return np.where(np.asarray(tokens) < block_size, 0, (np.asarray(tokens) - block_size) // stride + 1)
 
 
 class Sequences(NamedTuple):
-    """Where each sequence begins in packed arrays, and where its queries stand among its tokens: they are its last tokens, or in a piece of
-    a call any stretch of its tokens.
+    """The beginning of each sequence in packed arrays, and the place of its queries among its tokens. Queries are the last tokens of a
+    sequence, or in a piece of a call any stretch of its tokens.
 
-    The first four fields are cumulative numbers of queries, tokens, compressed keys and list rows; None where sequences have a batch axis.
+    The first four fields are cumulative numbers of queries, tokens, compressed keys and list rows. They are None where sequences have a
+    batch axis.
     """
 
     queries: np.ndarray | None
@@ -53,18 +54,20 @@ class Sequences(NamedTuple):
     blocks: np.ndarray | None
     rows: np.ndarray | None
     begin: int | np.ndarray  # token number of each sequence's first query; one number where it is the same for all
-    lengths: int | np.ndarray  # tokens of each sequence, likewise
+    lengths: int | np.ndarray  # tokens of each sequence; one number where it is the same for all
 
     @classmethod
     def packed(cls, cu: np.ndarray, block_size: int = 1, stride: int = 1, tile: int = 1, queries: np.ndarray | None = None) -> Sequences:
-        """Sequences one after the other. `queries`: cumulative numbers of queries, where sequences have fewer queries than tokens."""
+        """Sequences one after the other. `queries` are cumulative numbers of queries, given where sequences have fewer queries than
+        tokens."""
         own, lengths = cu if queries is None else queries, np.diff(cu)
         rows = cumulative(-(-np.diff(own) // tile))
         return cls(own, cu, cumulative(block_count(lengths, block_size, stride)), rows, lengths - np.diff(own), lengths)
 
     @classmethod
     def batch(cls, queries: int | np.ndarray, lengths: int | np.ndarray) -> Sequences:
-        """Sequences with a batch axis: the numbers of queries and of tokens, the same for all sequences or an array with one for each."""
+        """Sequences with a batch axis. The numbers of queries and of tokens are the same for all sequences, or arrays with one number for
+        each."""
         return cls.stretch(lengths - queries, lengths)
 
     @classmethod
@@ -73,7 +76,8 @@ class Sequences(NamedTuple):
         return cls(None, None, None, None, begin, lengths)
 
     def runs(self, batch: int) -> list[tuple[int, int, int]]:
-        """(first, end, number of queries) of each run of sequences of a batch with equally many queries, which are their last tokens."""
+        """(first, end, number of queries) of each run of sequences of a batch with equally many queries. Queries must be the last
+        tokens."""
         counts = np.broadcast_to(np.asarray(self.lengths) - self.begin, batch)
         ends = [*(np.flatnonzero(np.diff(counts)) + 1).tolist(), batch]
         return [(first, end, int(counts[first])) for first, end in pairwise([0, *ends]) if first < end]
@@ -85,17 +89,18 @@ class Sequences(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return self.lengths if isinstance(self.lengths, int) else int(self.lengths.max(initial=0))
 
     @property
     def kv_lens(self) -> np.ndarray | None:
-        """Tokens of each entry of a batch whose arrays have room for more."""
+        """Number of tokens of each entry of a batch whose arrays have room for more tokens; None for other sequences."""
         return None if self.tokens is not None or isinstance(self.lengths, int) else self.lengths
 
 
 def lengths_within(x: Any, name: str, count: int, least: int, most: int | np.ndarray, expected: str) -> np.ndarray:
-    """Checked lengths of `count` sequences, int64. `most`: one bound, or one for each; `expected`: the bounds, for a sentence."""
+    """Checked lengths of `count` sequences, int64. `most` is one bound, or a bound for each sequence; `expected` states the bounds in a
+    sentence."""
     lengths = _arrays.integers(x, name)
     if lengths.shape != (count,):
         raise ValueError(f"{name}: expected one number per sequence, ({count},), got {lengths.shape}")
@@ -112,7 +117,7 @@ def refuse_cuts_of_queries(cu_seqlens_q: Any) -> None:
 
 
 def check_queries(queries: Any, lengths: Any, name: str) -> None:
-    """Refuses more queries of a sequence than it has tokens."""
+    """Refuses a sequence that has more queries than tokens."""
     more = np.atleast_1d(np.asarray(queries) > np.asarray(lengths))
     if more.any():
         n = int(more.argmax())
@@ -121,8 +126,8 @@ def check_queries(queries: Any, lengths: Any, name: str) -> None:
 
 
 def packed_cuts(cu_seqlens: Any, cu_seqlens_q: Any, queries: int, tokens: int | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Checked cumulative lengths of packed tokens and, where they are given, of queries. `tokens`: how many all sequences have; None if
-    that is not known."""
+    """Checked cumulative lengths of packed tokens and, where they are given, of queries. `tokens` is the number of tokens of all sequences;
+    None if it is not known."""
     if cu_seqlens_q is None:
         return cuts(cu_seqlens, queries), None
     own, cu = cuts(cu_seqlens_q, queries, "cu_seqlens_q"), cuts(cu_seqlens, tokens)
@@ -135,18 +140,18 @@ def packed_cuts(cu_seqlens: Any, cu_seqlens_q: Any, queries: int, tokens: int | 
 class Piece(NamedTuple):
     """A part of a call that is computed by itself: some sequences, or some heads and consecutive queries of one sequence.
 
-    The first four fields are the indices of the piece's part in arrays of queries, of keys, of compressed keys and of gate weights.
+    The first four fields are the indices of the piece in arrays of queries, of keys, of compressed keys and of gate weights.
     """
 
     queries: tuple[Any, ...]
     keys: tuple[Any, ...]
     blocks: tuple[Any, ...]
     heads: tuple[slice, slice]  # query heads and KV heads
-    rows: tuple[Any, ...]  # indices of lists, on the axes before and after that of heads
+    rows: tuple[Any, ...]  # indices of lists, on the axes before and after the axis of heads
     sequences: Sequences
 
     def lists(self, array: np.ndarray, kv_heads: int) -> np.ndarray:
-        """The piece's rows of lists whose axis of heads has query heads or KV heads."""
+        """The piece's rows of lists that have query heads or KV heads."""
         before, after = self.rows
         return array[(*before, self.heads[array.shape[-3] == kv_heads], after)]
 
@@ -157,8 +162,8 @@ ALL = slice(None)
 def _pieces_of_one(tokens: int, tile: int, most: int, heads: tuple[int, int]) -> Iterator[tuple[tuple[slice, slice], int, int]]:
     """(heads, first query, end of queries) of the pieces of one sequence.
 
-    A piece has as many heads as fit with all of their queries, but at least one KV head. Where queries are cut, the pieces have
-    equal numbers of tiles, or one more, so that no piece has only a few queries.
+    A piece has as many heads as fit with all of their queries, but at least one KV head. Where queries are cut, the numbers of tiles of the
+    pieces differ by at most one, so that no piece has only a few queries.
     """
     kv_heads, group = heads[1], heads[0] // heads[1]
     once = min(max(1, most // max(1, group * tokens)), kv_heads)
@@ -186,8 +191,8 @@ def pieces_of_heads(sequences: Sequences, rows: int, most: int, heads: tuple[int
 def pieces(batch: int, sequences: Sequences, tile: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
     """The whole call in pieces of about `most` rows of queries, cut between heads and between tiles.
 
-    Each piece reads all keys of its heads, so heads are separated first, and queries are cut only where one head has too many.
-    How a sequence is cut depends on its own shape alone, never on its batch mates. So do the bits of its result.
+    Each piece reads all keys of its heads. So heads are separated first, and queries are cut only where one head has too many. The cuts of
+    a sequence, and with them the bits of its result, depend on its own shape alone, never on other sequences of the batch.
     """
     if sequences.queries is None:
         begins, lengths = sequences.begin, sequences.lengths

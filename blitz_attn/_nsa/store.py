@@ -19,10 +19,10 @@ COPIED_AT_A_TIME = 1 << 24  # bytes: a few milliseconds
 
 
 class Held(NamedTuple):
-    """What a store holds at one moment. A record never changes, but memory does.
+    """The contents of a store at one moment. A record never changes, but the memory of its arrays does.
 
-    The memory behind the tokens of the newest record may be written at any time. In the memory of an older record, tokens that were cropped
-    since may be overwritten, too.
+    In the newest record, memory behind the tokens may be written at any time. In an older record, tokens that have been cropped since may
+    be overwritten, too.
     """
 
     lens: np.ndarray  # tokens of each sequence
@@ -32,7 +32,7 @@ class Held(NamedTuple):
 
     @property
     def ragged_lens(self) -> np.ndarray | None:
-        """Tokens of each sequence; None where all have equally many."""
+        """Number of tokens of each sequence; None where all sequences have equally many."""
         return None if self.even else self.lens
 
     @property
@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
 
 def copy(source: np.ndarray, into: np.ndarray) -> None:
-    """Copies tokens, (B, N, H, D), some MB at a time, so that a signal need not wait for all of them."""
+    """Copies tokens, (B, N, H, D), some MB at a time, so that a signal need not wait until all are copied."""
     step = max(1, COPIED_AT_A_TIME // max(1, source[:, :1].nbytes))
     for at in range(0, source.shape[1], step):
         into[:, at : at + step] = source[:, at : at + step]
@@ -54,8 +54,8 @@ def copy(source: np.ndarray, into: np.ndarray) -> None:
 class Store:
     """Arrays of a batch that have room for more than they hold. Full arrays are copied into arrays of twice the size.
 
-    Each method writes new data where it is not visible yet, in other arrays or behind the tokens that are held, and publishes it by one
-    assignment at its end. Any exception before this assignment leaves the store as it was.
+    Each method writes new data where they are not visible yet: in other arrays, or behind the tokens that are held. One assignment at the
+    method's end makes the data visible. Any exception before this assignment leaves the store as it was.
     """
 
     def __init__(self, rules: Rules, w_k: Any, w_v: Any, dtype: str | None, threads: int | None) -> None:
@@ -68,10 +68,10 @@ class Store:
         return self._held.lens
 
     def held(self, queries: int) -> tuple[Held, list[np.ndarray]]:
-        """What the store holds, and its keys, values and their compressed blocks up to the end of the longest sequence. Before the
-        first tokens there are no arrays.
+        """The present record, and the keys, values and their compressed blocks up to the end of the longest sequence. Before the first
+        tokens, there are no arrays.
 
-        In a batch of 0 sequences, the arrays have `queries` tokens, so that queries of any number fit them.
+        In a batch of 0 sequences, the arrays have `queries` tokens, so that any number of queries fits.
         """
         held = self._held
         longest = held.longest if len(held.lens) else min(queries, MOST)
@@ -82,7 +82,7 @@ class Store:
         return block_count(tokens, self.rules.size, self.rules.stride)
 
     def _used(self, tokens: int) -> list[int]:
-        """How many tokens or blocks of each array are filled by `tokens` tokens of a sequence."""
+        """How many places of each array are filled by `tokens` tokens of a sequence and their blocks."""
         return 2 * [tokens] + 2 * [self._blocks(tokens)]
 
     def append(self, k: Any, v: Any, lens: Any) -> None:
@@ -98,7 +98,7 @@ class Store:
         self._held = held._replace(lens=after)
 
     def refuse_queries(self, q: Any) -> None:
-        """Refuses queries that do not fit the tokens, in a sentence about the queries: their caller has given no keys."""
+        """Refuses queries that do not fit the tokens. The sentence is about the queries, because the caller has given no keys."""
         held = self._held
         array, kind = floats(q, "q", "bfloat16" if held.kind == "bfloat16" else self.dtype)
         if kind != held.kind:
@@ -113,7 +113,8 @@ class Store:
             raise ValueError(f"q: expected at most {MOST} tokens, got {array.shape[1]}")
 
     def crop(self, lens: Any) -> None:
-        """Each sequence keeps its first tokens, and the blocks that lie in them. Tokens that are appended next overwrite the others."""
+        """Each sequence keeps its first tokens, and the blocks that lie in them. Tokens that are appended next overwrite its other
+        tokens."""
         held = self._held
         if isinstance(lens, (int, np.integer)) and not isinstance(lens, bool):
             most = _arrays.integer(lens, "lens")
@@ -125,7 +126,7 @@ class Store:
         self._held = held._replace(lens=kept)
 
     def reorder(self, indices: Any) -> None:
-        """Sequence n becomes what sequence indices[n] was. All of them are copied, unless each stays in its place."""
+        """Sequence n becomes a copy of the former sequence indices[n]. Nothing is copied if each sequence stays in its place."""
         held = self._held
         chosen, count = _arrays.integers(indices, "indices"), len(held.lens)
         if chosen.ndim != 1:
@@ -169,7 +170,7 @@ class Store:
         return held._replace(room=room)
 
     def _checked(self, k: Any, v: Any, lens: Any) -> tuple[Held, list[np.ndarray], np.ndarray]:
-        """What the store holds, the new tokens, and how many of them each sequence gets. The first tokens set dtype and shapes."""
+        """The present record, the new tokens, and how many of them each sequence gets. The first tokens set dtype and shapes."""
         keys, kind = leading(k, "k", self.dtype)
         values = same_kind(v, "v", self.dtype, kind, "k")
         for x, name in ((keys, "k"), (values, "v")):
@@ -184,7 +185,8 @@ class Store:
         return self._begun(keys, values, kind), [keys, values], counts
 
     def _begun(self, keys: np.ndarray, values: np.ndarray, kind: str) -> Held:
-        """What the store holds, after a check that the new tokens fit. Before the first ones: sequences without tokens."""
+        """The present record, after a check that the new tokens fit. Before the first tokens, it is a new record of sequences without
+        tokens."""
         held = self._held
         if not held.room:
             pairs = zip((keys, values), self._given.items(), strict=True)

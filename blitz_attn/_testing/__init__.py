@@ -1,1 +1,1 @@
-"""The parts of `blitz_attn.testing` that are in files of their own. Public through it."""
+"""The parts of `blitz_attn.testing` that are in files of their own. Public through that module."""

@@ -16,7 +16,7 @@ ROW_FORMATS = ("q8_0", "q4_0", "q4_1")
 
 
 class Paged(NamedTuple):
-    """Arguments of one `blitz_attn.paged_attention` call; ``paged_attention(*p.arrays, **p.options)`` makes it."""
+    """The arguments `p` of one call of `blitz_attn.paged_attention`: ``paged_attention(*p.arrays, **p.options)``."""
 
     q: np.ndarray
     k_cache: np.ndarray
@@ -86,7 +86,7 @@ def make_paged(
     table_seed: int = 0,
     index_dtype: str = "int32",
 ) -> Paged:
-    """Normally distributed queries and a paged cache, whose requests own random pages of a pool that is half as large again.
+    """Normally distributed queries and a paged cache. Requests own random pages of a pool of 1.5 times as many pages, and two more.
 
     Parameters
     ----------
@@ -95,23 +95,23 @@ def make_paged(
     seq_lens : int or sequence of int
         Tokens of each request in the cache.
     page_size, head_dim : int
-        Number of tokens per page; D.
+        Number of tokens per page, and D.
     v_dim : int, optional
         Last dimension of V; default `head_dim`.
     dtype : str
         The dtype of the queries, as in `make_qkv`.
     kv_dtype : str or pair of str, optional
-        The dtype of the cache; default `dtype`. ``"int8"`` and ``"float8_e4m3"`` come quantised, the latter as bits, with scales;
-        ``"q8_0"``, ``"q4_0"``, ``"q4_1"`` and pairs of them come as rows of bytes.
+        The dtype of the cache; default `dtype`. Caches of ``"int8"`` and ``"float8_e4m3"`` are quantised and have scales; float8 comes as
+        bits. Caches of ``"q8_0"``, ``"q4_0"``, ``"q4_1"`` and pairs of these are rows of bytes.
     kv_layout : str
-        NHD or HND. No value depends on it.
+        NHD or HND. No value depends on the layout.
     seed, table_seed : int
-        Seeds of the values and of which pages a request owns. No value of a token depends on `table_seed` or `page_size`.
+        Seeds of the values, and of the choice of pages that a request owns. No value of a token depends on `table_seed` or `page_size`.
     poison : bool
-        Fill pages that no request owns, and the rest of each request's last page, with NaN (in quantised caches, the scales
-        too), and unused table entries with a number that no page has. False: zeros instead.
+        Fill pages that no request owns, and the rest of each request's last page, with NaN (in int8 caches only the scales are NaN), and
+        unused table entries with a number that no page has. False: fill them with zeros, and scales with ones.
     q_lens : sequence of int, optional
-        Queries of each request; None is one each, in the (B, H, D) form.
+        Number of queries of each request. None: each request has one, and queries are (B, H, D).
     index_dtype : str
         The dtype of the tables.
 
@@ -122,7 +122,7 @@ def make_paged(
     Raises
     ------
     ValueError
-        Unknown layout or dtype.
+        The layout or the dtype is unknown.
 
     Examples
     --------
@@ -168,7 +168,7 @@ def make_paged(
 
 
 def _random_tables(used: np.ndarray, seed: int, index_dtype: str, poison: bool) -> tuple[np.ndarray, int]:
-    """(B, W) tables of distinct pages, one entry wider than is used, and the number of pages of the pool."""
+    """(B, W) tables of distinct pages, one entry wider than the longest request needs, and the number of pages of the pool."""
     total = int(used.sum())
     pages = total + total // 2 + 2
     order = np.random.default_rng([seed, 1]).permutation(pages)
@@ -183,7 +183,7 @@ def _filling(kv_dtype: str, poison: bool) -> Any:
     if kv_dtype == "int8":
         return np.int8(-128 if poison else 0)
     if kv_dtype == "float8_e4m3" or kv_dtype in ROW_FORMATS:
-        return np.uint8(0x7F if poison else 0)  # 0x7F is NaN, and 0x7F7F as float16
+        return np.uint8(0x7F if poison else 0)  # 0x7F is NaN, and so is 0x7F7F as float16
     return round_to(np.nan if poison else 0.0, kv_dtype)
 
 

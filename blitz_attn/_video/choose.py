@@ -1,4 +1,4 @@
-"""A rule for each head, chosen by what the rules keep of the softmax mass. Public through `blitz_attn.video`."""
+"""A rule for each head, chosen by the share of the softmax mass that it keeps. Public through `blitz_attn.video`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ __all__ = ["choose_rules"]
 
 @in_usual_mode
 def _best(kept: list[np.ndarray], counts: np.ndarray) -> list[int]:
-    """For each head the rule that keeps the most, and of several the first; from masses (B, H, queries) of each rule. `counts`, (B or 1, 1,
-    queries): which of them count. All rules have the same ones, so that sums compare like means."""
+    """For each head, the rule that keeps the most mass, and of several such rules the first. `kept` has the masses, (B, H, queries), of
+    each rule; `counts`, (B or 1, 1, queries), says which queries count. The counted queries are the same for all rules, so that sums
+    compare like means."""
     return np.stack([np.where(counts, mass, 0).sum(axis=(0, 2)) for mass in kept]).argmax(axis=0).tolist()
 
 
@@ -50,11 +51,11 @@ def choose_rules(
     dtype: DType | None = None,
     num_threads: int | None = None,
 ) -> list[int]:
-    """For each head, the rule whose list keeps the most of what sampled queries attend to.
+    """For each head, the rule whose list keeps the most softmax mass of sampled queries.
 
-    A query's share is ``exp(lse - lse_dense)``, from its log-sum-exp over the blocks that its row lists and over all valid keys. A rule
-    keeps the mean of these shares over the sampled queries and the batch. Queries are drawn from the rows of blocks that are not dense
-    whatever the rule, if there are any.
+    A query's share is ``exp(lse - lse_dense)``, where `lse` is its log-sum-exp over the blocks that its row lists, and `lse_dense` over all
+    valid keys. A rule keeps the mean of these shares over the sampled queries and the batch. Rows of blocks that are dense under every rule
+    have no part in the draw, unless all rows are.
 
     Parameters
     ----------
@@ -65,34 +66,34 @@ def choose_rules(
     rules : sequence of Neighbourhood, SlidingTiles or Radial
         The rules to choose from. A rule that lists more blocks keeps more: compare rules of about the same `density`.
     block_shape, dense_frames, dense_tokens
-        As in `blocks`, for the lists that attention will get.
+        As in `blocks`, for the lists with which attention will be called.
     sampled_rows : int
-        How many queries are sampled, at least 1; all, if there are fewer.
+        How many queries are sampled, at least 1. All queries, if there are fewer.
     seed : int
         Seed of the draw, from 0 on.
     scale, layout, num_heads, num_kv_heads, dtype
         As in `block_sparse_attention`. Layout TND has one sequence here.
     kv_lens : sequence of int, optional
         ``(B,)``: how many tokens of each batch entry are valid. The tokens after them are padding: as keys, they have no share of the
-        softmax, and as queries, they do not count. Not with layout TND.
+        softmax, and as queries, they do not count. Layout TND takes no `kv_lens`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 
     Returns
     -------
     list of int
-        (H,): for each head of queries, the number of its rule in `rules`. Of equal rules, the first one.
+        (H,): for each query head, the number of its rule in `rules`. Of rules that keep equally much, the first is chosen.
 
     Raises
     ------
     TypeError, ValueError, MemoryError
-        As `blocks` and `block_sparse_attention` do; `sampled_rows` below 1, a negative seed, arrays with another number of tokens
+        As `blocks` and `block_sparse_attention` do, and for `sampled_rows` below 1, a negative seed, arrays with another number of tokens
         than `order`, or `kv_lens` with layout TND.
 
     References
     ----------
     H. Xi et al., "Sparse VideoGen: Accelerating Video Diffusion Transformers with Spatial-Temporal Sparsity", arXiv:2502.01776, which also
-    samples 64 queries. There, the rule whose output has the least squared error is taken; here, the one that keeps the most mass.
+    samples 64 queries. There, the rule whose output has the least squared error is taken; here, the rule that keeps the most mass.
 
     Examples
     --------
@@ -128,7 +129,7 @@ def choose_rules(
     own = {"block_shape": (1, grid.shape[1]), "kv_lens": lens, "cu_seqlens_q": cuts[0], "cu_seqlens_kv": cuts[1]}
     options = JudgingOptions.of(locals() | own)
     v, given = narrow(k, layout), vars(options)
-    _, lse_of_all = block_sparse_attention(picked, k, v, return_lse=True, **given)  # which refuses lengths that do not fit
+    _, lse_of_all = block_sparse_attention(picked, k, v, return_lse=True, **given)  # this call refuses lengths that do not fit
     counts = np.ones((1, 1, 1), np.bool_) if lens is None else sampled < lens[:, None, None]
     kept = []
     for rule in rules:
@@ -140,8 +141,8 @@ def choose_rules(
 
 
 def _sample(grid: BlockGrid, most: int, seed: int, longest: int) -> np.ndarray:
-    """The positions of the sampled queries, in rising order. Those from `longest` on are padding in all batch entries, and are drawn only
-    where no other query would tell the rules apart."""
+    """The positions of the sampled queries, in rising order. Queries from position `longest` on are padding in all batch entries. They are
+    drawn only where no other query would tell the rules apart."""
     positions = np.arange(grid.tokens)
     telling = positions[~grid.dense_rows[positions // grid.shape[0]] & (positions < longest)]
     positions = telling if telling.size else positions

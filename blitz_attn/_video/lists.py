@@ -20,9 +20,9 @@ __all__ = ["blocks", "density"]
 
 
 class BlockGrid:
-    """The blocks of an order: which cubes each block holds, and which blocks are dense whatever the rule.
+    """The blocks of an order: the cubes that each block holds, and the rows and columns of blocks that are dense under every rule.
 
-    A row of blocks is dense if it holds a token that sees everything, or tokens of two grids, each of which sees the other grid.
+    A row of blocks is dense if it holds a token that sees everything, or tokens of two grids, since tokens of each grid see the other grid.
     """
 
     def __init__(self, order: Any, block_shape: Any, dense_frames: Any, dense_tokens: Any) -> None:
@@ -38,7 +38,7 @@ class BlockGrid:
         self.column_cubes = own, last + 1
         changes = np.append(0, np.cumsum(self.cubes.grid[1:] != self.cubes.grid[:-1]))
         self.dense_rows |= changes[self.first_cube] < changes[self.last_cube]
-        # the number of each cube among those of its grid, in raster order; and for each grid where its cubes are in the sequence
+        # for each grid: the raster-order numbers of its cubes, and the places of its cubes in the sequence
         self.raster = [np.ravel_multi_index(tuple(self.cubes.place[self.cubes.grid == g].T), n) for g, n in enumerate(self.cubes.counts)]
         self.own = [np.flatnonzero(self.cubes.grid == g) for g in range(len(self.cubes.counts))]
 
@@ -51,7 +51,7 @@ class BlockGrid:
         return one, other
 
     def of_rows(self, rule: Rule, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """For each of the rows of blocks, the columns that it lists, rising. The same array may be yielded several times."""
+        """The listed columns, rising, of each of the `rows` of blocks. Several rows may yield the same array."""
         everything = np.arange(self.columns, dtype=np.int32)
         known, found = None, everything
         for row in rows.tolist():
@@ -64,7 +64,7 @@ class BlockGrid:
             yield found
 
     def _columns_of(self, rule: Rule, first: int, last: int) -> np.ndarray:
-        """The columns that are listed for tokens of the cubes from `first` to `last`, which are of one grid."""
+        """The columns that are listed for tokens of the cubes from `first` to `last`, which belong to one grid."""
         grid = int(self.cubes.grid[first])
         sizes, counts = self.cubes.sizes[grid], self.cubes.counts[grid]
         seen = np.zeros(counts, np.bool_)
@@ -88,7 +88,7 @@ class BlockGrid:
 
 
 def _dense_tokens(order: TokenOrder, dense_frames: Any, dense_tokens: Any) -> np.ndarray:
-    """Whether the token at each position of the order sees everything and is seen by all, whatever the rule: (num_tokens,) bool."""
+    """For each position of the order, whether its token sees all tokens and is seen by all under every rule: (num_tokens,) bool."""
     frames = _arrays.integer(dense_frames, "dense_frames")
     if frames < 0:
         raise ValueError(f"dense_frames: expected a number of frames from 0 on, got {frames}")
@@ -123,8 +123,8 @@ def blocks(
     """The block list of a rule: every block in which a query and a key see each other.
 
     A token of a grid sees those tokens of its grid whose cubes its own cube sees by the rule, and all tokens of other grids. Plain tokens
-    see all tokens, and are seen by all. A block is listed if at least one of its queries sees at least one of its keys; its other
-    tokens are attended, too.
+    see all tokens, and are seen by all. A block is listed if at least one of its queries sees at least one of its keys. All queries of a
+    listed block attend to all of its keys.
 
     Parameters
     ----------
@@ -135,16 +135,16 @@ def blocks(
     block_shape : (int, int)
         Number of tokens per block of queries and of keys, at least 1 each. Blocks of a cube's size, or of a multiple, hold whole cubes.
     dense_frames : int
-        The first frames of each grid, this many, see all tokens and are seen by all.
+        How many of the first frames of each grid see all tokens and are seen by all.
     dense_tokens : array_like of int, optional
-        Further tokens that see all and are seen by all, by their numbers in the model's order.
+        Further tokens that see all tokens and are seen by all, given by their numbers in the model's order.
     dtype : dtype, optional
         uint16, int16, int32 or int64. Default: int32.
 
     Returns
     -------
     BlockList
-        (1, 1, R, W), or (1, H, R, W) for H rules, columns rising.
+        (1, 1, R, W), or (1, H, R, W) for H rules, with rising columns.
 
     Raises
     ------
@@ -154,13 +154,13 @@ def blocks(
 
     See Also
     --------
-    density : the share of the blocks, before the list is made.
+    density : the share of the blocks that a list keeps, before the list is made.
     blitz_attn.sabi.union : joins the list with the blocks that a chooser finds.
 
     Notes
     -----
-    Memory grows with the list alone: no grid of rows and columns is held. A list is as wide as its fullest row: plain or dense tokens,
-    whose rows list all blocks, make it as wide as the grid (14 MB for 118806 tokens in blocks of 64, for each rule).
+    Memory grows with the list alone: no grid of rows and columns is held. A list is as wide as its fullest row. Rows of plain or dense
+    tokens list all blocks, and make a list as wide as the grid (14 MB per rule for 118806 tokens in blocks of 64).
 
     Examples
     --------
@@ -244,12 +244,12 @@ def density(
     order, rule, block_shape, dense_frames, dense_tokens
         As in `blocks`.
     per_head : bool
-        One number for each rule.
+        Return one number for each rule.
 
     Returns
     -------
     float or numpy.ndarray
-        In 0..1: what `blitz_attn.sabi.density` says of the list of `blocks`. With `per_head` float64 (1, H).
+        From 0 to 1: the `blitz_attn.sabi.density` of the list of `blocks`. With `per_head`, float64 (1, H).
 
     Raises
     ------

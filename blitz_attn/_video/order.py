@@ -1,4 +1,5 @@
-"""What the tokens of a sequence are, and the order in which the tokens of a cube are neighbours. Public through `blitz_attn.video`."""
+"""The geometry of the tokens of a sequence, and the order in which the tokens of a cube are neighbours. Public through
+`blitz_attn.video`."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def checked_arrays(arrays: Mapping[str, Any], layout: Any, tokens: int) -> int:
 
 
 def _layouts_that_fit(arrays: Mapping[str, Any], tokens: int) -> list[Layout]:
-    """The layouts in which all arrays have this many tokens. Of arrays (B, S, n), the layout is BSH and not BSND."""
+    """The layouts in which all arrays have this many tokens. Arrays (B, S, n) have layout BSH and not BSND."""
     shapes = [_arrays.shape_of(x) for x in arrays.values()]
     fit = [name for name, axis in _TOKEN_AXES.items() if all(len(shape) > axis and shape[axis] == tokens for shape in shapes)]
     return [name for name in fit if name != "BSND" or all(len(shape) > 3 for shape in shapes)]
@@ -63,18 +64,18 @@ def _checked_span(span: Any) -> int | Triple:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the tokens of a sequence are: its spans, in the order of the model.
+    """The tokens of a sequence, as spans in the order of the model.
 
     Attributes
     ----------
     spans : sequence of int or (int, int, int)
-        An integer stands for that many plain tokens (text, audio, registers), which have no place in the picture. Three integers (frames,
-        height, width) stand for a grid of latent tokens in raster order: the frame changes slowest, the column fastest.
-        Several grids, such as a reference image and a clip, are several spans.
+        An integer stands for this number of plain tokens (text, audio, registers), which have no place in the picture. Three integers
+        (frames, height, width) stand for a grid of latent tokens in raster order: the frame changes slowest, the column fastest. Several
+        grids, such as a reference image and a clip, are several spans.
     grids : tuple of (int, int, int)
         The grids among the spans.
     num_tokens : int
-        Tokens of all spans, from 1 to 2**24.
+        Number of tokens of all spans, from 1 to 2**24.
 
     Raises
     ------
@@ -84,9 +85,9 @@ class Geometry:
     Notes
     -----
     The spans of known models: ``[226, (13, 30, 45)]`` for 49 frames of 480 x 720 by CogVideoX, which has the text first;
-    ``[(33, 30, 52), 256]`` for 129 frames of 480 x 832 by HunyuanVideo, which has it last, and ``[(33, 45, 80), 256]`` for those of
-    720 x 1280; ``[(21, 30, 52)]`` for 81 frames of 480 x 832 by Wan, whose text is in a call of its own; ``[512, (1, 64, 64)]`` for images
-    of 1024 x 1024 by Flux. The sizes of a grid are those of the latents divided by the patch size.
+    ``[(33, 30, 52), 256]`` for 129 frames of 480 x 832 by HunyuanVideo, which has the text last, and ``[(33, 45, 80), 256]`` for its 129
+    frames of 720 x 1280; ``[(21, 30, 52)]`` for 81 frames of 480 x 832 by Wan, whose text is in a call of its own; ``[512, (1, 64, 64)]``
+    for images of 1024 x 1024 by Flux. The sizes of a grid are the sizes of the latents divided by the patch size.
 
     Mind the brackets: ``Geometry((9, 10, 16))`` is three spans of plain tokens, which see everything. Lists need a grid.
 
@@ -116,27 +117,27 @@ class Geometry:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all spans."""
+        """Number of tokens of all spans."""
         return sum(span if isinstance(span, int) else math.prod(span) for span in self.spans)
 
 
 class Cubes(NamedTuple):
-    """The cubes of an order, in the order of the sequence. Plain tokens, which are the last ones, are no cubes."""
+    """The cubes of an order, in the order of the sequence. Plain tokens, which come last, belong to no cube."""
 
-    grid: np.ndarray  # (N,) int64: which of the grids
-    place: np.ndarray  # (N, 3) int64: which cube of the grid, along frames, height and width
+    grid: np.ndarray  # (N,) int64: the number of the cube's grid
+    place: np.ndarray  # (N, 3) int64: the cube's place in its grid, along frames, height and width, in cubes
     start: np.ndarray  # (N + 1,) int64: the position of the first token of each cube, and the end of the last cube
     sizes: tuple[Triple, ...]  # for each grid, the size of a full cube
     counts: tuple[Triple, ...]  # for each grid, the number of cubes along each axis
 
 
 def _along(length: int, size: int) -> np.ndarray:
-    """The sizes of the cubes along an axis: the last one may be smaller."""
+    """The sizes of the cubes along an axis, of which the last may be smaller."""
     return np.minimum(size, length - np.arange(0, length, size))
 
 
 def _of_grid(grid: Triple, size: Triple) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of each cube of a grid, in raster order of cubes; and the numbers of the grid's tokens, cube by cube."""
+    """How many tokens each cube of a grid has, in raster order of cubes; and the numbers of the grid's tokens, cube by cube."""
     t, h, w = (_along(length, n) for length, n in zip(grid, size, strict=True))
     held = (t[:, None, None] * h[:, None] * w).reshape(-1)
     ct, ch, cw = (np.arange(length) // n for length, n in zip(grid, size, strict=True))
@@ -162,7 +163,8 @@ def _cubes_of(geometry: Geometry, cube: Triple) -> tuple[Cubes, np.ndarray]:
     of_grid = np.repeat(np.arange(len(grids)), [math.prod(count) for count in counts])
     place = np.concatenate([np.zeros((0, 3), np.int64), *(np.argwhere(np.ones(count, np.bool_)) for count in counts)])
     full = np.array([math.prod(size) for size in sizes], np.int64)[of_grid]
-    # Where grids have cubes of several sizes, the larger ones come first, so that smaller ones whose size divides theirs are aligned, too.
+    # Where grids have cubes of several sizes, larger cubes come first, so that smaller cubes whose size divides the larger size are
+    # aligned, too.
     order = np.lexsort((np.arange(len(full)), -full, held < full))
     start = np.concatenate([[0], np.cumsum(held[order])])
     moved = np.repeat((np.cumsum(held) - held)[order] - start[:-1], held[order]) + np.arange(start[-1])
@@ -172,7 +174,7 @@ def _cubes_of(geometry: Geometry, cube: Triple) -> tuple[Cubes, np.ndarray]:
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """An order of the tokens in which those of one cube are neighbours: made by `cube_order`.
+    """An order in which the tokens of one cube are neighbours, made by `cube_order`.
 
     Attributes
     ----------
@@ -220,15 +222,16 @@ class TokenOrder:
             Queries, keys and values, or other arrays whose tokens are in the model's order: NumPy arrays of numbers, torch tensors or JAX
             arrays. Gradients of torch pass through.
         layout : {"BNSD", "BSND", "BSH", "TND"}
-            Which axis has the tokens: the third one in BNSD, the second one in BSND and BSH, the first one in TND. The axes after it may
-            be missing, so that ``"BNSD"`` also fits a log-sum-exp (B, H, S).
+            The layout says which axis has the tokens: the third axis in BNSD, the second in BSND and BSH, the first in TND. The axes after
+            this axis may be missing, so that ``"BNSD"`` also fits a log-sum-exp (B, H, S).
         out : array or tuple of array, optional
-            NumPy arrays or torch tensors that get the results, one for each array, in memory of their own. Default: new arrays.
+            NumPy arrays or torch tensors that get the results, one for each array, in memory that no other array shares. Default: new
+            arrays.
 
         Returns
         -------
         array or tuple of array
-            Contiguous arrays of the kinds, shapes and dtypes of the given ones; a single array if one was given.
+            Contiguous arrays of the kinds, shapes and dtypes of the given arrays; a single array if one was given.
 
         Raises
         ------
@@ -301,7 +304,7 @@ def refuse_plain(geometry: Geometry, name: str) -> None:
 
 
 def order_of_grids(order: Any) -> TokenOrder:
-    """`order`, after a check that it is one whose geometry has a grid."""
+    """`order`, after a check that it is a `TokenOrder` whose geometry has a grid."""
     if not isinstance(order, TokenOrder):
         raise TypeError(f"order: expected a TokenOrder, from cube_order(geometry), got {type(order).__name__}")
     refuse_plain(order.geometry, "order")
@@ -317,18 +320,18 @@ def cube_order(geometry: Geometry, cube: Sequence[int] = (4, 4, 4)) -> TokenOrde
     Sliding Tile Attention and VSA order tokens in this way: a block of tokens then is a compact piece of the video, and neither a stripe of
     one frame, as in raster order, nor a mixture of distant places.
 
-    Each grid is cut into cubes by itself, from its first token on; cubes at the far edges are smaller (ragged) where a size does not divide
-    the grid's. The order has the full cubes first, in raster order of cubes, so that blocks of a cube's size, or of a multiple, begin where
-    cubes begin. The ragged cubes follow in the same order, and the plain tokens come last, in the model's order. Within a cube,
-    tokens are in raster order. Where grids have full cubes of several sizes, the larger ones come first.
+    Each grid is cut into cubes by itself, from its first token on; cubes at the far edges are smaller (ragged) where the cube's size does
+    not divide the grid's. The order has the full cubes first, in raster order of cubes, so that blocks of a cube's size, or of a multiple,
+    begin where cubes begin. The ragged cubes follow in the same order, and the plain tokens come last, in the model's order. Within a cube,
+    tokens are in raster order. Where grids have full cubes of several sizes, larger cubes come first.
 
     Parameters
     ----------
     geometry : Geometry
         What the tokens are.
     cube : (int, int, int)
-        Tokens of a cube along frames, height and width, each at least 1. A size larger than the grid's is cut to it: ``(1, h, w)`` with
-        the grid's height and width makes a cube of each frame.
+        Tokens of a cube along frames, height and width, each at least 1. A size larger than the grid's is cut to the grid's: ``(1, h, w)``
+        with the grid's height and width makes a cube of each frame.
 
     Returns
     -------
@@ -338,12 +341,13 @@ def cube_order(geometry: Geometry, cube: Sequence[int] = (4, 4, 4)) -> TokenOrde
     Raises
     ------
     TypeError, ValueError
-        Not a `Geometry`, or a cube that is not three sizes of at least 1.
+        `geometry` is not a `Geometry`, or `cube` is not three sizes of at least 1.
 
     Notes
     -----
-    Blocks of ragged cubes hold tokens of several cubes, and list the blocks that any of them sees. So do blocks of several cubes. Where
-    sizes from 3 to 8 divide the axes, such as ``(3, 5, 4)`` those of (21, 30, 52), take them, and blocks of as many tokens as the cube has.
+    Blocks of ragged cubes hold tokens of several cubes, and list the blocks that any of these cubes sees. So do blocks of several full
+    cubes. If sizes from 3 to 8 divide the axes, as ``(3, 5, 4)`` divide (21, 30, 52), take these sizes, and blocks with the number of
+    tokens of a cube.
 
     References
     ----------

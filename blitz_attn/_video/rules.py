@@ -1,8 +1,8 @@
 """Rules that say which cubes of a grid see each other. Public through `blitz_attn.video`.
 
 Every rule has the same form. The cubes of a grid lie in layers along the frames. In each layer, a cube sees either nothing, or a window of
-rows and columns of cubes.
-`_levels` says for each layer which window that is, and `_window` where it lies along one axis.
+rows and columns of cubes. `_levels` gives the level of the window in each layer, and `_window` the place of a level's window along one
+axis.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Neighbourhood:
     Raises
     ------
     TypeError, ValueError
-        Not three numbers of at least 0.
+        `radius` is not three numbers of at least 0.
 
     See Also
     --------
-    SlidingTiles : the same in the middle of a grid; cubes at the edges see as many as others.
+    SlidingTiles : the same in the middle of a grid, but cubes at the edges see as many cubes as all others.
 
     Examples
     --------
@@ -73,7 +73,7 @@ class Neighbourhood:
 
     @classmethod
     def spatial(cls, radius: int = 0) -> Neighbourhood:
-        """The rule of a spatial head: a cube sees all cubes of its own frames, and of those near them.
+        """The rule of a spatial head: a cube sees all cubes of its own frames, and of the frames near these.
 
         Parameters
         ----------
@@ -88,13 +88,13 @@ class Neighbourhood:
         Raises
         ------
         TypeError, ValueError
-            Not an integer of at least 0.
+            `radius` is not an integer of at least 0.
 
         References
         ----------
         H. Xi et al., "Sparse VideoGen: Accelerating Video Diffusion Transformers with Spatial-Temporal Sparsity", arXiv:2502.01776. There,
-        a spatial head sees a band of tokens in raster order around each query, as wide as a few frames, and the first frame; here, it sees
-        whole layers of cubes, and the first frame with ``dense_frames=1``.
+        a query of a spatial head sees a band of tokens around itself in raster order, as wide as a few frames, and the first frame. Here,
+        it sees whole layers of cubes, and the first frame with ``dense_frames=1``.
 
         Examples
         --------
@@ -121,12 +121,12 @@ class Neighbourhood:
         Raises
         ------
         TypeError, ValueError
-            Not an integer of at least 0.
+            `radius` is not an integer of at least 0.
 
         References
         ----------
-        As in `spatial`. In Sparse VideoGen, a temporal head sees a band of tokens in an order by place: a run of places in raster order, in
-        all frames. Here, it sees a rectangle of cubes in all frames.
+        As in `spatial`. In Sparse VideoGen, a query of a temporal head sees a run of places in raster order, in all frames. Here, it sees a
+        rectangle of cubes in all frames.
 
         Examples
         --------
@@ -150,25 +150,25 @@ def _listed(first: np.ndarray, end: np.ndarray, count: int) -> np.ndarray:
 
 
 def _around(at: np.ndarray, reach: int | None, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first cube within `reach` of each of the cubes `at` on an axis of `count` cubes, and the end."""
+    """For each of the cubes `at` on an axis of `count` cubes, the first cube within `reach` and the end of these cubes."""
     reach = count if reach is None else min(reach, count)
     return np.maximum(at - reach, 0), np.minimum(at + reach + 1, count)
 
 
 @dataclass(frozen=True)
 class SlidingTiles:
-    """A cube sees a window of cubes around it, which is moved inwards at the edges, so that all cubes see equally many.
+    """A cube sees a window of cubes around it. At the edges, the window is moved inwards, so that all cubes see equally many cubes.
 
     Attributes
     ----------
     window : (int or None, int or None, int or None)
-        Cubes of the window along frames, height and width, at least 1. None, or more than the grid has: the whole axis. With an even
-        number, the window has one cube more before the cube than after it.
+        Number of cubes of the window along frames, height and width, at least 1. None, or a number above the grid's, means the whole axis.
+        With an even number, the window has one cube more before the cube than after it.
 
     Raises
     ------
     TypeError, ValueError
-        Not three numbers of at least 1.
+        `window` is not three numbers of at least 1.
 
     See Also
     --------
@@ -176,12 +176,13 @@ class SlidingTiles:
 
     Notes
     -----
-    Near the edges, a cube may see another one that does not see it.
+    Near the edges, a cube may see another cube that does not see it.
 
     References
     ----------
-    P. Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507, whose tiles are the cubes of this module, and
-    divide the grid. In the authors' mask, a window of an even number of tiles is as wide as that of the next odd number; here it is not.
+    P. Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507, whose tiles are the cubes of this module, but
+    always divide the grid. In the authors' mask, a window of an even number of tiles is as wide as a window of the next odd number. Here,
+    it is not.
 
     Examples
     --------
@@ -205,7 +206,7 @@ class SlidingTiles:
 
 
 def _moved_inwards(at: np.ndarray, window: int | None, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first cube of the window around each of the cubes `at` on an axis of `count` cubes, and the end."""
+    """For each of the cubes `at` on an axis of `count` cubes, the first cube of the window around it and the end of the window."""
     window = count if window is None else min(window, count)
     first = np.clip(at - window // 2, 0, count - window)
     return first, first + window
@@ -226,22 +227,23 @@ _POWERS = 2 ** np.arange(MOST_ROWS.bit_length() + 1)
 class Radial:
     """A cube sees a window of each frame that shrinks with the distance of the frames.
 
-    At a distance of d frames, which is that of the first frames of both cubes, let m be ``floor(log2(d))``. Up to a distance of one frame,
-    a cube sees the whole layer of cubes. Beyond, it sees those cubes whose distance along the height, plus 1, is at most
-    ``sqrt(decay_factor / 2**m)`` times the height of the grid, and the same along the width, all in cubes: each doubling of the distance
-    halves the product of both limits. Where one limit would be less than 1, it is 1, and the other one is ``decay_factor / 2**m`` times the
-    number of cubes in a layer, but at least 1. Where ``2**m`` exceeds this number of cubes, only each n-th frame is seen, with n the
-    quotient of the two, rounded up: those layers of cubes that have a frame at a distance of a multiple of n.
+    The distance d of two cubes is the number of frames from the first frame of one to the first frame of the other, and m is
+    ``floor(log2(d))``. If d is at most 1, a cube sees the whole layer of cubes. Beyond, it sees the cubes whose distance along the height,
+    plus 1, is at most ``sqrt(decay_factor / 2**m)`` times the height of the grid, and the same along the width, all in cubes. So each
+    doubling of d halves the product of both limits. If one limit would be less than 1, it is 1, and the other limit is
+    ``decay_factor / 2**m`` times the number of cubes in a layer, but at least 1. If ``2**m`` exceeds the number of cubes in a layer, only
+    each n-th frame is seen, where n is the quotient of these two numbers, rounded up. A layer of cubes is then seen if one of its frames
+    has a distance that is a multiple of n.
 
     Attributes
     ----------
     decay_factor : float
-        Factor of the window's area, positive.
+        Factor of the window's area, above 0.
 
     Raises
     ------
     TypeError, ValueError
-        Not a positive, finite number.
+        `decay_factor` is not a positive, finite number.
 
     Notes
     -----
@@ -250,10 +252,10 @@ class Radial:
     References
     ----------
     X. Li et al., "Radial Attention: O(n log n) Sparse Attention with Energy Decay for Long Video Generation", arXiv:2506.19852. There, the
-    window is a run of tokens in raster order whose length halves, and where it would be shorter than a token, frames thin out. Here, it is
-    a rectangle of cubes whose area halves; for frames of one row and cubes of one token, both rules are the same. The keys of the first
-    frame, which the paper keeps as an attention sink, are kept with ``dense_frames=1``; the queries of that frame then see everything, too.
-    `decay_factor` is that of the authors' program.
+    window is a run of tokens in raster order whose length halves, and frames are left out where the run would be shorter than a token.
+    Here, the window is a rectangle of cubes whose area halves. For frames of one row and cubes of one token, both rules are the same. The
+    keys of the first frame, which the paper keeps as an attention sink, are kept with ``dense_frames=1``; the queries of that frame then
+    see everything, too. `decay_factor` has the meaning that it has in the authors' program.
 
     Examples
     --------
@@ -269,7 +271,7 @@ class Radial:
         object.__setattr__(self, "decay_factor", _positive(self.decay_factor))
 
     def _levels(self, t: int, counts: Triple, size: int) -> np.ndarray:
-        """The level of a distance is m + 1, and 0 for up to one frame."""
+        """The level of a distance is m + 1, and 0 for a distance of at most one frame."""
         distances = np.abs(np.arange(counts[0]) - t) * size
         levels = np.where(distances <= 1, 0, np.searchsorted(_POWERS, distances, side="right"))
         every = -(-_POWERS[np.maximum(levels - 1, 0)] // (counts[1] * counts[2]))

@@ -1,4 +1,4 @@
-"""What each denoising step attends to. Public through `blitz_attn.video`.
+"""The blocks that each denoising step attends to. Public through `blitz_attn.video`.
 
 >>> from blitz_attn import video
 >>> video.Schedule(dense_steps=10, densities=0.3)
@@ -36,20 +36,20 @@ def _step(step: Any) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each denoising step attends to: everything in the first ones, then the blocks of lists.
+    """The blocks that each denoising step attends to: all blocks in the first steps, then the blocks of lists.
 
-    The first steps decide what the video shows, and lose the most by sparse attention; later steps need fewer blocks, and what they need
-    changes little from one step to the next.
+    The first steps decide the content of the video, and lose the most by sparse attention. Later steps need fewer blocks, and these blocks
+    change little from one step to the next.
 
     Attributes
     ----------
     dense_steps : int
-        How many of the first steps attend to everything.
+        How many of the first steps attend to all blocks.
     densities : sequence of float, float or None
         Share of the blocks that a chooser may keep, above 0 and at most 1, in each step after the dense ones; the last number holds for
-        all further steps. None: the blocks of a rule alone, without a chooser.
+        all further steps. None: there is no chooser, and steps attend to the blocks of a rule alone.
     refresh_every : int
-        After how many steps a chooser chooses again, at least 1.
+        Number of steps after which a chooser chooses again, at least 1.
 
     Raises
     ------
@@ -93,13 +93,14 @@ class Schedule:
         Returns
         -------
         float or None
-            1.0 in dense steps. None where no chooser chooses: the rule alone says what is attended. A density counts where the chooser
-            chooses: a step that does not refresh uses the lists of the last choice, which have the density of that step.
+            1.0 in dense steps. None where there is no chooser, and the rule alone says which blocks are attended. A density takes effect
+            only in steps that refresh: any other step uses the lists of the last choice, which have the density of the step that chose
+            them.
 
         Raises
         ------
         TypeError, ValueError
-            Not an integer of at least 0.
+            `step` is not an integer of at least 0.
 
         Examples
         --------
@@ -114,7 +115,7 @@ class Schedule:
         return None if self.densities is None else self.densities[min(after, len(self.densities) - 1)]  # type: ignore[arg-type,index]
 
     def refreshes(self, step: int) -> bool:
-        """Whether a chooser chooses in this step; in the steps between, the lists of the last choice hold.
+        """Whether a chooser chooses in this step. Other steps use the lists of the last choice.
 
         Parameters
         ----------
@@ -129,7 +130,7 @@ class Schedule:
         Raises
         ------
         TypeError, ValueError
-            Not an integer of at least 0.
+            `step` is not an integer of at least 0.
 
         Examples
         --------

@@ -1,1 +1,1 @@
-"""Upstream packages' own names, argument order and defaults over this library: one module per package."""
+"""The names, argument order and defaults of upstream packages, computed by this library: one module per package."""

@@ -3,13 +3,13 @@
 Names, order of arguments, defaults and shapes are upstream's; results are those of upstream's reference, `blitz_attn.nsa` in mode
 ``"mslk"``, which is not strictly causal. Each function names the function of this library that it calls: shapes, dtypes and errors are
 described there, and errors name upstream's arguments. Arrays are ``(B, N, H, D)``, or ``(T, H, D)`` with `cu_seqlens`, an integer array
-``(sequences + 1,)`` of offsets from 0 to T. They may be torch tensors, which may require gradients of `nsa`, or any array that
-`blitz_attn.nsa` takes. `n_block_size`, `chunk_size` and `max_seqlen` tune upstream's kernels and are ignored here.
+``(sequences + 1,)`` of offsets from 0 to T. They may be torch tensors or any other array that `blitz_attn.nsa` takes. Tensors may require
+gradients in `nsa` and `nsa_forward`. `n_block_size`, `chunk_size` and `max_seqlen` tune upstream's kernels and are ignored here.
 
 Upstream's fast path differs from its own reference, and this module follows the reference: selected blocks are not widened to 128 tokens,
 the window holds `window_size` keys and not one more, the window of a call that is not causal reaches both ways, and no block counts twice.
-Where upstream fills a selection up with repeats of block 0, this module has -1. Lengths need not be multiples of anything. The functions
-that build block lists for upstream's GPU kernels (``build_fa4_block_sparse_tensors`` and its like) have no counterpart.
+Unused places of a selection are -1, where upstream repeats block 0. Lengths need not be multiples of anything. The functions that build
+block lists for upstream's GPU kernels (``build_fa4_block_sparse_tensors`` and its like) have no counterpart.
 
 >>> import numpy as np
 >>> from blitz_attn.compat import mslk
@@ -52,7 +52,7 @@ __all__ = [
     "score_and_select_blocks",
 ]
 
-# The library's names of arguments and upstream's.
+# From the library's names of arguments to upstream's.
 _NAMES = {
     "q": "Q",
     "k": "K",
@@ -71,7 +71,7 @@ _NAMES = {
     "scale": "softmax_scale",
     "block_indices": "_block_indices",
 }
-_NOT_OPTIONS = ("Q", "K", "V", "dO", "n_block_size", "max_seqlen")  # of the functions that take the options of `nsa`
+_NOT_OPTIONS = ("Q", "K", "V", "dO", "n_block_size", "max_seqlen")  # arguments of the functions below that are not options of `nsa`
 
 
 def __dir__() -> list[str]:
@@ -79,7 +79,7 @@ def __dir__() -> list[str]:
 
 
 def _named(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The call's result; its errors name upstream's arguments."""
+    """The result of `call`. Its errors name upstream's arguments."""
     try:
         return call(*args, **options)
     except (TypeError, ValueError) as error:
@@ -92,7 +92,7 @@ def _is_torch(x: Any) -> bool:
 
 
 def _detached(x: Any) -> Any:
-    """A torch tensor without its history; anything else as it is."""
+    """A torch tensor without its history; anything else unchanged."""
     return x.detach() if _is_torch(x) else x
 
 
@@ -120,7 +120,7 @@ def nsa(
     W_v_compress: Any = None, gate_proj_weight: Any = None, causal: bool = True, softmax_scale: float | None = None, q_tile_size: int = 256,
     n_block_size: int = 128, cu_seqlens: Any = None, max_seqlen: int | None = None, num_cmp_selected_blocks: int | None = None,
 ) -> Any:  # fmt: skip
-    """See `blitz_attn.nsa.nsa` with ``mode="mslk"``. torch tensors that require gradients get them."""
+    """See `blitz_attn.nsa.nsa` with ``mode="mslk"``. Torch tensors that require gradients get them."""
     options = _options(locals())
     if _wants_gradient(Q, K, V, W_k_compress, W_v_compress, gate_proj_weight):
         from ..integrations.torch import nsa as differentiable
@@ -145,7 +145,7 @@ def nsa_forward(
 
 
 def _refuse_wrong(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> None:
-    """Refuses what `nsa` refuses: the float64 reference checks little by itself."""
+    """Refuses the arguments that `nsa` refuses: the float64 reference checks little by itself."""
     given = {name: _detached(x) for name, x in (_library.USUAL | options).items()}
     _named(checked, _detached(Q), _detached(K), _detached(V), Options(**given))
 
@@ -169,11 +169,11 @@ def nsa_backward_reference(
     W_k_compress: Any = None, W_v_compress: Any = None, gate_proj_weight: Any = None, causal: bool = True,
     softmax_scale: float | None = None, q_tile_size: int = 256, _block_indices: Any = None,
 ) -> dict[str, np.ndarray | None]:  # fmt: skip
-    """See `blitz_attn.reference.nsa_backward`. The result is a dict ``dQ``, ``dK``, ``dV``, ``dW_k_compress``, ``dW_v_compress``,
-    ``dgate_proj_weight`` of float64 gradients, None for a weight that was not given."""
+    """See `blitz_attn.reference.nsa_backward`. Returns a dict of the float64 gradients ``dQ``, ``dK``, ``dV``, ``dW_k_compress``,
+    ``dW_v_compress`` and ``dgate_proj_weight``; None for a weight that was not given."""
     _, context = _reference(Q, K, V, _options(locals()))
     given, _ = floats(_detached(dO), "dO", None, strided=True)
-    if _arrays.shape_of(dO) != given.shape:  # an exporter may know its shape only when NumPy asks for the array
+    if _arrays.shape_of(dO) != given.shape:  # an exporter may show its shape only when NumPy asks for the array
         dO = given
     grads = _named(reference.nsa_backward, dO, context)
     names = ("dQ", "dK", "dV", "dW_k_compress", "dW_v_compress", "dgate_proj_weight")
@@ -185,7 +185,7 @@ def compute_block_indices_reference(
     softmax_scale: float | None = None, q_tile_size: int = 256,
 ) -> np.ndarray:  # fmt: skip
     """See `blitz_attn.reference.score_and_select_blocks`: int64 (B, H, tiles, n), for `_block_indices` of `nsa_forward_reference`."""
-    _refuse_wrong(Q, K, K, _options(locals()) | {"window_size": 1})  # any size: a selection has no window
+    _refuse_wrong(Q, K, K, _options(locals()) | {"window_size": 1})  # a selection has no window, so that any size will do
     k_cmp, _ = _named(reference.compress_kv, K, K, compress_block_size, W_k_compress)
     how = {"scale": softmax_scale, "causal": causal, "q_tile_size": q_tile_size, "mode": "mslk"}
     count = _entries(num_selected_blocks, k_cmp)
@@ -196,7 +196,7 @@ def compute_block_indices_reference(
 
 
 def _cuts(cu_seqlens: Any, step: Callable[[int], int]) -> np.ndarray:
-    """Where each sequence's rows begin, when a sequence of n tokens has step(n) rows."""
+    """The places where the rows of each sequence begin, where a sequence of n tokens has step(n) rows."""
     sums = _arrays.integers(cu_seqlens, "cu_seqlens")
     if sums.ndim != 1 or sums.size == 0 or sums[0] != 0 or _arrays.falls(sums).any():
         raise ValueError(f"cu_seqlens: expected numbers rising from 0, got {shown(sums.tolist())}")
@@ -205,7 +205,7 @@ def _cuts(cu_seqlens: Any, step: Callable[[int], int]) -> np.ndarray:
 
 
 def _stack(rows: Any, cuts: np.ndarray, fill: int) -> Any:
-    """(sequences, most rows, ...) of rows that lie one sequence after the other."""
+    """The rows, which lie one sequence after the other, as an array (sequences, most rows, ...) padded with `fill`."""
     most = int(np.diff(cuts).max(initial=0))
     shape = (len(cuts) - 1, most, *rows.shape[1:])
     stacked = rows.new_full(shape, fill) if _is_torch(rows) else np.full(shape, fill, rows.dtype)
@@ -222,7 +222,7 @@ def _unstack(stacked: Any, name: str, cuts: np.ndarray) -> Any:
     if not _is_torch(stacked):
         stacked = _arrays.array(stacked, name, "an array")
     parts = [stacked[n, : b - a] for n, (a, b) in enumerate(pairwise(cuts))]
-    parts = parts or [stacked.reshape((0, *stacked.shape[2:]))]  # there are no sequences
+    parts = parts or [stacked.reshape((0, *stacked.shape[2:]))]  # if there are no sequences
     if _is_torch(stacked):
         import torch
 
@@ -241,7 +241,7 @@ def compress_kv(K: Any, V: Any, block_size: int, W_k: Any = None, W_v: Any = Non
 def fused_compress_kv(
     K: Any, V: Any, block_size: int, W_k: Any = None, W_v: Any = None, cu_seqlens: Any = None, max_seqlen: int | None = None
 ) -> tuple[Any, Any]:
-    """See `blitz_attn.nsa.compress_kv`. For packed sequences: (sequences, most blocks, H_kv, D), 0 after a sequence's own blocks."""
+    """See `blitz_attn.nsa.compress_kv`. Packed sequences give (sequences, most blocks, H_kv, D), with 0 after a sequence's own blocks."""
     if cu_seqlens is None:
         return compress_kv(K, V, block_size, W_k, W_v)
     packed = _named(_library.compress_kv, K, V, block_size, W_k, W_v, cu_seqlens=cu_seqlens)
@@ -266,7 +266,7 @@ def fused_compress_kv_backward(
 
 
 def _entries(num_selected_blocks: Any, k_cmp: Any) -> int:
-    """The number of entries in a row of the selection: no more than there are blocks."""
+    """The number of entries in a row of the selection, which is at most the number of blocks."""
     wanted, shape = number(num_selected_blocks, "num_selected_blocks"), _arrays.shape_of(k_cmp)
     return min(wanted, shape[1]) or wanted if len(shape) > 1 else wanted
 
@@ -275,8 +275,8 @@ def score_and_select_blocks(
     Q: Any, K_cmp: Any, num_selected_blocks: int, compress_block_size: int, causal: bool = True, q_tile_size: int = 256,
     softmax_scale: float | None = None,
 ) -> Any:  # fmt: skip
-    """See `blitz_attn.nsa.score_and_select_blocks`: rows have min(num_selected_blocks, blocks) entries, unused ones are -1. A block whose
-    score is -inf is not selected, even where a row has entries left."""
+    """See `blitz_attn.nsa.score_and_select_blocks`: rows have min(num_selected_blocks, blocks) entries, and unused entries are -1. A block
+    whose score is -inf is not selected, even where a row has entries left."""
     return fused_score_and_select_blocks(Q, K_cmp, num_selected_blocks, compress_block_size, causal, q_tile_size, softmax_scale)
 
 
@@ -284,8 +284,9 @@ def fused_score_and_select_blocks(
     Q: Any, K_cmp: Any, num_selected_blocks: int, compress_block_size: int, causal: bool = True, q_tile_size: int = 256,
     softmax_scale: float | None = None, cu_seqlens: Any = None, max_seqlen: int | None = None,
 ) -> Any:  # fmt: skip
-    """See `blitz_attn.nsa.score_and_select_blocks`. For packed sequences, `K_cmp` is that of `fused_compress_kv`, and the result is
-    (sequences, H, most tiles, n) with -1 after a sequence's own tiles. The last tile of a sequence may be short; upstream leaves it out."""
+    """See `blitz_attn.nsa.score_and_select_blocks`. For packed sequences, `K_cmp` comes from `fused_compress_kv`, and the result is
+    (sequences, H, most tiles, n), with -1 after a sequence's own tiles. The last tile of a sequence may be short; upstream leaves it
+    out."""
     keys = K_cmp
     if cu_seqlens is not None:
         size, tile = number(compress_block_size, "compress_block_size"), number(q_tile_size, "q_tile_size")
@@ -313,7 +314,7 @@ def gate_and_combine(O_cmp: Any, O_slc: Any, O_sld: Any, gates: Any, chunk_size:
 
 
 def fused_gate_and_combine(Q: Any, O_cmp: Any, O_slc: Any, O_sld: Any, gate_proj_weight: Any = None) -> Any:
-    """See `blitz_attn.nsa.gate_and_combine`: with the gates of `compute_gates`."""
+    """See `blitz_attn.nsa.gate_and_combine`. The gates are those of `compute_gates`."""
     gates, shape, expected = compute_gates(Q, gate_proj_weight), _arrays.shape_of(Q), _arrays.shape_of(O_cmp)
     if len(expected) in (3, 4) and shape[:-1] != expected[:-1]:
         raise ValueError(f"Q: expected the tokens and heads of O_cmp {expected}, got {shape}")

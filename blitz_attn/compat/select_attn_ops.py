@@ -2,8 +2,8 @@
 select_attn_ops``.
 
 The library's own functions have upstream's names, order of arguments and shapes; this module offers them under upstream's module name.
-Tensors may be torch tensors or NumPy arrays. The notes of each function say where it differs from upstream, such as in the blocks that
-the window forces.
+Tensors may be torch tensors or NumPy arrays. The notes of each function say in what it differs from upstream, such as the blocks that are
+always selected.
 
 >>> import numpy as np
 >>> from blitz_attn.compat import select_attn_ops

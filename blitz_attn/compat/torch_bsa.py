@@ -1,8 +1,8 @@
 """The interface of upstream's ``torch_bsa`` package: ``from blitz_attn.compat import torch_bsa`` in place of ``import torch_bsa``.
 
 Tensors may be torch tensors or any array that `blitz_attn.block_sparse_attention` takes; results are of the same kind.
-Cases that upstream leaves undefined are defined: block lists apply to batches, grouped heads and lengths, too, an empty row gives
-output 0 and log-sum-exp ``-inf``, and lists are checked and need no order.
+Cases that upstream leaves undefined are defined here. Block lists also work with batches, grouped heads and lengths; an empty row gives
+output 0 and log-sum-exp ``-inf``; and lists are checked and need no order.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _list(value: Any, name: str) -> list[int]:
 
 
 def _lengths(value: Any, name: str, batch: int) -> list[int] | None:
-    """Upstream's rule: one length is for all batch entries; if there are more lengths than batch entries, the first ones count."""
+    """The lengths by upstream's rule: a single length is for all batch entries, and of more lengths than batch entries, the first lengths
+    count."""
     if value is None:
         return None
     lengths = _list(value, name)
@@ -86,7 +87,7 @@ def _lengths(value: Any, name: str, batch: int) -> list[int] | None:
 
 
 def _token_rules(mode: int, layout: str, sizes: _Sizes, pre_tokens: int, next_tokens: int) -> dict[str, Any]:
-    """Keyword arguments of `block_sparse_attention` that a sparse mode stands for."""
+    """The keyword arguments of `block_sparse_attention` for a sparse mode."""
     if mode == 2:
         if layout == "TND":
             raise ValueError("sparse_mode: expected 0, 3 or 4 with layout TND, got 2")
@@ -102,7 +103,7 @@ def _token_rules(mode: int, layout: str, sizes: _Sizes, pre_tokens: int, next_to
 
 
 def _check_mode(sparse_mode: Any, atten_mask: Any) -> int:
-    """The mode without its precision. Refuses modes that need a full mask."""
+    """The mode from 0 to 4: modes 10 to 14 are these in high precision. Refuses modes that need a full mask."""
     sparse_mode = 0 if sparse_mode is None else _arrays.integer(sparse_mode, "sparse_mode")
     mode = sparse_mode - 10 if 10 <= sparse_mode <= 14 else sparse_mode  # 10 to 14: the modes in high precision
     if not 0 <= mode <= 4:
@@ -156,25 +157,23 @@ def blitz_sparse_attention(
     atten_mask : array of bool, optional
         Ignored with sparse modes 2, 3 and 4, which state the rule of upstream's compressed mask by themselves. Refused with other modes.
     sabi : array of int, optional
-        ``(B, N, ceil(Sq / block_shape[0]), W)`` or, for one batch entry, ``(N, ceil(Sq / block_shape[0]), W)``: columns of
-        kept key blocks, padded with 65535 (uint16) or -1 (signed). None is dense.
+        ``(B, N, ceil(Sq / block_shape[0]), W)`` or, for one batch entry, ``(N, ceil(Sq / block_shape[0]), W)``: columns of kept key blocks,
+        padded with 65535 (uint16) or -1 (signed). None: attention is dense.
     actual_seq_lengths, actual_seq_lengths_kv : sequence of int, optional
-        Number of valid tokens of each batch entry; one number is for all. Layout TND: cumulative sums without the leading 0,
-        required.
+        Number of valid tokens of each batch entry, or one number for all. Layout TND needs cumulative sums, without the leading 0.
     num_heads : int, optional
-        Query heads. Default: 1 with layout BSH, else those of `query`.
+        Number of query heads. Default: 1 with layout BSH, else the heads of `query`.
     scale_value : float, optional
-        Default: 1.0, as upstream; not ``1 / sqrt(D)``.
+        Factor of the products. Default: 1.0, as in upstream's function, and not ``1 / sqrt(D)``.
     pre_tokens, next_tokens : int, optional
-        With sparse mode 4, the tokens that are seen before (default: no bound) and after (default: 0) the diagonal.
+        For sparse mode 4: the numbers of tokens that are seen before (default: no bound) and after (default: 0) the diagonal.
     input_layout : {"BSH", "BSND", "BNSD", "BNSD_BSND", "TND"}, optional
-        Default: BSH. BNSD_BSND takes BNSD and returns BSND.
+        Default: BSH. With BNSD_BSND, inputs are BNSD and the output is BSND.
     num_key_value_heads : int, optional
-        Default: 0, which means as many as query heads.
+        Number of key/value heads. Default: 0, which stands for the number of query heads.
     sparse_mode : int, optional
         0 (default): no token rule. 2: causal from the top left (not with layout TND). 3: causal to the bottom right. 4: band around the
-        diagonal to the bottom right. 10 to 14: the same modes in high precision, which here is that of all
-        modes.
+        diagonal to the bottom right. 10 to 14: modes 0 to 4 in high precision, which all modes have here.
     softmax_lse_flag : bool, optional
         Default: False.
     block_shape : sequence of int, optional
@@ -183,14 +182,14 @@ def blitz_sparse_attention(
     Returns
     -------
     attention_out : array
-        Shape, dtype and kind of `query`, with the last dimension of `value`.
+        An array of the shape, dtype and kind of `query`, with the last dimension of `value`.
     softmax_lse : array
-        float32 ``(B, N, Sq)``, natural log; of shape ``(0,)`` without `softmax_lse_flag` and with layout TND.
+        float32 ``(B, N, Sq)``, by the natural log. Its shape is ``(0,)`` without `softmax_lse_flag`, and with layout TND.
 
     Raises
     ------
     TypeError, ValueError
-        As `blitz_attn.block_sparse_attention`, in upstream's names; also for a mask or a mode that is not supported.
+        As `blitz_attn.block_sparse_attention`, with upstream's names of arguments, and for a mask or a mode that is not supported.
 
     References
     ----------
@@ -221,7 +220,7 @@ def blitz_sparse_attention(
     options["scale"] = 1.0 if scale_value is None else scale_value
     options["num_heads"] = 1 if num_heads is None and layout == "BSH" else num_heads
     kv_heads = 0 if num_key_value_heads is None else _arrays.integer(num_key_value_heads, "num_key_value_heads")
-    options["num_kv_heads"] = kv_heads or None  # upstream's 0: as many as query heads
+    options["num_kv_heads"] = kv_heads or None  # upstream's 0 stands for the number of query heads
     if ragged:
         options["cu_seqlens_q"] = _sums(actual_seq_lengths, "actual_seq_lengths")
         options["cu_seqlens_kv"] = _sums(actual_seq_lengths_kv, "actual_seq_lengths_kv")
