@@ -250,7 +250,7 @@ def nsa(
     out : array, optional
         Where to write the result: a writable array of the result's shape and dtype that shares no memory with any input.
     return_context : bool
-        Also return the context that `nsa_backward` needs. Then `q` must have all tokens, without `compressed_kv` and `kv_lens`.
+        Also return the context that `nsa_backward` needs. It needs a `q` with all tokens, and a call without `compressed_kv` and `kv_lens`.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional

@@ -411,7 +411,7 @@ def plot_cubes(
     max_frames : int
         Largest number of panels for each grid, at least 1. If a grid has more frames, some frames at equal distances are shown.
     title : str, optional
-        Title of the figure. Default: the number of tokens that are seen in all frames, and how many of these are plain.
+        Title of the figure. Default: how many of all tokens are seen, and how many of the plain tokens.
     dpi : float
         Resolution.
 

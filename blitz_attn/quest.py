@@ -345,12 +345,12 @@ def quest_block_select_paged_in_out_w(
     -----
     Upstream [1]_ differs as follows:
 
-    - Upstream counts ``(m % block_size != 0) + seq_len // block_size - m // block_size`` newest blocks. This number is one too low if m is
-    a multiple of block_size and seq_len is not: the block that holds the newest tokens is then not forced. It is one too high if seq_len is
-    a multiple and m is not.
+    - Upstream counts ``(m % block_size != 0) + seq_len // block_size - m // block_size`` newest blocks. This number is one too low if m
+      is a multiple of block_size and seq_len is not: the block that holds the newest tokens is then not forced. It is one too high if
+      seq_len is a multiple and m is not.
     - Upstream lists a block twice if it is forced and also has one of the best scores; this function does not.
-    - Upstream can overwrite the first block where the newest blocks take all entries. Here, too, the newest blocks take precedence over the
-    first block, but no other block does.
+    - Upstream can overwrite the first block where the newest blocks take all entries. Here, too, the newest blocks take precedence over
+      the first block, but no other block does.
     - The differences that `quest_block_select_paged` lists apply here, too.
     - This function takes one number per request, and any number of tokens since the update.
 

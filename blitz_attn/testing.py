@@ -98,7 +98,7 @@ class BlockGrid(NamedTuple):
 def small_frame(block_shape: tuple[int, int], tokens: int = 256) -> FrameWidths:
     """Frame of about `tokens` tokens at the left and the top, and one block at the right and the bottom.
 
-    At 256 tokens, the widths are those of upstream's tests, where a frame has one more row of blocks at the top if blocks have 128 queries.
+    At 256 tokens, the widths are those of upstream's tests, where the frame is a quarter wider at the top.
 
     Parameters
     ----------

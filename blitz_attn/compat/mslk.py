@@ -285,8 +285,7 @@ def fused_score_and_select_blocks(
     softmax_scale: float | None = None, cu_seqlens: Any = None, max_seqlen: int | None = None,
 ) -> Any:  # fmt: skip
     """See `blitz_attn.nsa.score_and_select_blocks`. For packed sequences, `K_cmp` comes from `fused_compress_kv`, and the result is
-    (sequences, H, most tiles, n), with -1 after a sequence's own tiles. The last tile of a sequence may be short; upstream leaves it
-    out."""
+    (sequences, H, most tiles, n), -1 after a sequence's own tiles. A sequence's last tile may be short; upstream leaves it out."""
     keys = K_cmp
     if cu_seqlens is not None:
         size, tile = number(compress_block_size, "compress_block_size"), number(q_tile_size, "q_tile_size")
