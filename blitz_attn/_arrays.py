@@ -24,7 +24,7 @@ _core.refuse_masked(np.ma.MaskedArray)  # the memory of such an array has number
 
 
 class Family(NamedTuple):
-    """How results are made for one kind of input array."""
+    """The functions that make results for one kind of input array."""
 
     empty: Callable[[tuple[int, ...], str], Any]  # (shape, dtype name) -> an array that the core can write
     finish: Callable[[Any], Any] | None  # turns such an array into what the caller gets; None: nothing to do
@@ -214,7 +214,7 @@ def count_writes(*arrays: Any) -> None:
 
 
 def finished(result: Any, given: Any, family: Family) -> Any:
-    """What the caller gets for one output that has been written: the array that the caller gave, or the new one as the caller's kind of
+    """One output that has been written, as the caller gets it: the array that the caller gave, or the new array as the caller's kind of
     array."""
     if given is not None:
         count_writes(given)
@@ -385,14 +385,14 @@ _PIECE = 1 << 18
 
 
 def falls(numbers: np.ndarray) -> np.ndarray:
-    """For each entry of a one-dimensional array except the first: whether it is smaller than the one before. Entries are compared, because
-    differences might wrap around."""
+    """For each entry of a one-dimensional array except the first: whether it is smaller than the entry before. Entries are compared,
+    because differences might wrap around."""
     return numbers[1:] < numbers[:-1]
 
 
 @in_usual_mode
 def _rounded_to_float32(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # too large numbers become infinite, as in any conversion
+    with np.errstate(over="ignore"):  # numbers that are too large become infinite, as in any conversion
         return np.asarray(x, np.float32, order="C")
 
 

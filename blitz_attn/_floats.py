@@ -31,7 +31,7 @@ def floats(x: Any, name: str, dtype: Any, written: bool = False, strided: bool =
 
 
 def real_of(kind: str) -> str:
-    """The dtype in which sums are made."""
+    """The dtype in which numbers of dtype `kind` are summed."""
     return "float64" if kind == "float64" else "float32"
 
 
@@ -103,7 +103,7 @@ class Result:
 def attention_results(
     q: Any, shape: tuple[int, ...], kind: str, out: Any, return_lse: bool, dtype: str | None, inputs: dict[str, Any]
 ) -> list[Result]:  # fmt: skip
-    """The `Result` for attention's output of this shape and dtype, and with `return_lse` the one for its log-sum-exp.
+    """The `Result` for attention's output of this shape and dtype, and with `return_lse` a second one for its log-sum-exp.
 
     Both go into the caller's `out`, which must not overlap the arrays in `inputs`, or into new arrays of the kind of `q`.
     Unlike `refuse_overlaps`, this function also asks exporters of DLPack for their memory, because the core, which gets no `out` from its

@@ -1,4 +1,4 @@
-"""Instruction sets, threads and kernels: what the library uses, and how to change it."""
+"""The instruction sets, threads and kernels that the library uses, and functions that change them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def get_num_threads() -> int:
 
 
 class IsaCap:
-    """A cap on the instruction sets in use, which the end of a ``with`` block removes. Made by `isa`."""
+    """A cap on the instruction sets in use, which the end of a ``with`` block removes. It is made by `isa`."""
 
     def __init__(self, level: str | None) -> None:
         self._before = _core.isa_active()
@@ -106,8 +106,8 @@ def isa(level: str | None = None) -> IsaCap:
     Returns
     -------
     IsaCap
-        Its ``level``, which a ``with`` block binds, is the level in use from now on. At its end, the block caps at the level that was in
-        use before.
+        Its ``level``, which a ``with`` block binds, is the level in use from now on. At its end, the block sets the cap to the level that
+        was in use before.
 
     Raises
     ------
@@ -129,7 +129,7 @@ def isa(level: str | None = None) -> IsaCap:
 
 
 def isa_levels(*, available: bool = False) -> tuple[str, ...]:
-    """Names of the instruction set levels, each of which includes those before it.
+    """Names of the instruction set levels, each of which includes the levels before it.
 
     Parameters
     ----------

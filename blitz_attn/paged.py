@@ -47,7 +47,8 @@ def quantize_kv(x: Array, kv_dtype: DType, *, dtype: DType | None = None) -> tup
     Returns
     -------
     values : numpy.ndarray
-        ``(..., D)``: int8, or uint8 that hold the bits of float8 e4m3. Each number is the one nearest to ``x / scale``, ties to even.
+        ``(..., D)``: int8, or uint8 that hold the bits of float8 e4m3. Each is ``x / scale`` rounded to the nearest number of the format,
+        ties to even.
     scale : numpy.ndarray
         ``(...)`` float32: the largest magnitude of a row divided by the largest number of the format, 127 or 448. It is 1 where this
         quotient would be 0.
@@ -194,10 +195,10 @@ def quantize_rows(x: Array, kv_dtype: str, *, dtype: DType | None = None) -> nda
     Notes
     -----
     The integers are those of ggml's reference. Numbers are first rounded to float32, and all arithmetic is in float32. q8_0: d is the
-    largest magnitude of the block divided by 127, and n is ``x * (1 / d)``, halves away from 0. q4_0: d is the number of the largest
-    magnitude, with its sign, divided by -8 (the first such number, if several have this magnitude), and n is ``x * (1 / d) + 8.5``
-    rounded down, at most 15. q4_1: m is the smallest number, d the difference of the largest and the smallest divided by 15, and n is
-    ``(x - m) * (1 / d) + 0.5`` rounded down, at most 15. d and m are rounded to float16 after that.
+    largest magnitude of the block divided by 127, and n is ``x * (1 / d)`` rounded to nearest, halves away from 0. q4_0: d is the number of
+    the largest magnitude, with its sign, divided by -8 (the first such number, if several have this magnitude), and n is
+    ``x * (1 / d) + 8.5`` rounded down, at most 15. q4_1: m is the smallest number, d the difference of the largest and the smallest divided
+    by 15, and n is ``(x - m) * (1 / d) + 0.5`` rounded down, at most 15. d and m are rounded to float16 after that.
 
     References
     ----------
@@ -358,8 +359,8 @@ def append_paged_kv(
     Notes
     -----
     A call that Ctrl-C or another signal handler interrupts has written the slots of some of the new tokens, and no other slots: earlier
-    tokens are unchanged. The summaries of blocks that get new tokens may not fit these blocks. Repeating the call completes it, with the
-    result of an uninterrupted call.
+    tokens are unchanged. The summaries of blocks that get new tokens may then not fit these blocks. Repeating the call completes it, with
+    the result of an uninterrupted call.
 
     Examples
     --------

@@ -74,7 +74,7 @@ def quest_prefill_metadata(
     k_scale : array of float32, or float, optional
         The factors of int8 and float8 e4m3 keys, see `paged_attention`: one for each token and head, one for each head, or one number.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits, ``"float8_e4m3"`` that a cache of uint8 holds such bits.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits, and ``"float8_e4m3"`` that a cache of uint8 holds bits of float8 e4m3.
     meanblocks : array, optional
         Like `maxblocks`: the mean of each block's keys, for ``select_blocks(method="mean")``.
     num_threads : int, optional
@@ -221,7 +221,7 @@ def quest_block_select_paged(
     See Also
     --------
     select_blocks : other selectors, sinks, budgets.
-    blitz_attn.paged_select_attention : attends to what was selected.
+    blitz_attn.paged_select_attention : attends to the selected blocks.
 
     Notes
     -----
@@ -654,16 +654,16 @@ def select_and_attend(
     out_dtype, out, dtype, kv_dtype, num_threads
         See `paged_attention`.
     return_selected : bool
-        Also return which blocks were selected.
+        Also return the selected blocks and their counts.
 
     Returns
     -------
     out : array
         As `paged_select_attention`.
     lse : array
-        With `return_lse`, as `paged_select_attention`.
+        With `return_lse`, as from `paged_select_attention`.
     selected, counts : array
-        With `return_selected`, as `select_blocks`.
+        With `return_selected`, as from `select_blocks`.
 
     Raises
     ------

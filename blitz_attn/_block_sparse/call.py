@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     # Options that functions take by name, for overloads here and elsewhere.
 
     class Places(TypedDict, total=False):
-        """Which keys a query may see, and the order of the axes."""
+        """The keys that a query may see, and the order of the axes."""
 
         scale: float | None
         layout: Layout
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         q_total: IntOrIntegers | None
 
     class Outputs(TypedDict, total=False):
-        """Where and how results are written."""
+        """The place and the form of results."""
 
         out_dtype: DType | None
         out: Array | tuple[Array | None, Array | None] | None
@@ -193,9 +193,9 @@ def block_sparse_attention(
         ``(B, H, Sq, Skv)``, or any shape that broadcasts to it, in every layout; with layout TND, Sq and Skv are the lengths of the longest
         sequences, and a sequence reads the first rows and columns. A mask of bool hides the key from the query where it is False, as the
         other rules do. A mask of float32, float16, bfloat16 or float64 is added to the scores (after `scale` and `softcap`), and hides the
-        key where it is -inf. Unless `q` is float64, a number below about -2.3e38, such as the lowest of float32, counts as -inf, and one
-        above about 2.3e38 makes the result NaN, as infinity does. A mask must be read to find the keys that it hides. Leave blocks that it
-        hides from all queries out of `sabi`, and express runs of keys by `kv_ranges`, to save this time.
+        key where it is -inf. Unless `q` is float64, a number below about -2.3e38, such as the lowest of float32, counts as -inf, and a
+        number above about 2.3e38 makes the result NaN, as infinity does. A mask must be read to find the keys that it hides. Leave blocks
+        that it hides from all queries out of `sabi`, and express runs of keys by `kv_ranges`, to save this time.
     alibi_slopes : array_like, optional
         ``(H,)`` float32: ``-alibi_slopes[h] * abs(d - j)`` is added to the score of query i and key j, where d is the query's position
         among the keys, as in `causal`.
@@ -249,8 +249,8 @@ def block_sparse_attention(
 
     Notes
     -----
-    Sums and the log-sum-exp are accumulated in float32 (float64 for float64). Strided views are read in place, since their last axis is
-    contiguous; no array of size Sq x Skv is ever built. The result has the same bits for any number of threads, and whatever else is in the
+    Sums and the log-sum-exp are accumulated in float32 (float64 for float64). Strided views whose last axis is contiguous are read in
+    place; no array of size Sq x Skv is ever built. The result has the same bits for any number of threads, and whatever else is in the
     batch.
 
     The result of a slice of the queries, from row a on, can be bit-identical to the same rows of the whole call, however many rows the
@@ -299,7 +299,7 @@ def block_sparse_attention(
         and out is out_dtype is dtype is None
         and not (is_registered(q) or is_registered(k) or is_registered(v))
     ):
-        # If the number of positional arguments plus twice that of keyword arguments is above 30, CPython 3.11 first makes a dict of
+        # If the number of positional arguments plus twice the number of keyword arguments is above 30, CPython 3.11 first makes a dict of
         # the keywords, which slows small calls down. So the first arguments are passed by position, here and below.
         return _core.block_sparse_attention(
             empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads,
@@ -457,10 +457,10 @@ def block_sparse_attention_backward(
     -----
     Probabilities are recomputed from `lse`; no array of size Sq x Skv is ever built. Sums are accumulated in float32 (float64 for float64),
     for float16 and bfloat16 in scratch memory of 4 bytes per element of k and v. The results have the same bits for any number of threads,
-    and whatever else is in the batch. With every block listed, `dq` has the bits of a call with ``sabi=None``. So have `dk` and `dv` where
-    ``block_shape[0]`` is a multiple of 128; for other sizes, their sums are taken in another order. For a slice of the queries, `dq` is
-    bit-identical to these rows of the whole call (see the notes of `block_sparse_attention`), and `dk` and `dv` are the slice's share of
-    the sums. Keys and values that a query does not see, NaN and infinity included, add exactly nothing to its gradients.
+    and whatever else is in the batch. With every block listed, `dq` has the bits of a call with ``sabi=None``. The same holds for `dk` and
+    `dv` where ``block_shape[0]`` is a multiple of 128; for other sizes, their sums are taken in another order. For a slice of the queries,
+    `dq` is bit-identical to these rows of the whole call (see the notes of `block_sparse_attention`), and `dk` and `dv` are the slice's
+    share of the sums. Keys and values that a query does not see, NaN and infinity included, add exactly nothing to its gradients.
 
     The recomputation and the role of ``dout . out`` follow FlashAttention-2 [1]_, algorithm 2.
 

@@ -166,7 +166,7 @@ def size_of_selected(selected_size: Any) -> int | None:
 
 def check_rules(rules: Rules) -> None:
     """Refuses options that no call can have, by making a call without requests. The arrays of this call have the dtypes that the options
-    name; where they name none, float64, which allows the widest range of softcaps."""
+    name, or float64, which allows the widest range of softcaps, if they name none."""
     dtype, kv_dtype = rules.dtype, rules.kv_dtype
     kind = dtype or (kv_dtype if kv_dtype in FLOATS else None) or rules.out_dtype or ("float64" if kv_dtype is None else "float32")
     kind = kind if kind in FLOATS else "float32"  # the call refuses a dtype that it does not know
@@ -255,7 +255,7 @@ def paged_attention(
         ``(B, W)`` page numbers; entries beyond a request's length are not read. Or a triple ``(indptr, indices, last_page_len)``: request b
         then has the pages ``indices[indptr[b]:indptr[b + 1]]``, and its last page holds ``last_page_len[b]`` tokens.
     seq_lens : sequence of int
-        ``(B,)``: number of tokens of each request in the cache, including those of the queries. None with the triple.
+        ``(B,)``: number of tokens of each request in the cache, including the tokens of the queries. It is None with the triple.
     scale : float, optional
         Factor of ``q k^T``. Default: ``1 / sqrt(D)``.
     kv_layout : {"NHD", "HND"}

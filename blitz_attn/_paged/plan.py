@@ -123,7 +123,7 @@ class PagedPlan:
         v_scale: Scale | None = None, maxblocks: Array | None = None, minblocks: Array | None = None, meanblocks: Array | None = None,
         metadata_block_tables: Array | None = None, dtype: DType | None = None,
     ) -> None:  # fmt: skip
-        """`append_paged_kv` with the tables, the lengths and the options of the plan: the new tokens are those of the queries.
+        """`append_paged_kv` with the tables, the lengths and the options of the plan: the new tokens are the tokens of the queries.
 
         Parameters
         ----------
@@ -358,7 +358,7 @@ class PagedPlan:
         sinks, k_scale, v_scale, kv_ranges, attn_mask, alibi_slopes, return_lse, out
             See `paged_attention`.
         return_selected : bool
-            Also return which blocks were selected.
+            Also return the selected blocks and their counts.
 
         Returns
         -------

@@ -95,7 +95,7 @@ class SampledRows(NamedTuple):
 
 
 class VerticalSlash(NamedTuple):
-    """Scores from what the last queries of a sequence attend to: columns of keys and diagonals, as in MInference.
+    """Scores from the columns of keys and the diagonals that the last queries of a sequence attend to, as in MInference.
 
     The softmax of the last `rows` queries, averaged over them, gives each key a mass and each distance between query and key a
     mass. A block scores the mass of its keys plus, averaged over its queries, the mass of the distances to its keys.

@@ -107,7 +107,7 @@ def select_blocks_prefill(
     threshold : float or sequence of float, optional
         Each row keeps the blocks that score at least this: from above 0 to 1. One number, or one per head.
     top_k : int or sequence of int, optional
-        Each row keeps this many blocks, forced ones among them, or all where it sees fewer. One number, or one per head.
+        Each row keeps this many blocks, forced ones among them, or all blocks that it sees if these are fewer. One number, or one per head.
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys; pass the same shape to `block_sparse_attention`. Smaller blocks keep a model's
         quality better at the same density.
@@ -190,7 +190,7 @@ def select_blocks_prefill(
     pair of blocks in each list, and under `density` four more bytes for each pair and 600 bytes for each row of blocks.
 
     With `kv_ranges`, blocks that no query of a row sees are neither kept nor counted as visible, even where they lie between blocks that
-    it sees. Queries that a chooser pools into one see all keys from the first key that any of them sees to the last. Pools are not cut
+    the row sees. Queries that a chooser pools into one see all keys from the first key that any of them sees to the last. Pools are not cut
     where ranges begin and end. Under `top_p`, `threshold` and `top_k`, documents that fill whole blocks get the lists that they would get
     alone, up to rounding. Under `density`, all documents of a batch entry share the blocks.
 
@@ -287,8 +287,8 @@ def scores(
     array
         ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32, with `per_kv_head` Hkv heads: the scores that
         `select_blocks_prefill` returns with ``return_scores=True``. They are at least 0, never NaN, 0 for blocks that a row does not
-        see, and add up to 1 in each row that sees anything. In layout TND, B is the number of sequences, and rows and columns are those of
-        the longest.
+        see, and add up to 1 in each row that sees anything. In layout TND, B is the number of sequences, and the longest sequence sets the
+        numbers of rows and columns.
 
     Raises
     ------
@@ -362,8 +362,8 @@ def list_from_scores(
     Returns
     -------
     array
-        ``(B, H, ceil(s_q / block_shape[0]), W)``, as from `select_blocks_prefill`: exactly the list that it makes from the same
-        scores. Scores of Hkv heads give lists of Hkv heads. A torch tensor where `scores` is one.
+        ``(B, H, ceil(s_q / block_shape[0]), W)``, exactly the list that `select_blocks_prefill` makes from the same scores. Scores of Hkv
+        heads give lists of Hkv heads. A torch tensor where `scores` is one.
 
     Raises
     ------
@@ -495,7 +495,7 @@ def select_and_attend_prefill(
         Options of both steps: see `block_sparse_attention`.
     attn_mask, alibi_slopes, sinks, softcap
         Further options of attention: see `block_sparse_attention`. The choice of blocks ignores them and looks at queries and keys alone:
-        a block that `attn_mask` hides may be chosen in place of one that it shows.
+        a block that `attn_mask` hides may be chosen in place of a block that the mask shows.
     sink, recent, last_columns, first_rows, last_rows
         Blocks that are always kept: see `select_blocks_prefill`.
     per_kv_head : bool

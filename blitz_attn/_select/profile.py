@@ -300,10 +300,10 @@ def calibrate(
         For each layer the captures of some texts, as `block_sparse_attention` takes them. Pass a generator to keep only one layer in
         memory.
     target : float
-        What each head is to meet in the mean over the captures: the kept softmax mass, or the relative error of the output. Over the batch
-        entries of one capture, masses are averaged by the mean, and errors by the root mean square.
+        The value that each head must meet in the mean over the captures: the kept softmax mass, or the relative error of the output. Over
+        the batch entries of one capture, masses are averaged by the mean, and errors by the root mean square.
     measure : {"mass", "error"}
-        The measure that `target` is a value of: see `recall` and `output_error`.
+        The measure to which `target` refers: see `recall` and `output_error`.
     budget : {"top_p", "density", "threshold"}
         The budget whose number is found.
     chooser : str or Pooled, Antidiagonal, SampledRows, VerticalSlash
@@ -339,7 +339,7 @@ def calibrate(
     -----
     Numbers are found by binary search, which assumes that a larger budget keeps more. A layer takes one dense attention call and
     ``steps`` choices and sparse calls per capture; with ``budget="threshold"``, it takes up to ``max(8, steps + 2)`` choices and as many
-    calls. Texts that a result is reported on should not be among the captures.
+    calls. Texts for which a result is reported should not be among the captures.
 
     Examples
     --------

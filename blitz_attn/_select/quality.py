@@ -171,8 +171,8 @@ def recall(
 ) -> np.ndarray:
     """Share of the softmax mass that a block list keeps, for each block of queries.
 
-    A query's share is ``exp(lse - lse_dense)``, from its log-sum-exp over the listed blocks and over all keys that the rules let it
-    see; the share of a block of queries is the mean over its valid queries that see any key.
+    A query's share is ``exp(lse - lse_dense)``, where `lse` is its log-sum-exp over the listed blocks, and `lse_dense` over all keys that
+    the rules let it see. The share of a block of queries is the mean over its valid queries that see any key.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ def recall(
 
     See Also
     --------
-    output_error : what the list costs the output.
+    output_error : the error that the list causes in the output.
 
     Examples
     --------

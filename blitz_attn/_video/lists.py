@@ -131,7 +131,7 @@ def blocks(
     order : TokenOrder
         The order of the tokens of the call, from `cube_order`.
     rule : Neighbourhood, SlidingTiles or Radial, or sequence of them
-        Which cubes see each other; a sequence has a rule for each head.
+        The rule that says which cubes see each other, or a rule for each head.
     block_shape : (int, int)
         Number of tokens per block of queries and of keys, at least 1 each. Blocks of a cube's size, or of a multiple, hold whole cubes.
     dense_frames : int

@@ -179,7 +179,7 @@ class TokenOrder:
     Attributes
     ----------
     geometry : Geometry
-        What the tokens are.
+        The geometry of the tokens.
     cube : (int, int, int)
         Tokens of a cube along frames, height and width, as given to `cube_order`.
     indices : numpy.ndarray
@@ -328,7 +328,7 @@ def cube_order(geometry: Geometry, cube: Sequence[int] = (4, 4, 4)) -> TokenOrde
     Parameters
     ----------
     geometry : Geometry
-        What the tokens are.
+        The geometry of the tokens.
     cube : (int, int, int)
         Tokens of a cube along frames, height and width, each at least 1. A size larger than the grid's is cut to the grid's: ``(1, h, w)``
         with the grid's height and width makes a cube of each frame.

@@ -46,7 +46,7 @@ class Schedule:
     dense_steps : int
         How many of the first steps attend to all blocks.
     densities : sequence of float, float or None
-        Share of the blocks that a chooser may keep, above 0 and at most 1, in each step after the dense ones; the last number holds for
+        Share of the blocks that a chooser may keep, above 0 and at most 1, in each step after the dense steps. The last number holds for
         all further steps. None: there is no chooser, and steps attend to the blocks of a rule alone.
     refresh_every : int
         Number of steps after which a chooser chooses again, at least 1.
