@@ -520,9 +520,9 @@ def error_rule(out: Any, q: Any, k: Any, v: Any, sabi: Any = None, **options: An
     out : array_like
         Result of `blitz_attn.block_sparse_attention` on the other arguments.
     q, k, v, sabi
-        Its inputs.
+        The inputs of that call.
     **options
-        Its keyword arguments, `dtype` among them where the arrays are bfloat16 bits.
+        The keyword arguments of that call, with `dtype` among them where the arrays are bfloat16 bits.
 
     Returns
     -------

@@ -90,7 +90,7 @@ def select_tokens(
     """The keys with the highest scores of an indexer, for each query: the "lightning indexer" of DeepSeek-V3.2.
 
     The score of query i and key j is ``sum over h of weights[i, h] * max(0, scale * q[i, h] . k[j])``: the indexer has small heads of its
-    own, which share one key per token. Scores are compared while they are made: no array has one for each query and key.
+    own, which share one key per token. Scores are compared while they are made: no array has a score for each query and key.
 
     Parameters
     ----------
@@ -127,8 +127,8 @@ def select_tokens(
         How many tokens a key stands for: GLM-5.3 and Qwen's QSA choose pools. A query may choose a pool if it sees all tokens of the pool.
         Results are pool numbers, for attention with ``block_shape=(1, pool_size)``. `kv_lens`, `q_begin` and `causal` count tokens.
     keep_tail : bool
-        The pool that a query sees only in part, if there is one, is always in the query's row, behind the chosen ones. Rows are one place
-        longer.
+        The pool that a query sees only in part, if there is one, is always in the query's row, behind the chosen pools. Rows are then one
+        place longer.
     block_size : int
         Choose blocks of this many keys, as MiniMax-M3 does. The score of a block is the largest score of its keys that the query sees.
         Results are block numbers, for attention with ``block_shape=(1, block_size)``. It cannot be combined with `pool_size`.
