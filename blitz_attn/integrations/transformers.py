@@ -33,10 +33,10 @@ def register() -> None:
     """Make ``"blitz_attn"`` and ``"blitz_attn_sparse"`` names that ``attn_implementation=`` takes.
 
     Both read the mask of a model as a rule (causal, a window, padding, packed sequences), so that no matrix of queries times keys is made.
-    A mask without such a rule, and a position bias, are added to the scores as they are. Layers with a position bias keep all blocks and
-    pages. So do layers with such a mask, unless it shows each query one run of keys: then blocks are chosen.
-    ``"blitz_attn"`` attends to all keys that the rule allows. ``"blitz_attn_sparse"`` does so while it decodes, and leaves blocks of
-    keys out of prompts; see `SparseConfig`. Calling this again changes nothing.
+    A mask that is no such rule is added to the scores, and so is a position bias. A layer with such a mask or with a position bias keeps
+    all blocks and pages. The exception is a mask that shows each query one run of keys: with it, blocks of a prompt are still chosen.
+    ``"blitz_attn"`` attends to all keys that the rule allows. ``"blitz_attn_sparse"`` leaves blocks of keys out of prompts, and also leaves
+    pages out of decoding if there is a `decode_budget`; see `SparseConfig`. A second call of `register` changes nothing.
 
     Raises
     ------
@@ -47,18 +47,18 @@ def register() -> None:
     -----
     Sinks and softcaps are exact; blocks are chosen by scores without the softcap. Packed sequences are taken
     from ``position_ids`` that begin again, as transformers does, or from ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Blocks that a model
-    chooses itself (``block_indices`` of MiniMax-M3) are used as they are, whatever the configuration, and so are tokens (``indices`` of
-    DeepSeek-V3.2 and its kin) and the masks in which GLM-5.3, Qwen4 and DeepSeek-V4 say what they chose; `trained_sparse` replaces the
-    model's own code that chooses.
+    chooses itself (``block_indices`` of MiniMax-M3) are used as they are, whatever the configuration. So are tokens (``indices`` of
+    DeepSeek-V3.2 and its kin), and the masks by which GLM-5.3, Qwen4 and DeepSeek-V4 pass their choice to attention. `trained_sparse`
+    replaces the model's own code that chooses.
 
     Under `torch.compile`, the attention of a layer is one operator in the graph, which reads padding, packed sequences and the length of a
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.
 
-    Where a model needs something else (dropout, gradients of a position bias, returned weights, packed sequences with a position
-    bias), torch computes it, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
-    Models with attention code of their own run that code. Code that adds the mask to scores (BLOOM, XGLM, RoFormer) gets the numbers that
-    it adds with ``"eager"``, and `on_unsupported` of the configuration for all models holds. Code that needs numbers in the mask for
-    anything else (MPT) gets a ValueError, and so does all such code under `torch.compile`. transformers itself refuses some
+    Where a model needs something that this library lacks (dropout, gradients of a position bias, returned weights, packed sequences with a
+    position bias), torch computes attention, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
+    Models with attention code of their own run that code. Code that adds the mask to scores (BLOOM, XGLM, RoFormer) gets the same numbers
+    as with ``"eager"``; for such models, `on_unsupported` of the configuration for all models holds. Code that uses numbers in the mask in
+    another way (MPT) gets a ValueError. Under `torch.compile`, code of both kinds gets an error. transformers itself refuses some
     models (Falcon, GPT-Neo).
 
     Examples
@@ -86,11 +86,11 @@ def register() -> None:
 def paged_cache(model: PreTrainedModel | PretrainedConfig, *, page_size: int = 64) -> Cache:
     """A cache for a model's `generate` and forward calls that keeps keys and values in pages, which Quest can choose from.
 
-    It grows without copying what it holds at every step. Every attention implementation can read it. Layers with a sliding window,
-    and layers with another mechanism than attention, alone or next to attention, get the same layers as in transformers' `DynamicCache`.
-    Under torch.autocast, keys and values are kept in its dtype, in which attention is computed. For a model of encoder and decoder, it is
-    an `EncoderDecoderCache`, which has pages for cross-attention, too. For a model that chooses its own tokens, the
-    keys of its indexer are kept in the same way.
+    The cache grows without a copy of all its tokens at every step. Every attention implementation can read it. Layers with a sliding
+    window, and layers with another mechanism than attention, alone or next to attention, get the same layers as in transformers'
+    `DynamicCache`. Under torch.autocast, keys and values are kept in the dtype of autocast, in which attention is computed. For a model of
+    encoder and decoder, the cache is an `EncoderDecoderCache`, which has pages for cross-attention, too. For a model that chooses its own
+    tokens, the keys of its indexer are kept in pages, too.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def paged_cache(model: PreTrainedModel | PretrainedConfig, *, page_size: int = 6
     Returns
     -------
     transformers.Cache
-        For ``cache=`` of a call or of ``generate``, which is ``past_key_values=`` in earlier versions of transformers.
+        For ``cache=`` of a call or of ``generate``. Earlier versions of transformers name this argument ``past_key_values=``.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def continuous_batching(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Let transformers' continuous batching of a model attend by this library, on CPUs, while a ``with`` statement lasts.
 
     transformers itself gathers the keys and values of all requests in each layer and step, and makes a mask of all queries and keys. Here,
-    attention reads the pages of its cache where they lie, by a table that is made once per step, and no mask is made. Layers with a
+    attention reads the pages of transformers' cache in place, by a table that is made once per step, and no mask is made. Layers with a
     sliding window attend to the keys that transformers gathers for them.
 
     Parameters
@@ -157,16 +157,16 @@ def continuous_batching(model: PreTrainedModel) -> AbstractContextManager[None]:
 
     See Also
     --------
-    register : is called by this.
+    register : `continuous_batching` calls it.
 
     Notes
     -----
-    transformers takes an implementation of attention for continuous batching if it is its own, or if "flash" is in its name: such a
-    function reads the cumulative lengths of the requests, and gets no mask. The name that is set here is ``"blitz_attn_flash"``. It is
-    not for ``attn_implementation=``, where transformers looks for such names among its packages.
+    For continuous batching, transformers takes its own implementations of attention, and functions with "flash" in their name. A function
+    with such a name gets no mask, and reads the cumulative lengths of the requests. The name that is set here is ``"blitz_attn_flash"``.
+    Do not pass it as ``attn_implementation=``: there, transformers looks for names with "flash" among its own packages.
 
-    Requests attend to all their tokens: `decode_budget` and the budgets for prompts do not hold. What attention lacks (dropout, other
-    devices) is a ValueError, because there is nothing to fall back to.
+    Requests attend to all their tokens: `decode_budget` and the budgets for prompts have no effect. Options that this attention lacks
+    (dropout, other devices) raise a ValueError, because there is nothing to fall back to.
 
     Examples
     --------
@@ -192,13 +192,13 @@ def trained_sparse(model: PreTrainedModel) -> Trained:
     """Let a model that was trained to choose its tokens do so here: DeepSeek-V3.2 and its kin, GLM-5.3, Qwen4 and DeepSeek-V4.
 
     With ``attn_implementation="blitz_attn"``, such a model attends to its own tokens anyway, but its code around attention makes a score
-    for each head, query and key, and the keys and values of all heads for all tokens of the cache. Both are replaced, on the modules of
-    this model alone: tokens are chosen by `blitz_attn.select_tokens`, and the compressed keys and values are attended as they are, with the
-    projection that would expand them folded into queries and outputs. They are expanded where that costs less: for the first tokens of a
-    prompt. While another implementation is set, the model's own code runs.
+    for each head, query and key, and the keys and values of all heads for all tokens of the cache. `trained_sparse` replaces both steps, on
+    the modules of this model alone. `blitz_attn.select_tokens` chooses the tokens. The compressed keys and values are attended as they are,
+    and the projection that would expand them is folded into queries and outputs. Only for the first tokens of a prompt are they expanded,
+    where that costs less. While another implementation is set, the model's own code runs.
 
     GLM-5.3 and Qwen4 choose pools of tokens, and DeepSeek-V4 attends to a window and to compressed entries, of which it chooses some. Their
-    own code makes masks of all queries and keys; here, lists say what was chosen.
+    own code makes masks of all queries and keys; here, lists take their place.
 
     Parameters
     ----------
@@ -209,25 +209,25 @@ def trained_sparse(model: PreTrainedModel) -> Trained:
     Returns
     -------
     Trained
-        ``undo()`` gives the model its own code back, and so does the end of a ``with`` statement. Calls may be nested: the last one to be
-        undone does it.
+        ``undo()`` gives the model its own code back, and so does the end of a ``with`` statement. Where calls are nested, the model gets
+        its own code back when the last of them is undone.
 
     Raises
     ------
     TypeError
         `model` is no module of torch.
     ValueError
-        It has no attention of these architectures.
+        `model` has no attention of these architectures.
 
     Notes
     -----
-    What runs is logged once, on the logger ``blitz_attn.integrations.transformers``, and so is the reason where a layer is left to the
-    model's own code: projections that are no plain linear layers (quantised, or with adapters), a release of transformers with another
-    formula (for the last three architectures: with other code of attention and indexer than 5.24 has), packed sequences, masks that are
-    matrices, autocast. `on_unsupported` of the configuration holds for calls.
+    The logger ``blitz_attn.integrations.transformers`` says once how many modules are replaced. It also gives, once each, the reasons why
+    layers are left to the model's own code: projections that are no plain linear layers (quantised, or with adapters), a release of
+    transformers with another formula (for the last three architectures: with other code of attention and indexer than 5.24 has), packed
+    sequences, masks that are matrices, autocast. Where only a call shows the reason, `on_unsupported` of the configuration holds.
     The model's own code also runs under `torch.compile`, and expands keys and values where attention is differentiated: call the model
     under `torch.no_grad`. Of tokens with equal scores, the first ones are taken. Results differ from those of the model's own code by
-    rounding, and so do those of chunks from those of a whole prompt.
+    rounding. Results of a prompt in chunks differ from those of the whole prompt by rounding, too.
 
     Examples
     --------

@@ -1,1 +1,1 @@
-"""What `blitz_attn.integrations.transformers` is made of. The modules here import torch and transformers."""
+"""The private parts of `blitz_attn.integrations.transformers`. All modules here except `config` import torch."""

@@ -32,7 +32,7 @@ __all__ = ["attend_batch", "attend_dense", "attend_sparse"]
 
 _MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may have; more are a chunk of a prompt
 
-# Arguments of models to the attention function that change nothing about attention, or that are computed.
+# Arguments of models to the attention function that change nothing about attention, or whose effect is computed here.
 _HARMLESS = frozenset({
     "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "input_ids", "is_causal", "labels", "logits_indices",
     "logits_processor_args", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch", "num_logits_to_keep",
@@ -76,15 +76,15 @@ class _Layer:
 
     @property
     def added(self) -> list[Any]:
-        """Arrays with one element per pair of query and key: the elements of a mask, which are added to the scores or, if of bool, hide
-        the key where False, and a position bias."""
+        """Arrays with one element per pair of query and key: the elements of a mask, and a position bias. They are added to the scores;
+        elements of bool hide the key where they are False."""
         elements = [self.mask.elements() if isinstance(self.mask, RuleMask) else self.mask] if self.by_elements else []
         bias = self.rest.get("position_bias")
         return elements if bias is None else [*elements, bias]
 
     @property
     def listed(self) -> Listed | None:
-        """What the model chose itself, where its mask says so."""
+        """The keys that the model chose itself, where its mask holds them."""
         return self.mask.listed if isinstance(self.mask, RuleMask) else None
 
     @property
@@ -107,7 +107,7 @@ class _Layer:
 
 
 def _why_not_by_shape(layer: _Layer) -> str | None:
-    """Why a call is not computed by this library, as far as can be seen without the elements of any tensor; None where it is."""
+    """Why this library does not compute a call, as far as shapes, dtypes and options tell; None where they tell no reason."""
     reason = why_not_tensors(layer.query, layer.key, layer.value)
     if reason is not None:
         return reason
@@ -126,7 +126,7 @@ def _why_not_by_shape(layer: _Layer) -> str | None:
 
 
 def _why_not(layer: _Layer) -> str | None:
-    """Why a call is not computed by this library; None where it is."""
+    """Why this library does not compute a call; None where it does."""
     reason = _why_not_by_shape(layer)
     if reason is not None:
         return reason
@@ -157,7 +157,7 @@ def _why_not(layer: _Layer) -> str | None:
 
 
 def _without_rules(layer: _Layer) -> str:
-    """Names, for a sentence, what besides rules depends on pairs of queries and keys; empty where rules say all."""
+    """The name, for error sentences, of the mask or position bias that rules do not express; empty where rules express all."""
     if isinstance(layer.mask, RuleMask) and layer.mask.rules is None:
         return layer.mask.reason
     if isinstance(layer.mask, TracedMask):
@@ -168,7 +168,7 @@ def _without_rules(layer: _Layer) -> str:
 
 
 def _why_not_added(layer: _Layer, added: list[Any]) -> str | None:
-    """Why what is added to the scores is not added here; None where it is."""
+    """Why this library cannot add these masks and biases to the scores; None where it can."""
     shape = (*layer.query.shape[:3], layer.key.shape[2])
     for x in added:
         if x.dtype not in (torch.bool, *DTYPES) or x.device.type != "cpu":
@@ -179,13 +179,12 @@ def _why_not_added(layer: _Layer, added: list[Any]) -> str | None:
 
 
 def _unknown(layer: _Layer) -> list[str]:
-    """Names of the arguments that the model gives attention and that are not known here to be harmless."""
+    """Names of the arguments that the model gives attention and that are not in `_HARMLESS`."""
     return [name for name, x in layer.rest.items() if name not in _HARMLESS and x is not None and x is not False]
 
 
 def _numbers_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Removes from the arguments of a call, and returns, the rules of attention that are numbers (NUMBERS), which have the same names
-    there."""
+    """Takes the rules of attention that are numbers (`NUMBERS`) out of the arguments of a call, and returns them."""
     numbers = {name: given.pop(name) for name in NUMBERS if name in given}
     return {name: x for name, x in numbers.items() if x is not None}
 
@@ -218,7 +217,7 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     if layer.numbers or layer.sinks is not None or rest.get("output_attentions") or beyond_sdpa:
         if own is None:
             raise ValueError(f"{kind}: expected a model with an eager attention function to fall back to because of {reason}, got none")
-        beyond_sdpa += [name for name in layer.numbers if name != "softcap"]  # every model with a softcap takes it
+        beyond_sdpa += [name for name in layer.numbers if name != "softcap"]  # a model that gives a softcap takes it
         unused = [name for name in beyond_sdpa if name not in inspect.signature(own).parameters]
         if unused:
             raise ValueError(f"{kind}: expected arguments that the model's eager attention function takes, got {unused[0]}")
@@ -302,11 +301,11 @@ def _choose(
     layer: _Layer, q: Any, k: Any, keys: int, rules: dict[str, Any], begin: int | None = None
 ) -> tuple[Any, tuple[int, int]]:
     """The list of blocks of a call and their shape; without a list, attention is dense. `begin`: the position of the first query among the
-    keys, where it is not that of aligned ends."""
+    keys; None where the last query and the last key are aligned."""
     config = layer.config
     if not layer.sparse or layer.query.shape[2] == 1 or keys < config.min_tokens or not config._sparse_in(layer.number):
         return None, (128, 128)
-    if rules.get("attn_mask") is not None:  # choosers do not know which keys it hides
+    if rules.get("attn_mask") is not None:  # choosers do not know which keys the mask hides
         return None, (128, 128)
     options = config._options(layer.number, layer.query.shape[1], layer.key.shape[1], layer.query.shape[3])
     if rules.get("kv_ranges") is not None and rules_of(options["chooser"])[0] == "vertical_slash":  # which takes no ranges
@@ -316,7 +315,7 @@ def _choose(
 
 
 def _attend_packed(layer: _Layer, rules: Rules, cu: tuple[list[int], list[int]]) -> Any:
-    """Sequences one after the other."""
+    """Attention of packed sequences, which follow one another."""
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (layer.query, layer.key, layer.value))
     given = {"layout": "TND", "causal": rules.causal, "window": rules.window, "cu_seqlens_q": cu[0], "cu_seqlens_kv": cu[1]}
     options = given | {"scale": layer.scaling}
@@ -336,8 +335,8 @@ def _model_lists(layer: _Layer, blocks: int) -> Any:
 
 
 def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules: dict[str, Any]) -> Any:
-    """Attention over `_model_lists`. The core's attention with `routed`, as native sparse attention uses it, takes them as they are and
-    works block by block."""
+    """Attention over `_model_lists`. The core's attention with `routed`, which native sparse attention uses, takes these lists as they are
+    and works block by block."""
     shape = (1, layer.module.indexer.block_size)
     if layer.differentiated or layer.sinks is not None:
         return _attend_lists(layer, q, k, v, lists.repeat_interleave(q.shape[2] // lists.shape[1], dim=1), shape, rules)
@@ -352,11 +351,11 @@ def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules
 def _decodes_by_quest(layer: _Layer) -> bool:
     """Whether a call has so few tokens that each is decoded over the pages that Quest chooses for it."""
     wanted = layer.sparse and layer.config.decode_budget is not None and layer.config._sparse_in(layer.number)
-    return wanted and layer.query.shape[2] <= _MOST_NEW_TOKENS and layer.query.shape[2] < layer.key.shape[2]  # else it is a prompt
+    return wanted and layer.query.shape[2] <= _MOST_NEW_TOKENS and layer.query.shape[2] < layer.key.shape[2]  # else the call is a prompt
 
 
 def _attend_pages(layer: _Layer, rules: Rules) -> Any:
-    """New tokens, each over the pages that Quest chooses for it; None where this is not wanted, or cannot be."""
+    """Attention of new tokens, each over the pages that Quest chooses for it; None where this is not wanted, or is not possible."""
     config, tokens, length = layer.config, layer.query.shape[2], layer.key.shape[2]
     budget = config.decode_budget
     if budget is None or not _decodes_by_quest(layer) or length < config.min_tokens or layer.differentiated:
@@ -425,7 +424,7 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
 
 
 def _arguments_of(layer: _Layer, rules: Rules, call: Call, queries: slice = slice(None)) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Queries, keys and values of a call, and its rules as options. The call's lengths are those of these queries."""
+    """Queries, keys and values of a call, and its rules as options. The lengths in `call` must be those of the slice `queries`."""
     longest = max(call.kv_lens)
     q = layer.query[call.entries, :, queries].transpose(1, 2)
     k, v = (x[call.entries, :, call.start : call.start + longest].transpose(1, 2) for x in (layer.key, layer.value))
@@ -439,7 +438,7 @@ def _arguments_of(layer: _Layer, rules: Rules, call: Call, queries: slice = slic
 
 
 def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
-    """Attention to the tokens that the model itself chose for each query. The configuration chooses nothing besides."""
+    """Attention to the tokens that the model itself chose for each query. The configuration leaves out nothing more."""
     batch, queries, keys = layer.query.shape[0], layer.query.shape[2], layer.key.shape[2]
     if not layer.exact:
         check_indices(layer.indices, batch, queries, keys)
@@ -451,9 +450,9 @@ def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
             q, k, v, options = _arguments_of(layer, rules, piece, rows)
             chosen, longest = indices[call.entries, rows] - call.start, k.shape[1]
             lists, shape = None, (128, 128)
-            few = longest <= chosen.shape[2]  # no more keys than places in a list: all may be listed
+            few = longest <= chosen.shape[2]  # a list has a place for every key, so that it may name all of them
             if few and layer.exact:
-                pass  # and are
+                pass  # and it does
             elif not few and pays_as_lists(q.shape[1], longest, chosen.shape[2], q.shape[2] // k.shape[2]):
                 lists, shape = chosen.clamp(min=-1).unsqueeze(1) if layer.exact else as_lists(chosen, longest), (1, 1)
             else:
@@ -468,7 +467,7 @@ def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
 
 
 def _attend_chosen_blocks(layer: _Layer, rules: Rules, listed: Listed) -> Any:
-    """The same for the blocks that a mask holds."""
+    """Attention to the blocks that the model itself chose for each query, and passed on in its mask."""
     group, whole = layer.query.shape[1] // layer.key.shape[1], []
     for call in rules.calls():
         parts = []
@@ -487,14 +486,14 @@ def _attend_chosen_blocks(layer: _Layer, rules: Rules, listed: Listed) -> Any:
 
 
 def _in_two_calls(layer: _Layer) -> bool:
-    """Whether keys behind those of a mask are attended apart from those."""
+    """Whether the keys that are `Appended` to those of a mask are attended by a call of their own."""
     rules = layer.mask.rules
     alone = all(layer.rest.get(name) is None for name in ("cu_seq_lens_q", "position_bias"))
     return rules is not None and rules.sequences is None and alone and not layer.differentiated
 
 
 def _attend_two_sources(layer: _Layer, rules: Rules, appended: Appended) -> Any:
-    """Attention to the keys of a mask and to those behind them, as one softmax. Sinks count with the first."""
+    """Attention to the keys of a mask and to the keys appended to them, as one softmax. The call over the first keys takes the sinks."""
     first, queries = layer.key.shape[2] - appended.keys, layer.query.transpose(1, 2)
     own = replace(layer, key=layer.key[:, :, :first], value=layer.value[:, :, :first])
     given: dict[str, Any] = {"return_lse": True, "num_threads": layer.config.num_threads} | layer.numbers
@@ -515,7 +514,7 @@ def _attend_two_sources(layer: _Layer, rules: Rules, appended: Appended) -> Any:
 
 
 def _is_absorbed(layer: _Layer, latents: Latents) -> bool:
-    """Whether latents are attended as they are where that is cheaper. Otherwise they are expanded, and the call is one like any other."""
+    """Whether a call may attend to latents as they are, where that is cheaper. Other calls expand them first, and attend as usual."""
     if (layer.indices is None and layer.listed is None) or latents.width > MOST_HEAD_DIM:
         return False
     if layer.differentiated or autocast_dtype() is not None:
@@ -527,7 +526,7 @@ def _is_absorbed(layer: _Layer, latents: Latents) -> bool:
 
 
 def _attend_latents(layer: _Layer, latents: Latents) -> Any:
-    """Attention to chosen tokens: the first queries of a prompt with expanded keys and values, where that costs less, others absorbed."""
+    """Attention to chosen tokens. If it costs less, the first queries of a prompt attend to expanded keys; the others attend to latents."""
     rules, lists, listed, queries = _rules_of(layer), layer.indices, layer.listed, layer.query.shape[2]
     most = lists.shape[2] if listed is None else listed.size * listed.blocks.shape[2]
 
@@ -556,7 +555,7 @@ def _attend_latents(layer: _Layer, latents: Latents) -> Any:
 
 
 def _attend_gathered(layer: _Layer, latents: Latents, query: Any, lists: Any) -> Any:
-    """Few queries, each with its own keys: an entry of a batch for each."""
+    """Attention of few queries, each of which becomes a batch entry with keys of its own."""
     key, width = latents.gathered(lists), latents.nope.shape[3]
     options = {"layout": "BSND", "scale": layer.scaling, "kv_lens": (lists >= 0).sum(-1).flatten().tolist()}
     rows = query.transpose(1, 2).flatten(0, 1).unsqueeze(1)
@@ -577,7 +576,7 @@ def _read(layer: _Layer, mask: Any, call: Call, keys: int, options: dict[str, An
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     mask = mask if mask.shape[0] == 1 else mask[call.entries]
     mask = mask if mask.shape[3] == 1 else mask[..., call.start : call.start + keys]
-    # kv_ranges, as which a mask may be read, are given already; or the mask needs a gradient, and what it is read as has none
+    # A mask may be read as kv_ranges, but the call may have kv_ranges already. And the rules that replace a mask have no gradient.
     if "kv_ranges" in options or (mask.requires_grad and torch.is_grad_enabled()):
         return {"attn_mask": mask}
     return read_mask(mask, layer.query.shape[2], keys, layer.query.dtype, lists=True)
@@ -589,7 +588,7 @@ def _with_contiguous_rows(x: Any) -> Any:
 
 
 def _of_one_batch(layer: _Layer) -> None:
-    """Repeat, as views, what is given once for all batch entries."""
+    """Expands, as views, the tensors that are given once for all batch entries."""
     given = [layer.query, layer.key, layer.value, *([layer.mask] if isinstance(layer.mask, (RuleMask, TracedMask)) else [])]
     batch = max(x.shape[0] for x in given)
     if any(x.shape[0] != batch for x in given) and all(x.shape[0] in (1, batch) for x in given):
@@ -597,7 +596,7 @@ def _of_one_batch(layer: _Layer) -> None:
 
 
 def _under_autocast(layer: _Layer) -> None:
-    """Casts what attention is given as autocast does for torch's own attention. Keys and values that a paged cache holds are in its dtype
+    """Casts the tensors of a call as torch.autocast does for torch's own attention. A paged cache holds keys and values in that dtype
     already."""
     dtype = autocast_dtype()
     if dtype is None:
@@ -646,7 +645,7 @@ def _attend_traced(layer: _Layer) -> Any:
 
 
 def _attend_in_operator(module: Traced, tensors: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> Any:
-    """What the operator computes when the graph runs."""
+    """The work of the operator when the graph runs."""
     rest = {name: options[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")}
     layer = _Layer(
         module, *tensors, mask, options.get("scaling"), 0.0, _numbers_of(options), options["sinks"], options["block_indices"],
@@ -692,7 +691,7 @@ attend_sparse = _attention(True)
 
 
 def attend_batch(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *given: Any, **options: Any) -> tuple[Any, Any]:
-    """Attention of a step of continuous batching, and that of `attend_dense` in all other calls."""
+    """Attention of a step of continuous batching. All other calls are passed on to `attend_dense`."""
     if options.get("read_index") is None:
         return attend_dense(module, query, key, value, attention_mask, *given, **options)
     return _attend_requests(module, query, key, value, options), None

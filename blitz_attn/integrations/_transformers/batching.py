@@ -21,7 +21,7 @@ from ..._sentences import shown
 
 __all__ = ["NAME", "Batch", "batched", "check_model"]
 
-# In transformers, names with "flash" are those of functions that read the cumulative lengths of sequences, so that no mask is made.
+# For a name with "flash" in it, transformers makes no mask, because functions with such names read the cumulative lengths of sequences.
 NAME = "blitz_attn_flash"
 _ARGUMENT = "paged_batch"  # of the model
 
@@ -63,7 +63,7 @@ class Batch:
             kv_lens = np.diff(begins)
             counts = -(-kv_lens // size)
             indptr = np.concatenate([[0], counts.cumsum()])
-            # the place of the first token of each page, of which pages are counted in places of `size` tokens
+            # where in `places` the first token of each page stands; its place, divided by `size`, is the number of the page
             firsts = (begins[:-1] - indptr[:-1] * size).repeat(counts) + np.arange(indptr[-1]) * size
             tables = indptr, places[firsts] // size, kv_lens - (counts - 1).clip(0) * size
             scale, softcap, kind, threads = rules

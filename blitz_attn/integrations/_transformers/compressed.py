@@ -1,5 +1,5 @@
-"""DeepSeek-V4 attends to a window of tokens and to compressed entries: in some layers each stands for 4 tokens, and the best are chosen; in
-others each stands for 128 tokens, and all are attended.
+"""DeepSeek-V4 attends to a window of tokens and to compressed entries. In some layers, each entry stands for 4 tokens, and the best entries
+are chosen; in others, each entry stands for 128 tokens, and all entries are attended.
 
 The model's own code makes entries, queries and keys, and keeps its state. It is stopped where it would score all entries for all queries.
 """
@@ -41,7 +41,7 @@ def _stop(own: Any, scorer: Any, q: Any, keys: Any, hidden: Any) -> Any:
 
 
 def _runs(positions: np.ndarray) -> Iterator[tuple[slice, slice, int]]:
-    """Cuts queries into runs whose positions rise by one (step 1) or stay the same (step 0, as in padding). Yields the batch entries, the
+    """Cuts queries into runs whose positions rise by one (step 1) or stay the same (step 0, in padding). Yields the batch entries, the
     rows and the step of each run."""
     steps = np.diff(positions, axis=1)
     if (steps == 1).all():

@@ -33,7 +33,7 @@ class SparseConfig:
     density, top_p, threshold, top_k : float or int, optional
         The budget of every layer: see `blitz_attn.select_blocks_prefill`.
     profile : blitz_attn.select.Profile, optional
-        A budget for each layer and head, with the chooser and the block shape that it was found with, which replace those given here.
+        A budget for each layer and head. The chooser and the block shape of the profile replace `chooser` and `block_shape`.
     chooser : str or chooser
         How blocks are scored: see `blitz_attn.select_blocks_prefill`. With ``"vertical_slash"``, layers with chunks of tokens or with
         images that see themselves keep all blocks.
@@ -48,11 +48,12 @@ class SparseConfig:
     min_tokens : int
         Sequences of fewer keys than this are computed densely.
     decode_budget : int, optional
-        How many tokens of a `paged_cache` each KV head attends to for each new token, when up to 32 are decoded at once; Quest chooses
-        the pages. Where this is not possible, new tokens attend to all keys, or as `on_unsupported` says. Default: all tokens.
+        How many tokens of a `paged_cache` each KV head attends to for each new token, in steps of up to 32 new tokens; Quest chooses
+        the pages. Where this is not possible, new tokens attend to all keys, or a ValueError says so, depending on `on_unsupported`.
+        Default: all tokens.
     on_unsupported : {"fallback", "error"}
-        What happens where a model needs what the operations lack: torch computes it, and the reason is logged once; or ValueError.
-        This holds for ``"blitz_attn"`` too.
+        Where a model needs something that the operations lack, either torch computes attention and the reason is logged once, or there
+        is a ValueError. This holds for ``"blitz_attn"`` too.
     num_threads : int, optional
         Threads of each call. Default: see `blitz_attn.set_num_threads`. This holds for ``"blitz_attn"`` too.
 
@@ -89,7 +90,7 @@ class SparseConfig:
     decode_budget: int | None = None
     on_unsupported: str = "fallback"
     num_threads: int | None = None
-    _text: str = field(default="", init=False, repr=False, compare=False)  # `config_of_text` reads it: what graphs of torch hold
+    _text: str = field(default="", init=False, repr=False, compare=False)  # what graphs of torch hold; see `config_of_text`
 
     def __post_init__(self) -> None:
         given = {name: x for name in _BUDGETS if (x := getattr(self, name)) is not None}
@@ -162,7 +163,7 @@ _global = SparseConfig()
 
 
 def config_of(module: Any) -> SparseConfig:
-    """The configuration of an attention layer: its model's, or that of all models."""
+    """The configuration of an attention layer: that of its model, or else that of all models."""
     config: SparseConfig = getattr(module, _ATTRIBUTE, _global)
     return config
 
@@ -190,7 +191,7 @@ def configure(config: SparseConfig | None, model: Any = None) -> None:
     Parameters
     ----------
     config : SparseConfig or None
-        What holds from now on. None removes the model's own configuration, so that the one for all models holds.
+        The configuration from now on. None removes the model's own configuration, so that the configuration for all models holds.
     model : torch.nn.Module, optional
         The model, or a part of it. Default: all models.
 

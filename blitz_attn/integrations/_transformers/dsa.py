@@ -1,8 +1,8 @@
-"""DeepSeek's sparse attention: an indexer chooses tokens, and all heads attend to the latents of these.
+"""DeepSeek's sparse attention: an indexer chooses tokens, and all heads attend to the latents of these tokens.
 
-The indexer's own code still runs, but on stand-ins for the cached keys and for the mask, which compute nothing and note the steps that are
-done with them. If the steps are the formula of `select_tokens`, that function computes the result; otherwise the model's code runs again,
-on the real mask and keys. Nothing need be known of how a family makes queries, keys and weights.
+The indexer's own code still runs, but with stand-ins for the cached keys and for the mask. They compute nothing, and note which steps the
+code applies to them. If the steps are the formula of `select_tokens`, that function computes the result; otherwise the model's code runs
+again, on the real mask and keys. So how a family of models makes queries, keys and weights need not be known here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Noted:
-    """Stands for keys of an indexer, or for what has been made of them, and records the steps that made it."""
+    """Stands for the keys of an indexer, or for a result that its code makes from them, and records the steps to that result."""
 
     def __init__(self, call: _Selection, *steps: tuple[Any, ...]) -> None:
         self._call, self._steps = call, steps
@@ -89,7 +89,7 @@ class _Hidden:
 
 
 class _Selection:
-    """One call of an indexer; stands for its cache."""
+    """One call of an indexer. The indexer's code gets this object as its cache."""
 
     def __init__(self, mask: RuleMask, cache: Any, num_threads: int | None) -> None:
         self.mask, self.cache, self.num_threads = mask, cache, num_threads
@@ -152,7 +152,7 @@ class _Given:
 
 
 def why_not(hidden: Any, mask: Any) -> str | None:
-    """Why an indexer is left to the model; None where the rules of its mask are known and have nothing but causality."""
+    """Why an indexer is left to the model's code; None where its mask has rules, and these are the causal rule and padding at most."""
     reason = why_not_states(hidden)
     if reason is not None:
         return reason
@@ -182,7 +182,7 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
         except UnsuitedError as error:
             reason = str(error)
         except (TypeError, ValueError) as error:
-            # A stand-in lacks an operation; or it is an error of the model's own code, which is raised again when that code runs below.
+            # Either a stand-in lacks an operation, or the model's own code has an error: then that code raises it again below.
             reason = f"a step of its indexer that is not known here ({type(error).__name__})"
     leave(indexer, reason)
     if call is not None and call.keys is not None:
@@ -194,7 +194,7 @@ def _choose_tokens(own: Any, indexer: Any, *arguments: Any, **options: Any) -> A
 
 
 def _projection(attention: Any) -> tuple[Any, Any] | None:
-    """The two parts of the projection that expands latents, (H, D, C); None where it is no plain product."""
+    """The two parts, (H, D, C), of the projection that expands latents; None where the projection is no plain product."""
     weight = plain_weight(attention.kv_b_proj)
     return None if weight is None else weight.unflatten(0, (attention.num_heads, -1)).split(
         [attention.qk_nope_head_dim, attention.v_head_dim], dim=1
@@ -202,8 +202,8 @@ def _projection(attention: Any) -> tuple[Any, Any] | None:
 
 
 def why_not_folded(attention: Any) -> str | None:
-    """Expands random latents, with the module's own method and with the parts from `_projection`, and says why the results differ; None
-    where they agree."""
+    """Why the parts from `_projection` cannot replace the module's own method of expanding latents; None where they can. Both expand random
+    latents, and must agree."""
     try:
         parts = _projection(attention)
         if parts is None:
@@ -227,8 +227,8 @@ def why_not_folded(attention: Any) -> str | None:
 
 
 def keep_latents(own: Any, attention: Any, *latents: Any, **options: Any) -> Any:
-    """Replaces the method that expands latents: returns them unexpanded, and attention expands them where that is needed. With gradients,
-    or arguments that are not known here, the module's own method runs."""
+    """Replaces the method that expands latents: returns the latents as they are, and attention expands them where necessary. With
+    gradients, or with arguments that are not known here, the module's own method runs."""
     parts = _projection(attention)
     if parts is None or options or len(latents) != 2:
         return own(*latents, **options)

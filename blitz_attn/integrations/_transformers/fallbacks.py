@@ -1,5 +1,5 @@
-"""Reasons why torch computes attention instead of this library, and their warnings: each reason once, on the logger of the integration,
-which is that of transformers or of diffusers. Each `sparse_video` statement has a set of its own, so that it says a reason once."""
+"""Reasons why torch computes attention instead of this library, and their warnings. Each reason is logged once, on the logger of the
+integration, for transformers or for diffusers. Each call of `sparse_video` has a set of reasons of its own, and logs each of them once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLD: set[str] = set()  # reasons that were logged
 
 
 def why_not_tensors(q: Any, k: Any, v: Any) -> str | None:
-    """Why tensors of a layer are not attended by this library, whatever their layout; None where they are."""
+    """Why this library cannot attend to the tensors of a layer, whatever their layout; None where it can."""
     tensors = (q, k, v)
     elsewhere = [x.device for x in tensors if x.device.type != "cpu"]
     if elsewhere:

@@ -1,7 +1,8 @@
 """Keys and values that a model keeps as latents, of a few hundred numbers for all heads (MLA): attended as they are, or expanded.
 
-As they are ("absorbed"), the projection that would expand them is folded into queries and outputs, and all heads share one key and value. A
-pair of query and key then costs about three times as much as with expanded ones, but no key is expanded, and lists gather one row for all.
+Where latents are attended as they are ("absorbed"), the projection that would expand them is folded into queries and outputs, and all heads
+share one key and value. A pair of query and key then costs about three times as much as with expanded keys. But no key is expanded, and a
+list gathers each row once for all heads.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch
 __all__ = ["Latents", "latents_of", "plain_weight"]
 
 _NAME = "_blitz_attn_latents"
-_BY_TORCH = 2  # what a product of torch costs here: measured against those of attention, 2.5 to 3.5 in float32, 1.3 to 2.5 in bfloat16
+_BY_TORCH = 2  # cost of a product of torch, in products of attention: measured as 2.5 to 3.5 in float32, 1.3 to 2.5 in bfloat16
 _MOST_BYTES = 1 << 26  # of the folded queries of one call
 
 
 def latents_of(key: Any) -> Latents | None:
-    """What stands behind a key that was not expanded."""
+    """The latents that a key stands for; None where it is an ordinary key."""
     return getattr(key, _NAME, None)
 
 
@@ -42,9 +43,9 @@ class Latents:
     expand : callable
         The model's own method, (nope, rope) to keys and values of all heads.
     nope : torch.Tensor
-        (B, 1, T, C): what keys without positions and values are made of.
+        (B, 1, T, C): the numbers from which values, and the parts of keys that know no position, are made.
     rope : torch.Tensor
-        (B, 1, T, R): the numbers of keys with positions.
+        (B, 1, T, R): the parts of keys that know their position.
     of_keys, of_values : torch.Tensor
         (H, D, C): the projection.
     """
@@ -56,7 +57,7 @@ class Latents:
     of_values: Any
 
     def as_key(self) -> Any:
-        """What stands for the expanded keys on their way to attention."""
+        """A tensor that stands for the expanded keys until it reaches attention."""
         key = self.rope.detach()
         setattr(key, _NAME, self)
         return key
@@ -71,15 +72,16 @@ class Latents:
         return self.expand(self.nope[:, :, :keys], self.rope[:, :, :keys])
 
     def rows_expanded(self, first: int, rows: int, most: int) -> int:
-        """How many of the queries, of which the first sees `first` keys, cost less with expanded keys. Others list at most `most` keys.
+        """How many of the `rows` queries, from the first on, cost less with expanded keys. The first query sees `first` keys, and a list
+        has at most `most`.
 
-        All operations are counted. Measured with 128 heads, attention reaches 0.8 of the processor's peak over lists of absorbed keys, and
-        as much with expanded keys and a mask.
+        All operations are counted. Their counts can be compared: measured with 128 heads, attention reaches 0.8 of the processor's peak
+        both over lists of absorbed keys and over expanded keys with a mask.
         """
         _, of_key, latent = self.of_keys.shape
         of_value = self.of_values.shape[1]
-        absorbed, expanded = self.width + latent, of_key + self.rope.shape[3] + of_value  # of a pair, times heads
-        folding = _BY_TORCH * latent * (of_key + of_value)  # of a query as of a key, times heads
+        absorbed, expanded = self.width + latent, of_key + self.rope.shape[3] + of_value  # operations of a pair, per head
+        folding = _BY_TORCH * latent * (of_key + of_value)  # operations per head of folding a query, or of expanding a key
         end = min(rows, (most * absorbed + folding) // expanded - first + 1)  # from here on, lists cost less
         if end <= 0:
             return 0
@@ -92,14 +94,14 @@ class Latents:
         return max(64, _MOST_BYTES // (self.nope.shape[0] * len(self.of_keys) * self.width * self.nope.element_size()))
 
     def folded(self, query: Any) -> Any:
-        """Queries (B, H, Sq, D + R) as absorbed keys are met: (B, H, Sq, C + R)."""
+        """Queries (B, H, Sq, D + R) in the form in which they meet absorbed keys: (B, H, Sq, C + R)."""
         split = self.of_keys.shape[1]
         rows = query[..., :split].transpose(0, 1)
         products = torch.bmm(rows.flatten(1, 2), self.of_keys).unflatten(1, rows.shape[1:3]).transpose(0, 1)
         return torch.cat([products, query[..., split:]], dim=-1)
 
     def unfolded(self, out: Any) -> Any:
-        """What attention to latents returned, (B, Sq, H, C), as values: (B, Sq, H, D)."""
+        """The result of attention to latents, (B, Sq, H, C), expanded to the dims of values: (B, Sq, H, D)."""
         products = torch.bmm(self.of_values, out.flatten(0, 1).permute(1, 2, 0))  # in this order torch is quicker, above all for one query
         return products.permute(2, 0, 1).unflatten(0, out.shape[:2])
 

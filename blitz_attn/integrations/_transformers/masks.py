@@ -1,11 +1,11 @@
 """Masks as rules: what transformers' mask functions say, without a matrix of queries times keys.
 
-transformers makes a mask once per forward pass and kind of layer, and hands it to the attention of each layer. `make_mask` is registered
-for that. It reads the rule that the mask function stands for (causal, a window, packed sequences, chunks, images whose tokens see one
+transformers makes a mask once per forward pass and kind of layer, and hands it to the attention of each layer. It calls `make_mask` for
+that, which reads the rule that the mask function stands for (causal, a window, packed sequences, chunks, images whose tokens see one
 another), and the padding, and returns a `RuleMask`. Where there is no such rule, the mask says why, and attention takes its elements.
 
 While torch traces a model (`torch.compile`), padding and packed sequences are tensors without elements. `make_mask` then returns a
-`TracedMask`, which holds them, and the operator that is called in the graph makes the `RuleMask`.
+`TracedMask`, which holds these tensors, and the operator that is called in the graph makes the `RuleMask`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["MATRIX", "AdditiveMask", "Call", "RuleMask", "Rules", "TracedMask", 
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of the attention operation takes: a range of batch entries, their keys from `start` on, and their lengths."""
+    """The part of a batch that one call of the attention operation takes: some entries, their keys from `start` on, and their lengths."""
 
     entries: slice
     start: int
@@ -72,15 +72,15 @@ class Rules:
         return self.causal or self.window is not None or self.ranges is not None
 
     def of_batch(self, batch: int) -> Rules:
-        """The rules with `starts` and `ends` for each of `batch` entries; where they are given for one entry, that one holds for all."""
+        """The rules with `starts` and `ends` for each of `batch` entries. If they are given for one entry, they hold for all."""
         return self if len(self.starts) == batch else replace(self, starts=self.starts * batch, ends=self.ends * batch)
 
     def calls(self) -> Iterator[Call]:
-        """Calls that cover the batch: neighbours whose keys begin at the same place share one.
+        """Calls that cover the batch: neighbouring entries whose keys begin at the same place share a call.
 
         The operations align the last valid query with the last valid key. Where the rules are `aligned`, queries after the last valid key
         are padding themselves: they are left out, and get 0. Keys after the last query are left out, too, since no query sees them. (A
-        window without causal might show them to queries; it is computed here only where there are none.)
+        window without causal might show such keys to queries; where there are such keys, torch computes the call.)
         """
         aligned = self.aligned
         first = 0
@@ -99,19 +99,19 @@ class Rules:
             first = b
 
 
-# ---- What a mask function says -------------------------------------------------------------------------------------
+# ---- The rule of a mask function -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What a mask function says, without the offset and lengths of the call: a query sees a key where all of this allows it."""
+    """The rule of a mask function, without the offset and lengths of the call: a query sees a key that all fields allow."""
 
     causal: bool = False
     left: int | None = None
     right: int | None = None
     packed: Any = None  # (B, S) numbers of sequences
     padding: tuple[Any, ...] = ()  # (B, keys) tensors of bool
-    runs: Any = None  # int64 (B or 1, Sq, 2): the position of the first key that each query may see, and that after the last one
+    runs: Any = None  # int64 (B or 1, Sq, 2): the position of the first key that each query may see, and the one after the last
 
     def __and__(self, other: _Said) -> _Said:
         def least(a: int | None, b: int | None) -> int | None:
@@ -127,7 +127,7 @@ class _Said:
         )  # fmt: skip
 
     def as_runs(self, positions: np.ndarray) -> np.ndarray:
-        """All that is said, as a run of keys for each query."""
+        """The whole rule, as a run of keys for each query."""
         if self.packed is not None or self.padding:
             raise _NoRuleError("a union of masks with packed sequences or padding")
         first = np.full_like(positions, 0) if self.left is None else positions - self.left
@@ -147,9 +147,9 @@ def _common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _joined_runs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The keys of either run, which must meet."""
+    """The keys of both runs, which must overlap or touch."""
     a, b = np.broadcast_arrays(a, b)
-    a, b = (np.where((x[..., :1] < x[..., 1:]), x, y) for x, y in ((a, b), (b, a)))  # one that is empty adds nothing
+    a, b = (np.where((x[..., :1] < x[..., 1:]), x, y) for x, y in ((a, b), (b, a)))  # an empty run adds nothing
     if (np.maximum(a[..., 0], b[..., 0]) > np.minimum(a[..., 1], b[..., 1])).any():
         raise _NoRuleError("a union of masks that leaves gaps between the keys of a query")
     return np.stack([np.minimum(a[..., 0], b[..., 0]), np.maximum(a[..., 1], b[..., 1])], axis=-1)
@@ -170,7 +170,7 @@ def _runs_of_chunks(size: int, padding: np.ndarray, positions: np.ndarray) -> np
 
 
 def _runs_of_blocks(numbers: Any, queries: _Queries) -> np.ndarray:
-    """Each token sees all tokens that have its number. One with a negative number sees none; padding gets such a number here."""
+    """Each token sees all tokens that have its number. A token with a negative number sees none; padding gets a negative number here."""
     numbers, positions = numbers.numpy(), queries.positions
     tokens = numbers.shape[1]
     if positions.size and positions[-1] >= tokens:
@@ -193,7 +193,7 @@ def _runs_of_blocks(numbers: Any, queries: _Queries) -> np.ndarray:
 
 
 class _NoRuleError(Exception):
-    """A mask function that is none of those known here; the text says which."""
+    """A mask function without a rule that is known here. The text of the error describes the mask."""
 
 
 # Functions of `masking_utils` that return functions, and the names of their arguments.
@@ -211,8 +211,8 @@ _MADE_BY = "_blitz_attn_made_by"  # of a function that was made while torch trac
 
 
 def _remember_variables(name: str) -> None:
-    """torch.compile cannot trace code that reads the closure of a function. While it traces one of `_MAKERS`, it takes another
-    function in its place, which does the same and leaves a note on the result."""
+    """torch.compile cannot trace code that reads the closure of a function. So it traces a substitute for each of `_MAKERS`, which makes
+    the same mask function and notes on it by which maker and arguments it was made."""
     original = getattr(masking_utils, name)
     copy = FunctionType(original.__code__, original.__globals__, name, original.__defaults__, original.__closure__)
     names = _MAKERS[name]
@@ -253,8 +253,8 @@ class _Queries(NamedTuple):
 
 
 def _said_by(function: Any, last: int, queries: _Queries | None = None) -> _Said:
-    """What a mask function of `transformers.masking_utils` says; `last` is the largest position that it will be given. While torch traces
-    there are no `queries`, and no runs of keys are made."""
+    """The rule of a mask function of `transformers.masking_utils`. `last` is the largest position that the function will be given. While
+    torch traces, there are no `queries`, and no runs of keys are made."""
     if function is masking_utils.causal_mask_function:
         return _Said(causal=True)
     if function is masking_utils.bidirectional_mask_function:
@@ -271,7 +271,7 @@ def _said_by(function: Any, last: int, queries: _Queries | None = None) -> _Said
         return _Said(left=int(inside["sliding_window"]), right=int(inside["sliding_window"]))
     if outer == "packed_sequence_mask_function":
         return _Said(packed=inside["packed_sequence_mask"])
-    if outer == "remap_positions_for_packed_sequence":  # comes with the packed sequences, within which positions rise one by one
+    if outer == "remap_positions_for_packed_sequence":  # comes with packed sequences, in which positions rise by one
         said = _said_by(inside["mask_function"], last, queries)
         if said.runs is not None:
             raise _NoRuleError("chunks or blocks that are counted in packed sequences")
@@ -279,7 +279,7 @@ def _said_by(function: Any, last: int, queries: _Queries | None = None) -> _Said
     if outer == "padding_mask_function":
         return _Said(padding=(inside["padding_mask"],))
     if outer == "chunked_overlay" and last < int(inside["chunk_size"]) and (queries is None or not inside["left_padding"].any()):
-        return _Said()  # one chunk holds all; while torch traces, perhaps all but the padding on the left, which no other token sees
+        return _Said()  # one chunk holds all tokens, except perhaps (while torch traces) padding on the left, which they do not see
     if queries is not None and outer == "chunked_overlay":
         return _Said(runs=_runs_of_chunks(int(inside["chunk_size"]), inside["left_padding"].numpy(), queries.positions))
     if queries is not None and outer == "blockwise_overlay":
@@ -320,15 +320,15 @@ def _sequences(packed: Any, batch: int) -> tuple[int, ...]:
 MATRIX = "a mask that was made as a matrix"
 
 _aten = torch.ops.aten
-# What a model may do with a mask whose elements say True where a query sees a key. Anything else is refused, since most models with
-# attention code of their own expect numbers that are added to scores, and would get silently wrong results.
+# Operations that a model may apply to a mask whose elements are True where a query sees a key. Other operations are refused, since most
+# models with attention code of their own expect numbers that are added to scores, and would get wrong results without an error.
 _STILL_A_MASK = frozenset({  # views, copies, and masks joined with others
     _aten._unsafe_view, _aten.bitwise_and, _aten.bitwise_or, _aten.clone, _aten.diagonal, _aten.expand, _aten.flip, _aten.gather,
     _aten.index, _aten.index_select, _aten.logical_and, _aten.logical_or, _aten.permute, _aten.repeat, _aten.select, _aten.slice,
     _aten.split, _aten.split_with_sizes, _aten.squeeze, _aten.t, _aten.transpose, _aten.tril, _aten.unbind, _aten.unfold,
     _aten.unsqueeze, _aten.view,
 })  # fmt: skip
-_NO_MASK = frozenset({  # questions that make sense for True and False alone; the answer is an ordinary tensor or number
+_NO_MASK = frozenset({  # questions that make sense for True and False alone; their answers are ordinary tensors or numbers
     _aten._local_scalar_dense, _aten.all, _aten.any, _aten.argmax, _aten.bitwise_not, _aten.count_nonzero, _aten.equal, _aten.item,
     _aten.logical_not, _aten.max, _aten.nonzero, _aten.sum,
 })  # fmt: skip
@@ -339,18 +339,18 @@ class RuleMask(torch.Tensor):
     """A mask of shape (B, 1, Sq, Skv), or (B, Sq, Skv) as indexers take it, that holds rules instead of elements.
 
     It is a tensor, so that transformers and models hand it on like any other mask. An operation of torch on it makes the elements,
-    True where a query sees a key, and works on those. Other parts of a mask are masks without rules. Scores and position biases to which a
-    mask is added get 0 and the smallest finite number instead. Operations whose meaning depends on the numbers that a model expects in
-    its mask are refused.
+    True where a query sees a key, and works on those elements. A mask that results from such an operation has no rules. Where a model adds
+    the mask to scores or to a position bias, 0 and the smallest finite number are added in place of True and False. Operations whose
+    meaning depends on the numbers that a model expects in its mask are refused.
 
     Attributes
     ----------
     rules : Rules or None
-        What attention needs.
+        Which keys each query sees.
     reason : str
         Why there are no rules.
     listed : tokens.Listed or None
-        What the model chose among the keys that the rules show.
+        Keys that the model chose among those that the rules show.
     """
 
     rules: Rules | None
@@ -371,7 +371,7 @@ class RuleMask(torch.Tensor):
         return cls(tuple(made.shape), None, reason, {}, [made])
 
     def among(self, listed: Listed) -> RuleMask:
-        """This mask, joined by `and` with what the model chose. A model that does so itself gets the same mask again."""
+        """This mask, joined by `and` with the keys that the model chose. A model that itself joins both masks gets this result, too."""
         mask = RuleMask(tuple(self.shape), self.rules, self.reason, self._arguments, [])
         mask.listed = listed
         return mask
@@ -441,13 +441,14 @@ class RuleMask(torch.Tensor):
 
 
 class AdditiveMask(RuleMask):
-    """A `RuleMask` for models that append columns to their mask: a tensor of numbers. An operation of torch on it makes what is added to
-    scores, as the model's eager attention has it, and works on that. Columns that are `tokens.Appended` leave it a mask of rules.
+    """A `RuleMask` for models that append columns to their mask, which is a tensor of numbers for them. An operation of torch on it makes
+    the numbers that the model's eager attention adds to scores, and works on those. If the columns are `tokens.Appended`, the result is
+    again a mask with rules.
 
     Attributes
     ----------
     appended : tokens.Appended or None
-        Keys behind those that the rules are about.
+        Keys after those of the rules.
     """
 
     appended: Appended | None = None
@@ -486,7 +487,7 @@ class AdditiveMask(RuleMask):
 
 
 def _added(function: Any, arguments: Any) -> Any:
-    """Scores or a position bias, to which a model adds its mask by itself."""
+    """The sum of a mask and of scores or a position bias, for a model whose own code adds the mask."""
     if len(arguments) != 2 or not any(type(x) is not RuleMask and isinstance(x, torch.Tensor) and x.is_floating_point() for x in arguments):
         raise _misread(function)
     if function.overloadpacket is _aten.add_ and isinstance(arguments[0], RuleMask):
@@ -500,7 +501,7 @@ def _added(function: Any, arguments: Any) -> Any:
 
 
 def additive(seen: Any, dtype: Any) -> Any:
-    """What is added to scores: 0 where a query sees a key, the smallest finite number elsewhere."""
+    """The numbers that are added to scores: 0 where a query sees a key, the smallest finite number elsewhere."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
@@ -513,7 +514,7 @@ def _misread(function: Any) -> ValueError:
 
 @dataclass(frozen=True)
 class _TracedPart:
-    """What stands for a mask (B, Sq, Skv) while torch traces: numbers that a model adds to scores of its own. Anything else is refused."""
+    """Stands for a mask (B, Sq, Skv) while torch traces. A model may add it to scores of its own; anything else is refused."""
 
     seen: Any
 
@@ -535,7 +536,7 @@ class _TracedPart:
 
 @dataclass(frozen=True)
 class TracedMask:
-    """What stands for a `RuleMask` while torch traces. It is not a tensor: models that work on it are told so.
+    """Stands for a `RuleMask` while torch traces. It is not a tensor: a model whose own code works on its mask gets an error.
 
     Attributes
     ----------
@@ -601,7 +602,7 @@ class TracedMask:
         return masking_utils.sdpa_mask(batch, queries, keys, self.q_offset, self.kv_offset, function, self.padding, **skip)
 
     def as_rules(self) -> RuleMask:
-        """The mask, where the tensors have elements."""
+        """The mask as a `RuleMask`, once the tensors have elements."""
         if self.made is not None:
             return RuleMask.of(self.made, self.reason)
         function = self._function(self.packed is not None and bool((self.packed != self.packed[:, :1]).any()))
@@ -610,7 +611,7 @@ class TracedMask:
 
 
 def _trace_mask(arguments: dict[str, Any]) -> Any:
-    """The `TracedMask` of a mask function: its rules, or its elements where it has none."""
+    """The `TracedMask` of a mask function, with its rules, or with its elements where it has no rules."""
     keys, kv_offset = arguments["kv_length"], arguments["kv_offset"]
     shape = (arguments["batch_size"], 1, arguments["q_length"], keys)
     try:
@@ -627,7 +628,7 @@ def _trace_mask(arguments: dict[str, Any]) -> Any:
 
 
 _APPENDING = ("deepseek_v4",)  # the model types that append columns of numbers to their mask
-# Whose own code works on the mask: it cannot do so on a `TracedMask`.
+# Model types whose own code works on the mask, which a `TracedMask` does not allow; and what makes their masks while torch traces.
 _USED_BY_MODEL = {"deepseek_v4": masking_utils.eager_mask, "qwen4_exp_text": masking_utils.sdpa_mask}
 
 
@@ -635,7 +636,7 @@ def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function, attention_mask: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """The mask function that is registered with transformers: arguments as `masking_utils.sdpa_mask` has them."""
+    """The mask function that is registered with transformers. It takes the arguments of `masking_utils.sdpa_mask`."""
     arguments = options | {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset,
         "mask_function": mask_function, "attention_mask": attention_mask,
@@ -653,7 +654,7 @@ def make_mask(
         if len(paddings) > 1:
             raise _NoRuleError("two masks of padding")
         padding = paddings[0] if paddings else None
-        if padding is not None:  # tokens that it is too short for count as padding
+        if padding is not None:  # if it is too short, the tokens beyond its end count as padding
             padding = masking_utils.prepare_padding_mask(padding, kv_length, kv_offset)
         starts, ends = _bounds(padding, batch_size, kv_length, kv_offset)
         rules = Rules(q_offset - kv_offset, q_length, said.causal, said.left, said.right, starts, ends)
@@ -664,7 +665,7 @@ def make_mask(
                 rules = replace(rules, sequences=_sequences(said.packed, batch_size))
             else:
                 said = said & _Said(runs=_runs_of_blocks(said.packed, queries._replace(padding=None)))
-        if said.runs is not None:  # they replace the window, which by itself needs queries and keys with the same last token
+        if said.runs is not None:  # runs replace the window, which alone would need queries and keys that end at the same token
             runs = replace(said, packed=None, padding=()).as_runs(queries.positions) - kv_offset
             rules = replace(rules, causal=False, left=None, right=None, ranges=runs)
     except _NoRuleError as error:

@@ -1,8 +1,8 @@
 """The attention of a layer as an operator of torch: what torch.compile and export take into a graph.
 
-The rules of a mask depend on what its tensors hold: padding, packed sequences, the length of a static cache. A graph has no place for that,
-so it holds one operator per layer, ``torch.ops.blitz_attn.attend_layer``, which reads them when the graph runs and then does what is
-done without a graph.
+The rules of a mask depend on numbers in tensors: padding, packed sequences, the length of a static cache. A graph does not know these
+numbers, so it holds one operator per layer, ``torch.ops.blitz_attn.attend_layer``, which reads them when the graph runs. From there on, the
+operator computes attention as a call without a graph does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .masks import TracedMask
 
 __all__ = ["Traced", "attend_in_graph", "register_operator"]
 
-# The rules of attention that are numbers, which a model may give by the names that they have here.
+# The rules of attention that are numbers. Models give them by the same names.
 NUMBERS = tuple(name for name, x in arguments_of(block_sparse_attention).items() if x.role == "number")
 _NUMBERS = ", ".join(f"float? {name}=None" for name in NUMBERS)
 _SCHEMA = f"""attend_layer(Tensor query, Tensor key, Tensor value, Tensor? padding=None, Tensor? packed=None, Tensor? q_position=None,
@@ -49,7 +49,7 @@ class Traced:
 
 
 def attend_in_graph(layer: Any, mask: TracedMask) -> Any:
-    """The operator, for a layer whose attention is computed here as far as can be seen from shapes."""
+    """Calls the operator, for a layer that `_why_not_by_shape` does not refuse."""
     where = mask.q_offset
     return torch.ops.blitz_attn.attend_layer(
         layer.query, layer.key, layer.value, mask.padding, mask.packed, where if isinstance(where, torch.Tensor) else None,
@@ -63,7 +63,7 @@ def attend_in_graph(layer: Any, mask: TracedMask) -> Any:
 
 
 def register_operator(attend: Callable[[Traced, tuple[Any, Any, Any], Any, dict[str, Any]], Any]) -> Any:
-    """Define the operator, whose work `attend` does. It exists as long as the result does."""
+    """Define the operator, whose work `attend` does. The operator exists as long as the object that is returned."""
 
     def run(
         query: Any, key: Any, value: Any, padding: Any = None, packed: Any = None, q_position: Any = None, cu_seq_lens_q: Any = None,

@@ -1,7 +1,7 @@
 """Decoding over chosen pages of a paged cache.
 
-What the layers of a step share, its tables and lengths, is made once. The arrays that the core gets are NumPy's, because it takes much less
-time to read them than tensors.
+Tables and lengths, which all layers of a step share, are made once. The core gets NumPy arrays, because it reads them much faster than
+tensors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ...quest import quest_prefill_metadata
 
 __all__ = ["Group", "groups_of"]
 
-_KEPT = 8  # steps: one for each kind of layer of a few models
+_KEPT = 8  # steps that are kept: one for each kind of layer of a few models
 
 
 class _Step(NamedTuple):
-    """What layers with the same lengths share. Each query is a request of its own."""
+    """The plan and the table that layers with the same lengths share. Each query is a request of its own."""
 
     plan: PagedPlan
     summary_tables: np.ndarray  # (requests, 1)
@@ -45,7 +45,7 @@ def _tables(entries: int, pages: int) -> np.ndarray:
 
 
 class Group(NamedTuple):
-    """Batch entries whose first page begins at the same token: their pages and the summaries of these. bfloat16 is held as its bits."""
+    """Batch entries whose first page begins at the same token: their pages, and summaries of the pages. Arrays hold bfloat16 as bits."""
 
     entries: slice
     start: int
@@ -53,7 +53,7 @@ class Group(NamedTuple):
     v_cache: np.ndarray
     largest: np.ndarray  # (entries, pages, Hkv, D)
     smallest: np.ndarray
-    dtype: str | None  # that of bits
+    dtype: str | None  # "bfloat16" where arrays hold bits
 
     def summarise(self, begin: int, end: int) -> None:
         """Makes the summaries of the pages that hold the tokens from `begin` to `end`."""
@@ -66,8 +66,8 @@ class Group(NamedTuple):
     def attend(
         self, q: Any, first: int, ends: tuple[int, ...], blocks: int | None, dense_below: int | None, *, sinks: Any = None, **rules: Any
     ) -> Any:
-        """Attention of the queries of these entries in `q`, (B, T, H, D), over `blocks` pages each, or all. `ends` are those of all B
-        entries, `rules` options of `PagedPlan`."""
+        """Attention of the queries of these entries in `q`, (B, T, H, D), over `blocks` pages per query; None: over all pages. `ends` has
+        a number for each of the B entries. `rules` are options of `PagedPlan`."""
         count, size, pages = q.shape[1], self.k_cache.shape[1], self.largest.shape[1]
         step = _step_of(size, pages, self.start, first, count, ends[self.entries], dtype=self.dtype, **rules)
         own = q if len(ends) == len(self.largest) else q[self.entries]

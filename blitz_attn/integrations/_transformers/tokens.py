@@ -1,6 +1,6 @@
 """Tokens that a model chose itself for each query: DeepSeek-V3.2 and its kin give attention `indices`, (B, Sq, K), for all heads.
 
-A list may hold tokens that the mask hides from its query, and does so where fewer than K are seen: the rules of the mask hold as well.
+Where a query sees fewer than K tokens, its list also names tokens that the mask hides from it: so the rules of the mask hold as well.
 
 Some models (GLM-5.3, Qwen4, DeepSeek-V4) give attention their choice in the mask instead. The mask then holds `Listed` or `Appended`.
 """
@@ -20,14 +20,14 @@ __all__ = [
     "pieces",
 ]  # fmt: skip
 
-_MOST_BYTES = 1 << 26  # most bytes that the mask of one call takes, and making it
+_MOST_BYTES = 1 << 26  # the most bytes that the mask of one call and the arrays from which it is made take
 _ROWS = 128  # pieces have a multiple of this many queries, since masks are read in blocks of 128 queries
 
 
 @dataclass(frozen=True)
 class Listed:
     """Keys that a model chose for each query among those of a mask: numbers of blocks of `size` keys, int32 (B, Sq, K), counted from the
-    first key of each batch entry. A row ends at its first -1. Queries that see no more than `covers` keys find all of them listed."""
+    first key of each batch entry. A row ends at its first -1. The row of a query that sees at most `covers` keys names all of them."""
 
     blocks: Any
     size: int
@@ -42,9 +42,9 @@ class Listed:
 
 @dataclass(frozen=True)
 class Appended:
-    """Keys of another source, which follow those of a mask. The model appends this object to the mask in place of columns. It holds their
-    number and which of them each query sees: those that its row of `chosen` names, int32 (B, Sq, K), where a row ends at its first -1; or
-    the first `count`, (B, Sq)."""
+    """Keys of another source, which follow those of a mask. The model appends this object to the mask in place of columns. `keys` is the
+    number of these keys. A query sees those that its row of `chosen` names, int32 (B, Sq, K), where a row ends at its first -1; or, without
+    `chosen`, the first ones, as many as its number in `count`, (B, Sq)."""
 
     keys: int
     chosen: Any = None
@@ -85,7 +85,7 @@ def pieces(rules: Rules, call: Call, most: int) -> Iterator[tuple[slice, Call]]:
     """Cuts a call into ranges of its queries: first those that see at most `most` keys, then as many as the mask of one call has room for.
 
     In causal calls, the keys after the last query of a piece are left out of it. A call with a window and without the causal rule is not
-    divided, since it is counted from the last query and the last key.
+    divided, since its window is counted from the last query and the last key.
     """
     row = (call.entries.stop - call.entries.start) * (max(call.kv_lens) + 2 * 8 * most)  # of a mask of bool, and of int64 lists
     rows = max(_ROWS, _MOST_BYTES // max(1, row) // _ROWS * _ROWS)
@@ -126,16 +126,17 @@ def pays_as_lists(queries: int, keys: int, listed: int, group: int = 1) -> bool:
     """Whether attention over lists of single tokens costs less than attention to all keys with a mask. `group`: heads that share a key.
 
     Where each head has keys and values of its own, a list gathers them anew for each query. Measured with head dims 192 and 128, in float32
-    and bfloat16, a listed pair of query and key costs 1.3 times as much as a masked one for 1 query, 5 to 7 for 4, 18 to 26 for 16, and 38
-    to 47 for prompts. With 128 heads that share one key of head dim 576, it costs as much as a masked one.
+    and bfloat16, a listed pair of query and key costs 1.3 times as much as a masked pair for 1 query, 5 to 7 times as much for 4 queries,
+    18 to 26 times for 16, and 38 to 47 times for prompts. With 128 heads that share one key of head dim 576, both pairs cost the same.
     """
     return 2 * keys >= listed * max(2, min(3 * queries, 80) // group)
 
 
 def pays_as_blocks(queries: int, keys: int, listed: int, group: int) -> bool:
-    """The same for blocks of 4 and more tokens, with `group` query heads for each key head. Measured in float32 and bfloat16, a listed pair
-    costs 1.2 to 2 times as much as a masked one for 1 query, 1.3 to 4.8 for 4, and for prompts 2.2 to 2.6 in groups of 8 heads (blocks of
-    4 tokens), 18 to 31 for single heads and 1 to 1.3 in groups of 64 (blocks of 16)."""
+    """Whether attention over lists of blocks costs less than attention to all keys with a mask, for blocks of 4 and more tokens and `group`
+    query heads per key head. Measured in float32 and bfloat16, a listed pair costs 1.2 to 2 times as much as a masked pair for 1 query, and
+    1.3 to 4.8 times for 4 queries. For prompts, it costs 2.2 to 2.6 times as much in groups of 8 heads (blocks of 4 tokens), 18 to 31 times
+    for single heads, and 1 to 1.3 times in groups of 64 heads (blocks of 16 tokens)."""
     return keys >= listed * min(1 + queries / 2, max(1.3, 20 / group))
 
 
@@ -154,12 +155,12 @@ _EXACT = "_blitz_attn_exact"
 
 
 def mark_exact(indices: Any) -> Any:
-    """Notes on lists that they were made here. Either they name all tokens, or each list rises and names, once each, tokens that its query
-    sees: all of these where it has room."""
+    """Notes on lists that this library made them. Either they name all tokens. Or each list rises, names no token twice, and names only
+    tokens that its query sees; if it has room, it names all of those."""
     setattr(indices, _EXACT, True)
     return indices
 
 
 def is_exact(indices: Any) -> bool:
-    """Whether lists were made here."""
+    """Whether `mark_exact` has noted that this library made the lists."""
     return getattr(indices, _EXACT, False)

@@ -1,8 +1,8 @@
-"""Models that were trained to choose what they attend to: their own methods are replaced, on single modules, by ones that run here.
+"""Models that were trained to choose what they attend to: on single modules, functions of this library replace the models' own methods.
 
-A table has a function for each module of attention that is known, by the file and the name of its class. The function looks at the module,
-and returns what replaces its methods, by name: ``"expand_kv"``, or ``"indexer.forward"`` for that of a module inside. It raises
-`UnsuitedError` where a release of transformers has something that it does not know.
+A table has a function for each known class of attention, by the class's file and name. The function looks at a module, and returns
+replacements of its methods, by name: ``"expand_kv"``, or ``"indexer.forward"`` for the method of a module inside. The function raises
+`UnsuitedError` for code of a release of transformers that it does not know.
 
 A replacement is called as ``replacement(own, module, *arguments, **options)``, where ``own`` is the module's own method. It is not called
 while torch.compile traces, nor while the model's ``attn_implementation`` is none of this library's.
@@ -28,35 +28,36 @@ from .fallbacks import tell
 __all__ = ["Table", "Trained", "UnsuitedError", "check_code", "leave", "replace_methods", "why_not_states"]
 
 Adapters = Callable[[Any], dict[str, Callable[..., Any]]]
-Table = dict[tuple[str, str], Adapters]  # by the last part of the name of the file of a class, and the name of the class
+Table = dict[tuple[str, str], Adapters]  # a key: the last part of the name of a class's Python module, and the name of the class
 _NAMES = ("blitz_attn", "blitz_attn_sparse")
 _RECORD = "_blitz_attn_trained"
 
 
 class UnsuitedError(Exception):
-    """Why a module is left on its own path: what follows "because of" in the log."""
+    """A module is left to its own code. The text of the error follows "because of" in the log."""
 
 
 def check_code(known: dict[str, str], *modules: Any) -> None:
-    """Refuse modules whose code is not what a replacement was written for: `known` has digests of classes without comments and spaces."""
+    """Refuse modules whose code is not the code that a replacement was written for. `known` has digests of the code of classes, without
+    comments and spaces."""
     for kind in map(type, modules):
         try:
             text = re.sub(r"#.*|\s+", "", inspect.getsource(kind))
-        except (OSError, TypeError):  # there is none
+        except (OSError, TypeError):  # there is no source
             text = ""
         if hashlib.sha256(text.encode()).hexdigest()[:16] != known.get(kind.__name__):
             raise UnsuitedError(f"a release of transformers whose {kind.__name__} differs from that of 5.24")
 
 
 def why_not_states(hidden: Any) -> str | None:
-    """Why an indexer with these hidden states is left to the model, whatever its mask; None where it is not."""
+    """Why an indexer with these hidden states is left to the model's code, whatever its mask; None where they are no reason."""
     if hidden.device.type != "cpu":
         return f"tensors on {hidden.device}"
     return None if autocast_dtype() is None else "torch.autocast, which rounds its scores"
 
 
 def leave(indexer: Any, reason: str | None) -> bool:
-    """Say that a call is left to the model's own code, if there is a reason. Returns whether there is."""
+    """Log that a call is left to the model's own code, if there is a reason. Returns whether there is a reason."""
     if reason is None:
         return False
     if config_of(indexer).on_unsupported == "error":
@@ -67,9 +68,9 @@ def leave(indexer: Any, reason: str | None) -> bool:
 
 @dataclass
 class _Record:
-    """What a module keeps about its replaced methods."""
+    """The notes of a module about its replaced methods."""
 
-    config: Any  # of the attention that it belongs to: modules inside may have an older copy
+    config: Any  # of the attention that the module belongs to: modules inside of it may have an older copy
     uses: int = 0
     before: dict[str, Any] = field(default_factory=dict)  # what the instance had in place of the methods of its class
     put: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +83,7 @@ def _own(module: Any, name: str) -> Any:
 
 
 def _method(name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose module is its first argument, so that a copy of the module calls its own."""
+    """A method that takes its module as an argument, so that in a copy of the module it calls the methods of the copy."""
 
     def method(module: Any, *arguments: Any, **options: Any) -> Any:
         own, record = _own(module, name), getattr(module, _RECORD)
@@ -99,7 +100,7 @@ def _put(attention: Any, methods: dict[str, Callable[..., Any]]) -> None:
         place, _, name = path.rpartition(".")
         module = attention.get_submodule(place)
         record = vars(module).setdefault(_RECORD, _Record(attention.config))
-        if name in record.put:  # it is still there, beneath what something else has put there since
+        if name in record.put:  # the replacement is still there, beneath a method that something else has put there since
             continue
         if name in vars(module):
             record.before[name] = vars(module)[name]
@@ -107,7 +108,8 @@ def _put(attention: Any, methods: dict[str, Callable[..., Any]]) -> None:
 
 
 def _take_away(module: Any) -> None:
-    """Methods that something else has replaced in the meantime stay, and reach the module's own from now on."""
+    """Gives a module its own methods back when its last use ends. If something else has replaced them in the meantime, all stay, and call
+    the module's own from then on."""
     record: _Record = vars(module)[_RECORD]
     record.uses -= 1
     if record.uses or any(vars(module).get(name) is not method for name, method in record.put.items()):
@@ -119,14 +121,14 @@ def _take_away(module: Any) -> None:
 
 
 class Trained:
-    """Modules whose methods are replaced until `undo`, or until a ``with`` statement over it ends."""
+    """Modules whose methods are replaced until `undo`, or until a ``with`` statement over this object ends."""
 
     def __init__(self, modules: list[Any]) -> None:
         self._modules = modules
 
     def undo(self) -> None:
-        """Give the modules their own methods back; where another `Trained` replaces the same ones, the last to be undone does it. Calling
-        this again changes nothing."""
+        """Give the modules their own methods back. If several `Trained` replace the same methods, these come back when the last of them is
+        undone. A second call of `undo` changes nothing."""
         while self._modules:
             _take_away(self._modules.pop())
 
@@ -138,7 +140,7 @@ class Trained:
 
 
 def replace_methods(model: Any, known: Table) -> Trained:
-    """Replace the methods of all modules of a model that are known; those that do not suit are named in the log."""
+    """Replace the methods of all modules of a model whose classes are known. Modules that do not suit are named in the log."""
     found = {}
     counts: dict[str, list[int]] = {}
     for module in model.modules():
