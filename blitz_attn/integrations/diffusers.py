@@ -28,8 +28,8 @@ def register() -> None:
     """Make ``"blitz_attn"`` a name of an attention backend in diffusers: dense attention on CPUs.
 
     The name then works wherever diffusers takes one: in ``model.set_attention_backend("blitz_attn")``, in
-    ``with attention_backend("blitz_attn")``, and in the environment variable ``DIFFUSERS_ATTN_BACKEND``, if this is called before diffusers
-    imports its first model. Calling it again changes nothing.
+    ``with attention_backend("blitz_attn")``, and in the environment variable ``DIFFUSERS_ATTN_BACKEND``, if `register` is called before
+    diffusers imports its first model. A second call changes nothing.
 
     Raises
     ------
@@ -39,13 +39,13 @@ def register() -> None:
     Notes
     -----
     Tensors are read in diffusers' layout (B, S, H, D), without copies: float32, float16, bfloat16 or float64. Masks of bool and of numbers
-    are read as torch reads them, and a mask that only hides keys costs no more than lengths do. Gradients are computed here, too, and
+    are read as torch reads them, and a mask that only hides keys costs no more than lengths. Gradients are computed here, too, and
     `torch.compile` takes the attention of a layer into its graph as one operator.
 
-    What attention here lacks is computed by diffusers' backend ``"native"``, and the reason is logged once, on the logger
-    ``blitz_attn.integrations.diffusers``: dropout of weights, other devices, context parallelism. Models whose attention does not go
+    Calls with options that this library lacks (dropout of weights, other devices, context parallelism) go to diffusers' backend
+    ``"native"``, and the reason is logged once, on the logger ``blitz_attn.integrations.diffusers``. Models whose attention does not go
     through diffusers' dispatch, such as CogVideoX, take no backend: `set_attention_backend` changes nothing there, whatever the name.
-    `sparse_video` works for them.
+    `sparse_video` works for these models.
 
     Examples
     --------
@@ -68,8 +68,8 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
     """Let the self-attention of a video model of diffusers be sparse, on CPUs, in this model alone.
 
     Each forward call says which grid of frames, height and width its tokens are, and which denoising step it belongs to. Layers then attend
-    over a list of blocks in the order of cubes (`blitz_attn.video`). Attention to a text in a call of its own stays as it is. Where text
-    and video are one sequence, the text sees everything and is seen by everything, and padding is left out exactly.
+    over a list of blocks in the order of cubes (`blitz_attn.video`). Cross-attention to a text stays as it is. Where text and video are
+    one sequence, the text sees everything and is seen by everything, and padding is left out exactly.
 
     Parameters
     ----------
@@ -84,8 +84,8 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
     -------
     Handle
         ``undo()`` gives the model its own attention back, and so does the end of a ``with`` statement. ``step`` is the number of the step
-        that the calling thread has begun last, and ``reset()`` lets its next call begin a new video. Its ``repr`` has the step, and the
-        share of the blocks that the sparse layers of the last call attended to.
+        that the calling thread has begun last, and ``reset()`` lets the thread's next call begin a new video. The ``repr`` of the handle
+        has the step, and the share of the blocks that the sparse layers of the last call attended to.
 
     Raises
     ------
@@ -100,23 +100,23 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
 
     See Also
     --------
-    register : dense attention by the name of a backend. What is not sparse runs by the backend that the model has.
+    register : dense attention by the name of a backend. Attention that `sparse_video` leaves as it is runs by the model's backend.
 
     Notes
     -----
-    A step is counted when the timestep becomes smaller; calls with the same timestep, as guidance makes them, belong to the same step, and
-    each of these calls has lists of its own. A larger timestep begins a new video, and ``reset()`` does so where a video may begin with the
-    timestep that the one before ended with. A loop whose timesteps rise, as for inversion, therefore stays at step 0: give it a schedule
-    without dense steps. Each thread, and each model of a pipeline with several, counts for itself. Schedulers of second order call a model
-    with two timesteps per step, which count as two.
+    A smaller timestep begins the next step. Calls with the same timestep, as guidance makes them, belong to the same step, and each of
+    these calls has lists of its own. A larger timestep begins a new video. Call ``reset()`` before a video whose first timestep is the one
+    with which the video before it ended. A loop whose timesteps rise, as for inversion, stays at step 0: give it a schedule without dense
+    steps. Each thread counts its own steps, and so does each model of a pipeline with several models. Schedulers of second order call a
+    model with two timesteps per step, which count as two steps.
 
-    What runs is logged once for each call of `sparse_video`, on the logger ``blitz_attn.integrations.diffusers``, after the first forward
-    call that is sparse: which layers, by which rules, and what share of the blocks these layers attended to. Each reason why attention is
-    dense is logged there once, too: sequences shorter than `min_tokens`, masks that are not the same for all queries, dropout, other
-    devices, arguments that do not say the geometry, gradient checkpointing, `torch.compile`. Results of dense steps and dense layers are
-    those of `blitz_attn.block_sparse_attention` over all blocks. Gradients flow through lists, which are chosen without them.
+    After the first forward call that is sparse, the logger ``blitz_attn.integrations.diffusers`` says how many layers are sparse, by which
+    rules, and what share of the blocks these layers attended to. Each reason why attention is dense is logged there once, too: sequences
+    shorter than `min_tokens`, masks that are not the same for all queries, dropout, other devices, arguments that do not say the geometry,
+    gradient checkpointing, `torch.compile`. Each call of `sparse_video` logs anew. Results of dense steps and dense layers are those of
+    `blitz_attn.block_sparse_attention` over all blocks. Attention over a list has gradients; the choice of the list has none.
 
-    Queries, keys and values are copied into the order of cubes in each layer, and outputs back.
+    In each layer, queries, keys and values are copied into the order of cubes, and outputs are copied back.
 
     Examples
     --------

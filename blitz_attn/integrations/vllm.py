@@ -3,9 +3,9 @@
     pip install '.[vllm]'  # in a checkout
     BLITZ_ATTN_VLLM=1 vllm serve ...
 
-vLLM finds `register` as one of its general plug-ins, and calls it in each of its processes. The environment variable turns it on, and may
-hold options: a JSON object with fields of `blitz_attn.integrations.transformers.SparseConfig`, where `profile` is the path of a file, and
-`kv_dtype`.
+vLLM finds `register` as one of its general plug-ins, and calls it in each of its processes. The environment variable turns the plug-in on,
+and may hold options: a JSON object with `kv_dtype` and fields of `blitz_attn.integrations.transformers.SparseConfig`. The field `profile`
+is the path of a file.
 
     BLITZ_ATTN_VLLM='{"density": 0.25, "min_tokens": 4096, "dense_layers": [0, 1], "decode_budget": 2048}' vllm serve ... --block-size 32
 
@@ -25,12 +25,12 @@ def register() -> None:
     """Make vLLM's CPU engine compute attention here, if the environment variable ``BLITZ_ATTN_VLLM`` says so.
 
     The variable is ``1``, or a JSON object with options: see the notes. Without it, with ``0`` or with an empty value, nothing changes.
-    Calling this again changes nothing.
+    A second call changes nothing.
 
     Raises
     ------
     TypeError, ValueError, OSError
-        The variable has no such options, an option is out of range, or its profile cannot be read.
+        The variable holds something other than options, an option is out of range, or the profile cannot be read.
     ImportError
         vLLM is not installed, and the variable is set.
 
@@ -38,14 +38,14 @@ def register() -> None:
     -----
     Without a budget (`density`, `top_p`, `threshold`, `top_k` or `profile`), prompts attend to all keys. With one, layers outside
     `dense_layers` leave blocks out of prompts, and of chunks of prompts, that have at least `min_tokens` tokens so far. In these layers,
-    each new token of a request with more tokens than `decode_budget` attends to that many; Quest chooses among the engine's own blocks
-    (``--block-size``), whose summaries are kept in the blocks. Layers with a sliding window keep everything.
+    each new token of a request with more tokens than `decode_budget` attends to `decode_budget` tokens; Quest chooses among the engine's
+    own blocks (``--block-size``), which also hold their summaries. Layers with a sliding window keep everything.
 
     Caches may be ``auto``, ``fp8``, ``fp8_per_token_head`` and ``int8_per_token_head`` (``--kv-cache-dtype``). With ``auto``, the option
     `kv_dtype` keeps keys and values in rows of 8.5, 4.5 or 5 bits per number: ``"q8_0"``, ``"q4_0"``, ``"q4_1"``, or a pair for keys and
-    values; see `blitz_attn.quantize_rows`. The head dim must be a multiple of 32. What a layer needs and the operations lack, such as
-    attention from a decoder to an encoder, is computed by vLLM's own backend, and the reason is logged once. With a release of vLLM whose
-    interface is not that of 0.32, for which this is written, vLLM's own backend computes all layers.
+    values; see `blitz_attn.quantize_rows`. The head dim must then be a multiple of 32. Layers that need something that the operations lack,
+    such as attention from a decoder to an encoder, are computed by vLLM's own backend, and the reason is logged once. `register` is written
+    for the interface of vLLM 0.32. With a release that has another interface, vLLM's own backend computes all layers.
 
     The bits of attention do not depend on the other requests of a step. They do depend on how vLLM cuts a prompt into chunks.
 

@@ -1,1 +1,1 @@
-"""What `blitz_attn.integrations.diffusers` is made of."""
+"""The private parts of `blitz_attn.integrations.diffusers`."""

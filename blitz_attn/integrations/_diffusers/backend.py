@@ -26,7 +26,7 @@ def put_in_registry() -> None:
     dispatch, named = _import_dispatch()
     names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
     if _NAME not in names._value2member_map_:
-        # An Enum has no way to take a member later: this is what a class statement does for each of its members.
+        # An Enum has no way to take a member later, so these lines do what a class statement does for each of its members.
         member = str.__new__(names, _NAME)
         member._name_, member._value_, member._sort_order_ = _NAME.upper(), _NAME, len(names._member_names_)
         setattr(names, member._name_, member)

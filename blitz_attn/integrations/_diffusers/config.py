@@ -30,32 +30,32 @@ def _blocks_of(cube: tuple[int, int, int]) -> tuple[int, int]:
 class SparseVideo:
     """Which tokens of a video see each other in self-attention, in which steps and layers.
 
-    A query sees the blocks of keys that `rule` lists, or the best one of `choose_from`, and the blocks that a chooser adds, whose share is
-    `density` or that of the `schedule`. Without a rule, it sees the blocks that the chooser takes and those of its own cube. Text and other
-    plain tokens see everything and are seen by everything.
+    A query sees the blocks of keys that `rule` lists, or those that the best rule of `choose_from` lists. A chooser adds blocks, of which
+    the share is `density` or comes from the `schedule`. Without a rule, a query sees the blocks that the chooser takes and those of its own
+    cube. Text and other plain tokens see everything and are seen by everything.
 
     Attributes
     ----------
     rule : rule or sequence of rule, optional
         A `blitz_attn.video.Neighbourhood`, ``SlidingTiles`` or ``Radial``, or one for each head.
     choose_from : sequence of rule
-        Rules of which each head gets the one that keeps the largest softmax mass of sampled queries, as in Sparse VideoGen: for example
-        ``(Neighbourhood.spatial(), Neighbourhood.temporal())``. In place of `rule`. The choice is made in each layer and forward call, or
-        at each step in which the `schedule` refreshes. The entries of a batch share it, and padding at the end of the text does
+        Rules in place of `rule`, for example ``(Neighbourhood.spatial(), Neighbourhood.temporal())``. Each head gets the rule that keeps
+        the largest softmax mass of sampled queries, as in Sparse VideoGen. The choice is made in each layer and forward call, or
+        at each step in which the `schedule` refreshes. The entries of a batch share the choice, and padding at the end of the text does
         not count: see `blitz_attn.video.choose_rules`.
     density : float, optional
-        Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1: chosen in each layer and forward
-        call, or when the `schedule` refreshes.
+        Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1. The blocks are chosen in each layer and
+        forward call, or when the `schedule` refreshes.
     schedule : blitz_attn.video.Schedule
         Dense first steps, densities by step, and how many steps use lists that were chosen once. Its densities replace `density`.
     geometry : blitz_attn.video.Geometry, optional
-        What the tokens of self-attention are. A forward call whose self-attention has another number of tokens is refused. Default: what
-        the arguments of each forward call say, for the classes that `sparse_video` names.
+        Which tokens of self-attention form grids, and which are plain. A forward call whose self-attention has another number of tokens is
+        refused. Default: the geometry is found from the arguments of each forward call, for the classes that `sparse_video` names.
     cube : (int, int, int)
         Tokens of a cube along frames, height and width.
     block_shape : (int, int)
-        Tokens in a block of queries and in a block of keys. Default: as many as `cube` says, before it is cut to the grid, for both, if
-        these are 32 to 256; else 64 and 64, since smaller blocks are slow and larger ones coarse.
+        Tokens in a block of queries and in a block of keys. Default: both are the number of tokens of a `cube`, before it is cut to the
+        grid, if that is 32 to 256; else both are 64, since smaller blocks are slow and larger blocks are coarse.
     dense_frames : int
         How many first frames of each grid see all tokens and are seen by all.
     dense_layers : tuple of int

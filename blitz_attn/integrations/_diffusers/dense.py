@@ -14,7 +14,7 @@ __all__ = ["computed", "why_not"]
 
 
 def why_not(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> str | None:
-    """Why a call is not computed by this library; None where it is."""
+    """Why this library does not compute a call; None where it does."""
     reason = why_not_tensors(query, key, value)
     if reason is not None:
         return reason
@@ -39,7 +39,7 @@ def why_not(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, 
 
 
 def _of_pairs(mask: Any, query: Any, key: Any) -> Any:
-    """A mask of diffusers: (B, Skv), which hides keys of a batch entry, or what torch expands to (B, H, Sq, Skv)."""
+    """A mask of diffusers as a mask that torch expands to (B, H, Sq, Skv). A mask (B, Skv) hides keys of each batch entry."""
     return mask[:, None, None] if mask.dim() == 2 and mask.shape == (query.shape[0], key.shape[1]) else mask
 
 

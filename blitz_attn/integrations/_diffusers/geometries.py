@@ -1,6 +1,6 @@
-"""What the tokens of self-attention are, from the arguments of a model's forward call.
+"""The geometry of the tokens of self-attention, from the arguments of a model's forward call.
 
-A function for each class of diffusers that is known takes the model's configuration and the arguments by name, and returns the spans in the
+For each known class of diffusers, a function takes the model's configuration and the arguments by name, and returns the spans in the
 model's order.
 """
 
@@ -20,7 +20,7 @@ Spans = list[int | tuple[int, int, int]]
 
 
 class UnknownError(Exception):
-    """Why a geometry cannot be found: what follows "because of" in the log."""
+    """A geometry cannot be found. The text of the error follows "because of" in the log."""
 
 
 def _wan(config: Any, given: dict[str, Any]) -> Spans:
@@ -47,7 +47,7 @@ def _ltx_video(config: Any, given: dict[str, Any]) -> Spans:
 
 
 def _flux(config: Any, given: dict[str, Any]) -> Spans:
-    """Images, one after the other. Of the three numbers of a token, the first tells images apart; the others are its row and column."""
+    """Text, then images that follow one another. In `img_ids`, a token's first number tells images apart; the others are row and column."""
     places = given["img_ids"]
     places = (places[0] if places.ndim == 3 else places).detach().double().cpu().numpy()
     spans: Spans = [given["encoder_hidden_states"].shape[1]]
@@ -63,7 +63,7 @@ def _flux(config: Any, given: dict[str, Any]) -> Spans:
 
 
 def _grid(sizes: Any, patch: Any) -> tuple[int, int, int]:
-    """The sizes of a grid of tokens, from those of the latents."""
+    """The sizes of a grid of tokens, from the sizes of the latents."""
     t, h, w = (n // p for n, p in zip(sizes, patch, strict=True))
     return t, h, w
 
@@ -78,13 +78,13 @@ _FINDERS: dict[str, Callable[[Any, dict[str, Any]], Spans]] = {
 
 
 def names_known() -> str:
-    """The classes whose geometry is found, in words."""
+    """The classes whose geometry can be found, in words."""
     *some, last = _FINDERS
     return f"{', '.join(some)} or {last}"
 
 
 def finder_of(model: Any) -> Callable[[dict[str, Any]], Geometry] | None:
-    """The function from the arguments of a model's forward call to its geometry; None for classes that are not known."""
+    """The function that finds the geometry from the arguments of a model's forward call; None for classes that are not known."""
     find = next((_FINDERS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _FINDERS), None)
     if find is None:
         return None

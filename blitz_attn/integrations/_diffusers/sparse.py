@@ -1,10 +1,11 @@
-"""Video models whose self-attention is sparse: what is put around their forward calls, and what is computed there.
+"""Video models whose self-attention is sparse: wrappers around the forward methods of models and layers, and the attention inside.
 
-While `sparse_video` holds, the forward method of the model finds out which tokens and which step a call has. That of each layer of
-self-attention then takes over the one call of attention inside it, however the layer makes it: through diffusers' dispatch with the
-backend ``"blitz_attn"``, or as torch's own `scaled_dot_product_attention`, which other backends for CPUs end up calling. Queries, keys
-and values are put into the order of cubes there, and the output back into the model's. Putting the hidden states of all layers into that
-order once would save at most a fiftieth of a layer's time, and would have to know where each model uses the positions of its tokens.
+While `sparse_video` holds, the wrapper of the model finds out which tokens and which step a call has. The wrapper of each layer of
+self-attention then takes over the one call of attention inside the layer. The layer may make this call through diffusers' dispatch with the
+backend ``"blitz_attn"``, or as torch's own `scaled_dot_product_attention`, which other backends for CPUs end up calling. There, queries,
+keys and values are put into the order of cubes, and the output back into the model's order. It would save at most a fiftieth of a layer's
+time to put the hidden states of all layers into the order of cubes once, and one would have to know where each model uses the positions of
+its tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .steps import Call, Job, ListKey
 
 __all__ = ["Handle", "make_sparse"]
 
-# The names that models of diffusers have for their layers.
+# The names that models of diffusers give to their lists of blocks.
 _LISTS_OF_BLOCKS = ("blocks", "transformer_blocks", "single_transformer_blocks", "vace_blocks")
 _MARK = "_blitz_attn_video"
 
@@ -49,8 +50,8 @@ class _Now:
     call: Call
     order: video.TokenOrder | None  # None: attention is left as it is, and the reason was logged
     fits: bool = False  # whether a call of self-attention had the tokens of the order
-    other: int | None = None  # how many queries a call had that did not fit
-    shares: dict[int, float] = field(default_factory=dict)  # which share of the blocks each sparse layer has attended to
+    other: int | None = None  # number of queries of a call that did not fit
+    shares: dict[int, float] = field(default_factory=dict)  # [sparse layer]: the share of the blocks that it has attended to
 
 
 class _Lists(NamedTuple):
@@ -64,7 +65,7 @@ _ALL = _Lists(None, 1.0)
 
 
 class _Here(threading.local):
-    """What a thread is computing."""
+    """The forward call and the layer that a thread is in."""
 
     now: _Now | None = None
     layer: int | None = None  # of self-attention
@@ -104,20 +105,20 @@ def _attend_sdpa(
 
 
 def _put(module: Any, around: Callable[..., Any], before: dict[Any, Any]) -> None:
-    """Set a module's forward method to `around`, which is called with the method that it replaces and the module. In a copy of the module,
-    these are the copy's."""
+    """Set a module's forward method to `around`, which is called with the replaced method and the module; in a copy of the module, with the
+    copy."""
     own = vars(module).get("forward")
 
     @functools.wraps(type(module).forward)
     def forward(this: Any, *arguments: Any, **options: Any) -> Any:
         return around(functools.partial(type(this).forward, this) if own is None else own, this, *arguments, **options)
 
-    before[module] = (own, MethodType(forward, module))  # first, so that a module that is changed is always known
+    before[module] = (own, MethodType(forward, module))  # noted before the change, so that every changed module is known
     vars(module)["forward"] = before[module][1]
 
 
 class Handle:
-    """A model whose self-attention is sparse until `undo`, or until a ``with`` statement over it ends.
+    """A model whose self-attention is sparse until `undo`, or until a ``with`` statement over this object ends.
 
     Each thread that calls the model counts its own steps, and keeps its own lists.
     """
@@ -155,7 +156,7 @@ class Handle:
 
     def undo(self) -> None:
         """Give the model its own attention back, and drop the lists that are kept. Calling this again changes nothing."""
-        self._holds = False  # for methods that something else has wrapped in the meantime, which stay there
+        self._holds = False  # wrappers that something else has wrapped in the meantime stay there, and read this
         for module, (own, put) in self._before.items():
             vars(module).pop(_MARK, None)
             if vars(module).get("forward") is not put:
@@ -201,7 +202,7 @@ class Handle:
             return own(*arguments, **options)
         try:
             given = self._signature.bind(model, *arguments, **options).arguments
-        except TypeError:  # which the method itself will raise
+        except TypeError:  # the method itself will raise it, too
             return own(*arguments, **options)
         before = _here.now, _here.layer
         job = self._job()
@@ -212,7 +213,7 @@ class Handle:
                 self._tell("timesteps rise, and each larger one begins a new video: these calls are all of step 0, which is dense")
             _here.now, _here.layer = now, None
             out = own(*arguments, **options)
-        except BaseException:  # the same call may be made again, and is then the same one of its step
+        except BaseException:  # if the call is made again, it has the same step and number
             job.state = state
             raise
         finally:
@@ -238,7 +239,7 @@ class Handle:
         return out
 
     def _end(self, now: _Now) -> None:
-        """A forward call has ended: keep what share it attended to, and log it after the first sparse one."""
+        """Keep the share of the blocks that a forward call has attended to, and log it after the first sparse call."""
         shares, config = list(now.shares.values()), self._config
         self._local.share = sum(shares) / len(shares) if shares else 1.0 if now.fits else None
         if not shares or self._said or now.order is None:
@@ -260,7 +261,7 @@ class Handle:
         """Log something about the model, once."""
         tell(f"{self._kind}: {text}", "diffusers", self._told)
 
-    # ---- What a forward call has -----------------------------------------------------------------------------------------
+    # ---- The order and the attention of a forward call -------------------------------------------------------------------
 
     def _order_of(self, model: Any, given: dict[str, Any]) -> video.TokenOrder | None:
         """The order of the tokens of a forward call; None where its attention is left as it is."""
@@ -302,7 +303,7 @@ class Handle:
     # ---- Lists -------------------------------------------------------------------------------------------------------------
 
     def _make_lists_of_rules(self, order: video.TokenOrder) -> tuple[np.ndarray, _Lists]:
-        """The lists of all rules, or that of a cube alone where there is none, (1, rules, R, W), and the same as a tensor."""
+        """The lists of all rules, (1, rules, R, W), as an array and as a tensor. Without rules, a query sees its own cube."""
         rules = self._config.choose_from or self._config.rule or video.Neighbourhood((0, 0, 0))
         dense_frames, dtype = self._config.dense_frames, self._dtype(order)
         lists = np.asarray(video.blocks(order, rules, self._config.block_shape, dense_frames=dense_frames, dtype=dtype))
@@ -316,11 +317,11 @@ class Handle:
         return -(-order.geometry.num_tokens // self._config.block_shape[1])
 
     def _dtype(self, order: video.TokenOrder) -> str:
-        """The smallest type of lists: those of all layers and heads may be kept."""
+        """The smallest dtype of lists, because lists of all layers and heads may be kept."""
         return "int16" if self._columns(order) < 1 << 15 else "int32"
 
     def _known(self, now: _Now, list_key: ListKey, made_for: Any) -> _Lists | None:
-        """The lists of a layer that need not be chosen now; None: they must be."""
+        """The lists of a layer; None if they must be chosen now."""
         config, step, order = self._config, now.call.step, now.order
         assert order is not None
         density = config._density(step)
@@ -353,14 +354,14 @@ class Handle:
         return self._listed(lists, order)
 
     def _best_rules(self, q: Any, k: Any, order: video.TokenOrder, rules: dict[str, Any]) -> list[int]:
-        """Which rule each head gets."""
+        """The number of the rule that each head gets."""
         config = self._config
         options: dict[str, Any] = {"dense_frames": config.dense_frames, "layout": "BSND", "num_threads": config.num_threads}
         return video.choose_rules(q, k, order, config.choose_from, config.block_shape, **options, **rules)
 
 
 def _timestep_of(given: dict[str, Any]) -> float | None:
-    """The timestep of a forward call. Where each token has its own, the largest: those of frames that are given are smaller."""
+    """The timestep of a forward call. If each token has its own, this is the largest, because frames that are given have smaller ones."""
     timestep = given.get("timestep")
     return None if timestep is None else float(torch.as_tensor(timestep).detach().max())
 
@@ -371,7 +372,7 @@ def _timestep_of(given: dict[str, Any]) -> float | None:
 def attend_here(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Any:
-    """Attention (B, S, H, D) of the layer that this thread is in; None where there is none, or where this call is left as it is."""
+    """Attention (B, S, H, D) of the layer that this thread is in; None if it is in no layer, or if this call is left as it is."""
     now, layer = _here.now, _here.layer
     if now is None or layer is None or now.order is None:
         return None
@@ -427,7 +428,7 @@ def _keys_seen(mask: Any, batch: int, order: video.TokenOrder) -> dict[str, Any]
 
 
 def make_sparse(model: Any, config: SparseVideo) -> Handle:
-    """The handle of a model, after all checks."""
+    """The handle of a model, which passes all checks before."""
     kind = type(model).__name__
     if any(getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod") for module in model.modules()):
         raise ValueError(f"model: expected one that is not compiled, got {kind}: graphs of torch.compile would leave it dense")
@@ -453,7 +454,7 @@ def make_sparse(model: Any, config: SparseVideo) -> Handle:
 
 
 def _shown_rules(config: SparseVideo) -> str:
-    """What is attended, in words."""
+    """The rules and the chooser, in words."""
     what = [f"a rule for each of {len(config.rule)} heads" if isinstance(config.rule, tuple) else str(config.rule)] if config.rule else []
     if config.choose_from:
         what.append(f"for each head the best of {shown(config.choose_from)}")

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 __all__ = ["Call", "Job", "ListKey"]
 
-_MOST_CALLS = 8  # of a step that keep their lists; guidance has two or three
+_MOST_CALLS = 8  # the most calls of a step whose lists are kept; guidance makes two or three
 
 
 class ListKey(NamedTuple):
-    """Which list is meant."""
+    """The layer and the call that a list belongs to."""
 
     layer: int
     number: int  # of the call within its step: guidance calls the model with several prompts, whose lists differ
@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a `Job` knows after a forward call has begun."""
+    """The state of a `Job` after a forward call has begun."""
 
     timestep: float | None
     call: Call | None
@@ -35,11 +35,12 @@ class State(NamedTuple):
 class Job:
     """The steps of a video, as one thread computes them.
 
-    A smaller timestep than the last one is the next step. The same one belongs to the same step. A larger one begins a new video.
+    A call with a smaller timestep than the call before begins the next step. A call with the same timestep belongs to the same step. A call
+    with a larger timestep begins a new video.
     """
 
     def __init__(self) -> None:
-        # All of it is replaced when a call begins, so that the earlier state can be put back if the call fails.
+        # A new state replaces this one when a call begins, so that the earlier state can be put back if the call fails.
         self.state = State(None, None, {}, 0)
 
     @property

@@ -1,1 +1,1 @@
-"""The parts of `blitz_attn.integrations.jax`, which has all that is public."""
+"""The private parts of `blitz_attn.integrations.jax`."""

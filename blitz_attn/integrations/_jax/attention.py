@@ -98,9 +98,9 @@ def _choose_and_attend(out: tuple[np.ndarray, np.ndarray], **given: Any) -> None
 
 @cache
 def _differentiable() -> Any:
-    """``f(options, arrays) -> (out, lse)`` with its gradients; made at the first call, since it needs JAX.
+    """``f(options, arrays) -> (out, lse)`` with its gradients. The function is made at the first call, since it needs JAX.
 
-    `options` are pairs of names and values, `arrays` a dict: lists, lengths and rules among them have no gradient.
+    `options` are pairs of names and values. `arrays` is a dict; lists, lengths and rules in it have no gradient.
     """
     from jax.custom_derivatives import SymbolicZero
 
@@ -146,7 +146,7 @@ def _gradient_of_sinks(sinks: Any, dout: Any, out: Any, lse: Any, dlse: Any, lay
     change = -np_.moveaxis(products.sum(-1), 2 if layout in ("BSND", "BSH") else 1, 0)  # heads first, as below
     lse = np_.moveaxis(lse, 1, 0)
     change = change if dlse is None else change + np_.moveaxis(dlse, 1, 0)
-    valid = lse != -np_.inf  # other queries see no sink: whatever the loss makes of them, NaN included, adds nothing
+    valid = lse != -np_.inf  # invalid queries see no sink: their part of the loss adds nothing here, even if it is NaN
     heads = sinks.astype(np.float32).astype(lse.dtype).reshape(-1, *[1] * (lse.ndim - 1))
     share = np_.exp(heads - np_.where(valid, lse, np_.inf))
     return (share * np_.where(valid, change, 0)).reshape(len(sinks), -1).sum(1).astype(sinks.dtype)
@@ -170,14 +170,14 @@ def block_sparse_attention(
 ) -> Any: ...
 @like(numpy_calls.block_sparse_attention, NOT_TAKEN)
 def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_lse: Any = False, **rules: Any) -> Any:
-    """`blitz_attn.block_sparse_attention` on JAX arrays: under `jax.jit`, differentiable in q, k, v, attn_mask, alibi_slopes and sinks.
+    """`blitz_attn.block_sparse_attention` on JAX arrays, also under `jax.jit`; q, k, v, attn_mask, alibi_slopes and sinks have gradients.
 
     Parameters
     ----------
     q, k, v : jax.Array
         Arrays in CPU memory: float32, float16, bfloat16 or, where JAX has it, float64.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
-        See `blitz_attn.block_sparse_attention`. Lists, lengths and offsets may be traced; the others are Python values.
+        See `blitz_attn.block_sparse_attention`. Lists, lengths and offsets may be traced; the other arguments are Python values.
     q_begin, q_total, kv_ranges : array of int, optional
         See `blitz_attn.block_sparse_attention`.
     attn_mask : jax.Array, optional
@@ -278,14 +278,14 @@ def dot_product_attention(
     query_seq_lengths, key_value_seq_lengths : array of int, optional
         ``(B,)``: number of valid tokens of each batch entry.
     local_window_size : int or (int, int), optional
-        Number of tokens that query i sees before and after key i; one number stands for both. A negative number leaves key i out, as in
+        Number of keys that query i sees before and after key i; one number stands for both. A negative number leaves key i out, as in
         JAX: with ``(3, -1)``, query i sees three keys, the last of which is key ``i - 1``.
     return_residual : bool
         Also return the log-sum-exp.
     sabi : array of int, optional
         Block list ``(B or 1; N, K or 1; ceil(T / block_shape[0]); W)``: see `blitz_attn.block_sparse_attention`.
     block_shape : (int, int), optional
-        Number of tokens per block of queries and per block of keys. Default: that of the list, where it knows one, else (128, 128).
+        Number of tokens per block of queries and per block of keys. Default: the shape that the list knows, or else (128, 128).
     num_threads : int, optional
         Threads of this call and of its gradient.
 
@@ -305,7 +305,7 @@ def dot_product_attention(
 
     Notes
     -----
-    There is no ``implementation=``, since this function is one. A query that sees no key gets the mean of all values from JAX, and 0 here.
+    There is no ``implementation=``. A query that sees no key gets 0; JAX's own function returns the mean of all values for it.
 
     Examples
     --------
@@ -350,13 +350,13 @@ def dot_product_attention(
 
 
 def _leaves_its_own_out(window: Any) -> bool:
-    """Whether a bound of a window is negative. JAX takes it like any other number, while -1 means no bound in the library, which refuses a
-    window that is not a pair of integers."""
+    """Whether a bound of a window is negative. JAX takes negative bounds like any others, while in the library -1 means no bound. A window
+    that is not a pair of integers is left to the library, which refuses it."""
     return window is not None and len(window) == 2 and all(isinstance(n, (int, np.integer)) for n in window) and min(window) < 0
 
 
 def _as_ranges(window: tuple[int, int], queries: int, keys: int) -> np.ndarray:
-    """A window as the run of keys of each query. A query may see none."""
+    """A window as the run of keys of each query. The run may be empty."""
     farthest = queries + keys
     left, right = np.clip(window, -farthest, farthest)
     places = np.arange(queries)
@@ -364,7 +364,7 @@ def _as_ranges(window: tuple[int, int], queries: int, keys: int) -> np.ndarray:
 
 
 def _upper_left(q_shape: tuple[int, ...], keys: int, rules: dict[str, Any], is_causal: bool) -> dict[str, Any]:
-    """The rules for JAX's diagonal, query i at key i. Without `q_begin`, the library's diagonal ends at the last query and key."""
+    """The rules for JAX's diagonal, query i at key i. Without `q_begin`, the library's diagonal ends at the last query and the last key."""
     batch, queries = q_shape[:2]
     if queries == keys and rules["q_lens"] is rules["kv_lens"] is None:
         return {}
@@ -415,8 +415,8 @@ def select_and_attend_prefill(q: Any, k: Any, v: Any, *, return_lse: Any = False
     Raises
     ------
     TypeError, ValueError
-        As `blitz_attn.select_and_attend_prefill`. TypeError also where JAX requests a derivative: it has none. For training, give the list
-        of `blitz_attn.select_blocks_prefill` to `block_sparse_attention`.
+        As `blitz_attn.select_and_attend_prefill`. TypeError also where JAX requests a derivative: the function has none. For training, give
+        the list of `blitz_attn.select_blocks_prefill` to `block_sparse_attention`.
     jax.errors.JaxRuntimeError
         Under a transform of JAX, as for `block_sparse_attention`.
 

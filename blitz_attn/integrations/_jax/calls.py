@@ -1,8 +1,8 @@
 """The library's functions as steps of a computation of JAX, on the memory of its arrays.
 
-What JAX traces (jit, grad, vmap, scan) becomes a call back into Python, which gets the buffers of the compiled computation as NumPy arrays
-and writes the results into others. Where nothing is traced, the library's function is called directly: no computation is compiled, and
-the function's errors are raised as they are.
+A call that JAX traces (jit, grad, vmap, scan) becomes a call back into Python, which gets the buffers of the compiled computation as NumPy
+arrays and writes the results into other buffers. Where nothing is traced, the library's function is called directly: no computation is
+compiled, and the function's errors are raised as they are.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..._sabi.block_list import with_block_shape
 
 try:
     import jax
-except ModuleNotFoundError:  # the module can be imported then, and documented; its functions cannot be called
+except ModuleNotFoundError:  # without JAX, the module can be imported and documented, but its functions cannot be called
     jax = None
 
 Run = Callable[..., Any]
 
-# Arguments of the library's functions that no function for JAX takes, and those that are not taken where blocks are chosen or caches paged.
+# Arguments of the library's functions that no function for JAX takes; and those that functions which choose blocks or read pages lack.
 NOT_TAKEN = ("kv_split", "out", "out_dtype", "dtype", "kv_dtype", "return_sabi")
 BEYOND_LISTS = (*NOT_TAKEN, "q_begin", "q_total")
 
 
 def read(function: Callable[..., Any], without: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a call of the library's `function`: those that are given as arrays of JAX, and all others, frozen."""
+    """The arguments of a call of the library's `function`: its arrays, as arrays of JAX, and all other arguments, frozen."""
     taken = {name: x for name, x in arguments_of(function).items() if x.role not in OWN and name not in (*without, "return_lse")}
     for name in given:
         if name not in taken:
@@ -41,7 +41,7 @@ def read(function: Callable[..., Any], without: Sequence[str], given: Mapping[st
 
 
 def arrays_of(required: Sequence[str], **given: Any) -> dict[str, Any]:
-    """The arguments that are not None, as arrays of JAX. Those that are `required` must be arrays already."""
+    """The arguments that are not None, as arrays of JAX. The `required` arguments must be arrays already."""
     import jax  # raises an error that names JAX where it is not installed
 
     arrays = {}
@@ -57,7 +57,7 @@ def arrays_of(required: Sequence[str], **given: Any) -> dict[str, Any]:
 
 
 def _in_range(x: np.ndarray, name: str) -> np.ndarray:
-    """The array. Integers of more bits than JAX holds are refused, since JAX would silently drop their upper bits."""
+    """The array. Integers that need more bits than JAX holds are refused, since JAX would silently drop their upper bits."""
     if x.size == 0 and x.dtype == np.float64:  # an empty list
         return x.astype(np.int32)
     if x.dtype.kind not in "iu" or x.dtype.itemsize < 8 or jax.config.jax_enable_x64:
@@ -69,7 +69,7 @@ def _in_range(x: np.ndarray, name: str) -> np.ndarray:
 
 
 def frozen(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as they are now, whatever the caller changes later: lists and arrays become tuples. Refuses what JAX traces."""
+    """The options with tuples in place of lists and arrays, so that the caller cannot change them later. Refuses what JAX traces."""
     return {name: _frozen(x, name) for name, x in options.items()}
 
 
@@ -90,11 +90,11 @@ def is_traced(arrays: Mapping[str, Any]) -> bool:
 class _OnBuffers:
     """The function that JAX calls back. JAX compiles a computation anew, unless this object equals that of an earlier call.
 
-    Objects are equal where `run`, `axes` and `key` are.
+    Two objects are equal if their `run`, `axes` and `key` are equal.
     """
 
     run: Run
-    axes: int  # how many the first result has, not counting the axes that vmap adds
+    axes: int  # number of axes of the first result, without the axes that vmap adds
     key: Hashable
     options: Mapping[str, Any] = field(compare=False)
 
@@ -105,7 +105,7 @@ class _OnBuffers:
             self.run(tuple(x[entry] for x in results), **plain(of_entry), **self.options)
 
 
-# Arguments that may be one number.
+# Arguments that may be a single number.
 _NUMBERS = frozenset(x.name for rows in OPERATIONS.values() for x in rows if x.role in ("per_sequence", "scales"))
 
 
@@ -122,8 +122,7 @@ def _index_of(entry: tuple[int, ...], x: np.ndarray) -> tuple[int, ...]:
 def call(run: Run, results: Sequence[Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
     """``run(out, **arrays, **options)``, which writes its results into the NumPy arrays of the tuple `out`. The options are `frozen`.
 
-    `results` are their shapes and dtypes. Where JAX maps the call, there is a call of `run` for each entry of the mapped axes, one after
-    the other.
+    `results` has the shapes and dtypes of the results. Where JAX maps the call, `run` is called for each entry of the mapped axes, in turn.
     """
     from jax.experimental.buffer_callback import buffer_callback
 
@@ -136,7 +135,7 @@ def call(run: Run, results: Sequence[Any], arrays: Mapping[str, Any], options: M
 
 
 def _key_of(options: Mapping[str, Any]) -> Hashable:
-    """Equal for frozen options that are equal, and of equal types: 4.0 may be refused where 4 is not."""
+    """A key that is equal for frozen options of equal values and types. (Types count, because 4.0 may be refused where 4 is not.)"""
     return tuple((name, _typed(x)) for name, x in options.items())
 
 
@@ -147,7 +146,7 @@ def _typed(x: Any) -> Hashable:
 
 
 def without_gradient(function: Callable[..., Any], sentence: str) -> Callable[..., Any]:
-    """`function`, of arrays alone, where a request for its derivative is refused with a sentence."""
+    """`function`, whose arguments are arrays alone, with a sentence that refuses requests for its derivative."""
     guarded = jax.custom_jvp(function)
 
     @guarded.defjvp

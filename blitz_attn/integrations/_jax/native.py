@@ -36,7 +36,7 @@ def _attend_backward(out: tuple[np.ndarray, ...], *, dout: np.ndarray, learned: 
 
 @cache
 def _differentiable() -> Any:
-    """``f(options, arrays) -> out`` with its gradients; made at the first call, since it needs JAX."""
+    """``f(options, arrays) -> out`` with its gradients. The function is made at the first call, since it needs JAX."""
 
     def primal(options: Any, arrays: dict[str, Any]) -> Any:
         q, v = arrays["q"], arrays["v"]
@@ -60,7 +60,7 @@ def _differentiable() -> Any:
 
 @like(numpy_calls.nsa, _NOT_TAKEN)
 def nsa(q: JaxArray, k: JaxArray, v: JaxArray, **rules: Unpack[NSARules]) -> JaxArray:
-    """`blitz_attn.nsa.nsa` on JAX arrays: under `jax.jit`, differentiable in q, k, v, weights and gates. The selection counts as constant.
+    """`blitz_attn.nsa.nsa` on JAX arrays, also under `jax.jit`; differentiable in q, k, v, weights and gates, for a constant selection.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def nsa(q: JaxArray, k: JaxArray, v: JaxArray, **rules: Unpack[NSARules]) -> Jax
     compress_block_size, num_selected_blocks, window_size, causal, scale, q_tile_size, num_cmp_selected_blocks, mode
         See `blitz_attn.nsa.nsa`. Python values.
     compress_stride, select_block_size, init_blocks, local_blocks, block_indices, cu_seqlens
-        See `blitz_attn.nsa.nsa`. The last two may be traced; the others are Python values.
+        See `blitz_attn.nsa.nsa`. The last two may be traced; the other arguments are Python values.
     num_threads : int, optional
         Threads of this call and of its gradient.
 

@@ -78,7 +78,7 @@ def paged_attention(
     q, k_cache, v_cache : jax.Array
         Arrays in CPU memory: see `blitz_attn.paged_attention` for shapes and dtypes.
     block_tables, seq_lens, scale, kv_layout, q_lens, window, kv_ranges, attn_mask, alibi_slopes, sinks, softcap
-        See `blitz_attn.paged_attention`. Arrays may be traced; the others are Python values.
+        See `blitz_attn.paged_attention`. Arrays may be traced; the other arguments are Python values.
     k_scale, v_scale : jax.Array or float, optional
         See `blitz_attn.paged_attention`.
     return_lse : bool
@@ -96,7 +96,7 @@ def paged_attention(
     Raises
     ------
     TypeError, ValueError
-        As `blitz_attn.paged_attention`. TypeError also where JAX requests a derivative: it has none.
+        As `blitz_attn.paged_attention`. TypeError also where JAX requests a derivative: the function has none.
     jax.errors.JaxRuntimeError
         Under a transform of JAX, as for `block_sparse_attention`.
 
@@ -140,7 +140,7 @@ def paged_select_attention(
     q, k_cache, v_cache : jax.Array
         Arrays in CPU memory: see `blitz_attn.paged_attention` for shapes and dtypes.
     block_tables, seq_lens, selected, counts, scale, kv_layout, q_lens, window, kv_ranges, attn_mask, alibi_slopes, sinks, softcap
-        See `blitz_attn.paged_select_attention`. Arrays may be traced; the others are Python values.
+        See `blitz_attn.paged_select_attention`. Arrays may be traced; the other arguments are Python values.
     k_scale, v_scale : jax.Array or float, optional
         See `blitz_attn.paged_attention`.
     return_lse : bool
@@ -158,7 +158,7 @@ def paged_select_attention(
     Raises
     ------
     TypeError, ValueError
-        As `blitz_attn.paged_select_attention`. TypeError also where JAX requests a derivative: it has none.
+        As `blitz_attn.paged_select_attention`. TypeError also where JAX requests a derivative: the function has none.
     jax.errors.JaxRuntimeError
         Under a transform of JAX, as for `block_sparse_attention`.
 

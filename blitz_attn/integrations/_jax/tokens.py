@@ -50,9 +50,9 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
     top_k : int
         How many keys each query gets. A Python value.
     scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_tables, q_begin, ascending
-        See `blitz_attn.select_tokens`. Arrays may be traced; the others are Python values.
+        See `blitz_attn.select_tokens`. Arrays may be traced; the other arguments are Python values.
     pool_size, keep_tail, block_size, min_score, k_scale
-        See `blitz_attn.select_tokens`. Arrays may be traced; the others are Python values.
+        See `blitz_attn.select_tokens`. Arrays may be traced; the other arguments are Python values.
     return_scores : bool
         Also return the scores of the chosen keys.
     num_threads : int, optional
@@ -68,7 +68,7 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
     Raises
     ------
     TypeError, ValueError
-        As `blitz_attn.select_tokens`. TypeError also where JAX requests a derivative: it has none.
+        As `blitz_attn.select_tokens`. TypeError also where JAX requests a derivative: the function has none.
     jax.errors.JaxRuntimeError
         Under a transform of JAX, as for `block_sparse_attention`.
 

@@ -1,1 +1,1 @@
-"""The parts of `blitz_attn.integrations.torch`, which has all that is public."""
+"""The private parts of `blitz_attn.integrations.torch`."""

@@ -32,11 +32,11 @@ from .tensors import (
 
 Reader = Callable[[Any, str], Any]
 
-# Arguments of the library's functions that those for torch do not take.
+# Arguments of the library's functions that the functions for torch do not take.
 NOT_TAKEN = ("q_begin", "q_total", "kv_split", "out", "out_dtype", "dtype", "kv_dtype", "return_sabi")
 
 
-# Rows of blocks are tensors of bytes, whose dtype does not say what they hold: the functions over pages take the name of the format.
+# Caches of q8_0, q4_0 and q4_1 are tensors of bytes, whose dtype does not say the format: functions over pages take the format's name.
 KV_FORMAT = Argument("kv_dtype", "kv_format", default=None)
 NOT_TAKEN_OF_PAGES = tuple(name for name in NOT_TAKEN if name != KV_FORMAT.name)
 
@@ -110,8 +110,8 @@ _TOLD: dict[str, dict[str, Any]] = {}
 
 
 def takes(function: Callable[..., Any], arguments: Mapping[str, Argument] | None = None, **told: Any) -> None:
-    """Registers the library's function for `read`. `arguments`: those of the operator, where they differ from the function's. `told`: what
-    the operator is told where the caller says nothing."""
+    """Registers the library's function for `read`. `arguments`: the operator's arguments, where they differ from those of the function.
+    `told`: arguments that the operator gets if the caller does not give them."""
     arguments = taken(function) if arguments is None else arguments
     _READERS_OF[function.__name__] = {name: _reader(x) for name, x in arguments.items()}
     _TOLD[function.__name__] = told

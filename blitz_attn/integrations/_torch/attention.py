@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 try:
     import torch
-except ModuleNotFoundError:  # the module can be imported then, and documented; its functions cannot be called
+except ModuleNotFoundError:  # without torch, the module can be imported and documented, but its functions cannot be called
     torch = None
 
 __all__ = ["block_sparse_attention", "scaled_dot_product_attention", "select_and_attend_prefill"]
@@ -51,12 +51,12 @@ def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_l
     q, k, v : torch.Tensor
         CPU tensors: float32, float16, bfloat16 or float64.
     sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads
-        See `blitz_attn.block_sparse_attention`. Under `torch.compile`, `sabi`, `kv_ranges` and `attn_mask` are tensors.
+        See `blitz_attn.block_sparse_attention`. Under `torch.compile`, `sabi`, `kv_ranges` and `attn_mask` must be tensors.
     kv_ranges : torch.Tensor or array of int, optional
         ``(B, Sq, 2)``, ``(Sq, 2)`` or for layout TND ``(T, 2)``: the run of keys that each query may see.
     attn_mask : torch.Tensor or array, optional
         ``(B, H, Sq, Skv)``, or any shape that broadcasts to it: bool, False where a query does not see a key, or numbers that are added to
-        the scores. A tensor of numbers may need a gradient. An array is copied, a tensor is not.
+        the scores. A tensor of numbers may need a gradient. Arrays are copied, and tensors are not.
     alibi_slopes : torch.Tensor or sequence of float, optional
         ``(H,)``: how much the score of each head falls per token of distance. Read as float32; a tensor may need a gradient.
     sinks : torch.Tensor or sequence of float, optional
@@ -213,7 +213,7 @@ def scaled_dot_product_attention(
         ``(..., Hkv, Skv, D)`` and ``(..., Hkv, Skv, Dv)``, same dtype. Leading axes of the three broadcast, without copies, as do one head
         of `key` and `value`, or of `query`.
     attn_mask : torch.nn.attention.bias.CausalBias or torch.Tensor, optional
-        ``causal_upper_left`` means the same as `is_causal`, ``causal_lower_right`` aligns the diagonal to the last query and the last key.
+        ``causal_upper_left`` means the same as `is_causal`; ``causal_lower_right`` aligns the diagonal to the last query and the last key.
         A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats that are added to the
         scores, and may need a gradient. It is read once. It is expanded only if it has several leading axes and some, but not all, of them
         have length 1.
@@ -228,9 +228,9 @@ def scaled_dot_product_attention(
     sabi : torch.Tensor or array of int, optional
         Block list ``(B or 1; H, Hkv or 1; ceil(Sq / block_shape[0]); W)``: see `blitz_attn.block_sparse_attention`.
     block_shape : (int, int), optional
-        Number of tokens per block of queries and per block of keys. Default: that of the list, where it knows one, else (128, 128).
+        Number of tokens per block of queries and per block of keys. Default: the shape that the list knows, or else (128, 128).
     window : (int, int), optional
-        Number of tokens that are seen before and after the diagonal ``i + kv_len - q_len``, or ``i`` with `is_causal`; -1 sets no bound.
+        How many tokens query i sees before and after token ``i + kv_len - q_len``, or ``i`` with `is_causal`; -1 sets no bound.
     q_lens, kv_lens : sequence of int, optional
         ``(B,)``: number of valid tokens of each batch entry.
     return_lse : bool
@@ -252,9 +252,9 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    A mask of bool, or of 0 and ``-inf``, is replaced by the cheapest rule that does the same. Where all heads share it, and the keys of
+    A mask of bool, or of 0 and ``-inf``, is replaced by the cheapest rule that does the same. If all heads share the mask, and the keys of
     each query have no gap between them, it becomes a run of keys for each query, and costs no more than `is_causal`. Otherwise, blocks of
-    128 x 128 pairs of which none is seen are left out. With other masks, a call takes a tenth to a third more time.
+    128 x 128 pairs in which no pair is seen are left out. Masks of other numbers make a call take a tenth to a third more time.
 
     Examples
     --------
@@ -319,7 +319,7 @@ def _rule_of_mask(attn_mask: Any, is_causal: bool) -> tuple[bool, bool]:
 
 
 def _mask_of_pairs(mask: Any, query: Any, key: Any) -> Any:
-    """A mask that torch can expand to (..., H, Sq, Skv) with one axis in place of the leading ones."""
+    """A mask that torch can expand to (..., H, Sq, Skv), with its leading axes joined into one."""
     shape = (*query.shape[:-1], key.shape[-2])
     mask = mask_of(mask, "attn_mask")
     if mask.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16, torch.float64):
@@ -357,7 +357,7 @@ def select_and_attend_prefill(q: Any, k: Any, v: Any, *, return_lse: Any = False
         A run of keys for each query: see `blitz_attn.select_blocks_prefill`. Under `torch.compile`, a tensor.
     attn_mask, alibi_slopes, sinks, softcap
         Further options of attention: see `block_sparse_attention`. They have no gradient here, and the choice of blocks ignores them.
-        Under `torch.compile`, `attn_mask` is a tensor.
+        Under `torch.compile`, `attn_mask` must be a tensor.
     return_lse : bool
         Also return the log-sum-exp.
     num_threads : int, optional
@@ -375,7 +375,8 @@ def select_and_attend_prefill(q: Any, k: Any, v: Any, *, return_lse: Any = False
     TypeError, ValueError
         As `blitz_attn.select_and_attend_prefill`.
     RuntimeError
-        In ``backward``: it has no gradient. For training, give the list of `blitz_attn.select_blocks_prefill` to `block_sparse_attention`.
+        In ``backward``: the operation has no gradient. For training, give the list of `blitz_attn.select_blocks_prefill` to
+        `block_sparse_attention`.
 
     Examples
     --------

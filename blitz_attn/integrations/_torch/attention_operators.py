@@ -29,7 +29,7 @@ _LEARNED = [name for name, x in _GIVEN.items() if x.differentiable]  # the gradi
 
 def _read(told: dict[str, Any]) -> None:
     """Replaces the mask of a call by cheaper rules that do the same, if there are any. The call is in layout BNSD or BSND, and its other
-    rules are a list, lengths and the diagonal. This is done here because a graph holds no elements."""
+    rules are a list, lengths and the diagonal. The operator does so when it runs, because a graph does not know the elements of a mask."""
     q, mask, axis = told["q"], told.pop("attn_mask"), 1 if told.get("layout") == "BSND" else 2
     told |= read_mask(mask, q.shape[axis], told["k"].shape[axis], q.dtype, lists=told.get("sabi") is None)
 
@@ -41,7 +41,7 @@ def _attend(told: dict[str, Any], return_lse: bool) -> Any:
 
 
 def _attend_backward(told: dict[str, Any], return_lse: bool) -> Any:
-    if told.pop("reads_mask", False) and not told.get("bias_grads"):  # what a mask is read as has no gradient
+    if told.pop("reads_mask", False) and not told.get("bias_grads"):  # the rules that replace a mask have no gradient
         _read(told)
     grads = block_sparse_attention_backward(**told)
     grads += (None,) * (len(_LEARNED) - len(grads))
@@ -87,7 +87,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> Any:
     *inputs, out, lse = ctx.saved_tensors  # read once: under torch.utils.checkpoint, each reading computes them again
     given = named(_ATTENTION, tuple(inputs), {})
-    needed = [name for name, needs in zip(given, ctx.needs_input_grad, strict=False) if needs]  # it has no entries for arguments left out
+    needed = [name for name, needs in zip(given, ctx.needs_input_grad, strict=False) if needs]  # without the arguments left out
     dout = torch.zeros_like(out) if dout is None else dout
     grads: dict[str, Any] = {}
     if any(name in _LEARNED for name in needed):
@@ -110,7 +110,7 @@ def _gradient_of_sinks(sinks: Any, dout: Any, out: Any, lse: Any, dlse: Any, lay
     change = -products.sum(-1).movedim(2 if layout in ("BSND", "BSH") else 1, 0)  # heads first, as below
     change = change if dlse is None else change + dlse.movedim(1, 0)
     lse = lse.movedim(1, 0).flatten(1)
-    empty = lse == -torch.inf  # queries that are not valid, which see no sink: whatever the loss makes of them, NaN included, adds nothing
+    empty = lse == -torch.inf  # invalid queries, which see no sink: their part of the loss adds nothing here, even if it is NaN
     share = torch.exp(sinks.float().to(lse.dtype)[:, None] - lse.masked_fill(empty, torch.inf))
     return (share * change.flatten(1).masked_fill(empty, 0)).sum(1).to(sinks.dtype)
 

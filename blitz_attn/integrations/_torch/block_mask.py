@@ -1,10 +1,10 @@
 """FlexAttention's BlockMask to and from block lists with token rules. Public through `blitz_attn.integrations.torch`.
 
 A BlockMask lists full blocks, in which every query sees every key, and partial blocks, in which a function of (batch, head, query, key)
-says which queries see which keys. A block list has one kind of block, and token rules that cut inside: causal, window, lengths and
-documents, or a run of keys for each query. So a BlockMask becomes a list with rules that cut its partial blocks exactly as its
-function does, and no full block. Where there are no such rules, it becomes a list with a mask that has an element for each pair. To find
-this out, the function is evaluated on all tokens of the partial blocks.
+says which queries see which keys. A block list has one kind of block, and token rules that cut inside of blocks: causal, window, lengths
+and documents, or a run of keys for each query. So a BlockMask becomes a list with rules that cut its partial blocks exactly as its
+function does, and that cut no full block. Where there are no such rules, it becomes a list with a mask that has an element for each pair.
+To find the rules, the function is evaluated on all tokens of the partial blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 try:
     import torch
-except ModuleNotFoundError:  # the module can be imported then, and documented; its functions cannot be called
+except ModuleNotFoundError:  # without torch, the module can be imported and documented, but its functions cannot be called
     torch = None
 
 __all__ = ["from_flex_block_mask", "to_flex_block_mask"]
@@ -42,7 +42,7 @@ class Places(NamedTuple):
     """Sequences of a problem: those of a batch with their lengths, or documents that follow one another."""
 
     sizes: tuple[int, int]  # tokens of queries and of keys
-    q_lens: Any  # int64 tensor (B,), or of each document; None: all tokens
+    q_lens: Any  # int64 tensor: the length of each batch entry or document; None: all tokens
     kv_lens: Any
     documents: tuple[Any, Any] | None  # the document of each query and of each key
     starts: tuple[Any, Any] | None  # the first query and key of each document
@@ -72,7 +72,7 @@ class Places(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What is seen of the valid tokens: distances from `lowest` to `highest`; None is no bound."""
+    """Which valid keys a query sees: those at distances from `lowest` to `highest`. None sets no bound."""
 
     lowest: int | None
     highest: int | None
@@ -93,9 +93,9 @@ class Rules(NamedTuple):
 
 
 def _mask_mod(places: Places, rules: Rules, kept: Any, block_shape: tuple[int, int], ranges: Any = None) -> Callable[..., Any]:
-    """The function of a BlockMask: the rules, and the list itself (`kept`: bool (B or 1, H or 1, R, C), or None), because uncompiled
-    flex_attention looks at nothing else. In a problem of documents the rows and columns of `kept` begin at each document. `ranges`:
-    (B or 1, Sq, 2), a run of keys for each query."""
+    """The function of a BlockMask. It applies the rules and also the list (`kept`: bool (B or 1, H or 1, R, C), or None), because
+    uncompiled flex_attention calls this function for all pairs. In a problem of documents, the rows and columns of `kept` begin at each
+    document. `ranges`: (B or 1, Sq, 2), a run of keys for each query."""
     several = None if kept is None else (kept.shape[0] > 1, kept.shape[1] > 1)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -117,8 +117,8 @@ def _mask_mod(places: Places, rules: Rules, kept: Any, block_shape: tuple[int, i
 
 
 def _evaluated(mask_mod: Any, blocks: np.ndarray, block_shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Iterator[Any]:
-    """(blocks, b, i, j, valid, seen) for stretches of `blocks`, rows of (batch, head, row, column): indices of shape (n, BQ, BKV), whether
-    they are tokens at all, and what the function says for them."""
+    """Evaluates the function of a mask in `blocks`, rows of (batch, head, row, column), some at a time. Yields these blocks; b, i and j,
+    indices that broadcast to (n, BQ, BKV); `valid`, whether both i and j are tokens; and `seen`, whether the function lets i see j."""
     over_keys = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
     over_pairs = torch.vmap(torch.vmap(over_keys, in_dims=(None, None, 0, None)), in_dims=(0, 0, 0, 0))
     step = max(1, CHUNK // (block_shape[0] * block_shape[1]))
@@ -219,7 +219,7 @@ def to_flex_block_mask(
     s_q, s_kv : int
         Numbers of query and key tokens; `s_kv` defaults to `s_q`.
     block_shape : (int, int)
-        Number of tokens per block of queries and of keys: those of the BlockMask, too.
+        Number of tokens per block of queries and of keys. The BlockMask gets the same shape.
     causal, window, q_lens, kv_lens
         Token rules: see `block_sparse_attention`.
     cu_seqlens_q, cu_seqlens_kv : sequence of int, optional
@@ -231,7 +231,7 @@ def to_flex_block_mask(
     -------
     torch.nn.attention.flex_attention.BlockMask
         On the CPU. Its function holds the rules and the list, so that flex_attention computes the same whether it is compiled or not.
-        A query that sees no key gets 0 either way.
+        A query that sees no key gets 0 in both cases.
 
     Raises
     ------
@@ -285,7 +285,8 @@ def to_flex_block_mask(
 
 
 class _Found(NamedTuple):
-    """Which distances of `Places.distance` a mask shows somewhere, and which it hides: bool, shifted by the number of queries and keys."""
+    """Which distances of `Places.distance` a mask shows somewhere, and which it hides somewhere: arrays of bool, whose index is the
+    distance plus the numbers of queries and keys."""
 
     seen: np.ndarray
     hidden: np.ndarray
@@ -301,8 +302,8 @@ def _has_gap(seen: np.ndarray, hidden: np.ndarray) -> bool:
 def _looked_at(
     mask: Any, partial: np.ndarray, full: np.ndarray, shape: tuple[int, int], places: Places, device: Any, *, whole: bool
 ) -> _Found | None:
-    """What the blocks of a mask show; None where something is seen beyond the lengths or in another document. Unless `whole`, also None as
-    soon as no window expresses it."""
+    """What the blocks of a mask show. None if a query sees a key beyond the lengths or in another document. Unless `whole`, also None as
+    soon as no window can express what is seen."""
     sizes = places.sizes
     shift = sum(sizes)
     seen_at, hidden_at = np.zeros((2, 2 * shift + 1), bool)
@@ -337,7 +338,7 @@ def _looked_at(
 
 
 def _rules_of(found: _Found | None, shift: int) -> tuple[bool, tuple[int, int] | None] | None:
-    """(causal, window) that let a query see exactly the distances that are seen; None where there are no such rules."""
+    """(causal, window) that let a query see exactly the distances that the mask shows; None where there are no such rules."""
     if found is None:
         return None
     if _has_gap(found.seen, found.hidden):
@@ -421,17 +422,17 @@ def from_flex_block_mask(
     Returns
     -------
     dict
-        ``sabi`` (int32 tensor), ``block_shape``, ``causal``, ``window``, ``q_lens`` and ``kv_lens``, or instead of the last four
-        ``kv_ranges`` or ``attn_mask``. For documents ``layout="TND"``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` instead of lengths, for
-        tensors ``(T, H, D)``, and a ``sabi`` whose rows and columns begin at each document, or None where the mask leaves out nothing of
-        the documents.
+        ``sabi`` (int32 tensor) and ``block_shape``, with ``causal``, ``window``, ``q_lens`` and ``kv_lens``, or with ``kv_ranges``, or with
+        ``attn_mask``. With given documents, the arguments are for tensors ``(T, H, D)``: ``layout="TND"``, ``cu_seqlens_q`` and
+        ``cu_seqlens_kv`` take the place of the lengths, and rows and columns of ``sabi`` begin at each document. ``sabi`` is then None if
+        the mask leaves out nothing of the documents.
 
     Raises
     ------
     TypeError
         Not a BlockMask.
     ValueError
-        Given lengths or documents, together with causal and window, do not cut the partial blocks as the mask does. Or documents begin
+        No causal rule and window, together with the given lengths or documents, cut the partial blocks as the mask does. Or documents begin
         within a block, and the list leaves out parts of them.
 
     Examples
@@ -474,7 +475,7 @@ def from_flex_block_mask(
     given = any(x is not None for x in (*lens, ends[0]))
     found = _looked_at(block_mask, partial, full, shape, places, device, whole=not given and kept.shape[0] > 1)
     rules = _rules_of(found, sum(sizes))
-    # A mask of batch size 1 is for every batch size, and lengths would be for one sequence only: so there are none for it.
+    # A mask of batch size 1 holds for every batch size, while lengths hold for one sequence: so no lengths are derived from it.
     if rules is None and found is not None and not given and kept.shape[0] > 1:
         lens = found.ends[0], found.ends[1]
         places = Places.of(sizes, lens, ends, device)

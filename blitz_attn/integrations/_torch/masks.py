@@ -10,11 +10,11 @@ from ..._sabi.convert import any_pool, from_block_mask, runs_and_counts
 
 try:
     import torch
-except ModuleNotFoundError:  # the module can be imported then; its function cannot be called
+except ModuleNotFoundError:  # without torch, the module can be imported, but its function cannot be called
     torch = None
 
 _STRIPE = 64  # queries that are read at a time
-_LEAST = -2.3e38  # smaller numbers hide a key, as -inf does, where scores are float32
+_LEAST = -2.3e38  # where scores are float32, this number and smaller ones hide a key, as -inf does
 _BLOCK_SHAPE = (128, 128)
 
 
@@ -22,8 +22,8 @@ def read_mask(mask: Any, queries: int, keys: int, dtype: Any, *, lists: bool) ->
     """The arguments of `block_sparse_attention` that do what `mask` does, in the least time, for tensors of `dtype`.
 
     `mask` has at most four axes, of B, H, Sq and Skv entries or 1. Where it only hides keys, and the keys that a query sees have no gap
-    between them, `kv_ranges` replaces it. Where there are gaps, a mask of bool does, and with `lists` a list of the blocks in which some
-    pair is seen. Other masks are returned as they are. No mask is expanded to all pairs.
+    between them, `kv_ranges` replaces it. Where there are gaps, a mask of bool replaces it, with `lists` together with a list of the blocks
+    in which some pair is seen. Masks that do more than hide keys are returned as they are. No mask is expanded to all pairs.
     """
     given = mask.detach().reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     given = given[tuple(slice(1) if step == 0 else slice(None) for step in given.stride())]
@@ -39,7 +39,7 @@ def read_mask(mask: Any, queries: int, keys: int, dtype: Any, *, lists: bool) ->
 def _shown(mask: Any, least: float) -> Any:
     """Where a mask of floats is 0; None if it holds anything except 0 and numbers that hide a key."""
     numbers, limits = mask.resolve_neg(), torch.tensor([least, -torch.inf]).to(mask.dtype)
-    as_bits = numbers.itemsize == 2  # NumPy has no bfloat16, and is slow with float16; below 0, smaller numbers have larger bits
+    as_bits = numbers.itemsize == 2  # NumPy has no bfloat16, and is slow with float16; of numbers below 0, smaller ones have larger bits
     numbers, limits = ((x.view(torch.int16).numpy().view(np.uint16) if as_bits else x.numpy()) for x in (numbers, limits))
     shown = np.empty(numbers.shape, bool)
     for first in range(0, numbers.shape[2], _STRIPE):
@@ -60,13 +60,13 @@ def _ranges_of(seen: np.ndarray, queries: int, keys: int) -> Any:
         runs, counts = runs_and_counts(seen)
         if (runs[..., 1] - runs[..., 0] != counts).any():
             return None
-    else:  # an axis of 1: all keys or none
+    else:  # one element for all keys
         runs = seen * np.array([0, keys])
     return torch.from_numpy(np.broadcast_to(runs, (len(runs), queries, 2)).copy())
 
 
 def _list_of(seen: np.ndarray, queries: int, keys: int) -> dict[str, Any]:
-    """The list of blocks in which a mask shows something; nothing if it does so in all of them."""
+    """The list of the blocks in which a mask shows some pair; no arguments if these are all blocks."""
     kept = any_pool(seen, _BLOCK_SHAPE)
     if kept.all():
         return {}

@@ -1,8 +1,8 @@
 """Native sparse attention that torch differentiates. Public through `blitz_attn.integrations.torch`.
 
-It is a function of autograd, not an operator: its backward needs the context of its forward, which is more than tensors.
-`torch.compiler.disable` makes `torch.compile` call it outside of its graph. `disable` imports the compiler, which takes seconds, so it is
-called only when a compiler first meets `nsa`.
+`nsa` is a function of autograd, not an operator: its backward needs the context of its forward, which is more than tensors.
+`torch.compiler.disable` makes `torch.compile` call `nsa` outside of its graph. `disable` imports the compiler, which takes seconds. So
+`disable` is called only when a compiler first meets `nsa`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _function() -> Any:
         def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> Any:
             given: dict[str, Any] = {name: None if x is None else rows(x) for name, x in zip(_NSA_TENSORS, tensors, strict=True)}
             out, ctx.kept = _nsa(**given, **options, return_context=True)
-            ctx.save_for_backward(*tensors)  # the context holds them too, but torch notices when one is changed in place
+            ctx.save_for_backward(*tensors)  # the context holds them, too, but torch notices changes in place only in saved tensors
             ctx.num_threads = options.get("num_threads")
             return out
 
@@ -69,7 +69,7 @@ def _function() -> Any:
 
 
 def _of_its_own(x: Any) -> Any:
-    """A copy of integers that backward reads, so that the caller cannot change them before."""
+    """A copy of integers that backward reads, so that the caller cannot change them before backward runs."""
     return x.clone() if hasattr(x, "clone") else x.copy() if isinstance(x, np.ndarray) else x
 
 
@@ -84,7 +84,7 @@ def _eager(options: dict[str, Any], tensors: tuple[Any, ...]) -> Any:
     return _function().apply(options | {name: _of_its_own(options[name]) for name in ("block_indices", "cu_seqlens")}, *tensors)
 
 
-_outside_of_graphs: list[Any] = []  # `_eager` for a compiler, once it is made
+_outside_of_graphs: list[Any] = []  # `_eager` as a compiler calls it, once a compiler has met `nsa`
 
 
 @like(_nsa, _NOT_TAKEN)

@@ -1,8 +1,8 @@
-"""The library's operations as operators of torch, `torch.ops.blitz_attn`: what torch.compile, export and autograd know of them.
+"""The library's operations as operators of torch, `torch.ops.blitz_attn`, for torch.compile, export and autograd.
 
-Each operator has a schema, an implementation on CPU tensors, which calls the library's function of that name, and a fake one, which says
-what shapes come out. Operators that torch differentiates have a formula; the others say in `backward` that they have none. The files of
-the functions for torch define them.
+Each operator has a schema, an implementation on CPU tensors, which calls the library's function of that name, and a fake implementation,
+which makes results of the right shapes. Operators that torch differentiates have a formula; the others raise an error in `backward`. The
+files of the functions for torch define the operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .tensors import autocast_dtype, flag_of, lowered, rows, transforms_active
 
 try:
     import torch
-except ModuleNotFoundError:  # the module can be imported then; nothing is registered
+except ModuleNotFoundError:  # without torch, the module can be imported, but registers nothing
     torch = None
 
 # ---- Schemas ------------------------------------------------------------------------------------------------------
@@ -45,17 +45,17 @@ def _schema(tensors: dict[str, Argument], options: list[Argument], more: str, re
 # ---- What an operator does ----------------------------------------------------------------------------------------
 
 Told = dict[str, Any]  # the arguments of an operator, by name
-TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: all before the `*` of its schema, as torch needs for gradients
+TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: the arguments before the `*` of its schema, as torch needs for gradients
 _ON_CPU: dict[str, Callable[..., Any]] = {}
 
 
 def named(name: str, given: tuple[Any, ...], options: Told) -> Told:
-    """All that an operator is given, by name: the dispatcher leaves out the last tensors where they are None."""
+    """All arguments that an operator is given, by name. The dispatcher leaves out the last tensors if they are None."""
     return dict(zip(TENSORS[name], given, strict=False)) | options
 
 
 def _on_cpu(name: str, work: Callable[[Told, bool], Any]) -> Callable[..., Any]:
-    """The implementation of an operator: the work on its tensors, copied where their last axis must be contiguous and is not."""
+    """The implementation of an operator: `work` on its tensors. A tensor is copied if its last axis must be contiguous and is not."""
     floats = [tensor for tensor, x in TENSORS[name].items() if x.role in READ_IN_PLACE]
 
     def run(*given: Any, return_lse: bool = True, **options: Any) -> Any:
@@ -75,7 +75,7 @@ def attend_shapes(told: Told) -> Any:
 
 
 def _under_autocast(name: str, cast: Callable[[Told, Any], None]) -> Callable[..., Any]:
-    """The operator where autocast is on: casts the tensors by operations that torch differentiates, calls it, and casts the result."""
+    """The operator under autocast: casts the tensors by operations that torch differentiates, calls the operator, and casts the result."""
     this_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def run(*given: Any, **options: Any) -> Any:
@@ -123,9 +123,9 @@ def define(
 ) -> None:  # fmt: skip
     """Defines an operator, which calls `work` with its arguments and with whether the log-sum-exp is wanted.
 
-    `order` names the tensors whose positions already exported graphs depend on; newer ones follow. `shapes` makes its fake results,
-    `gradient` computes its gradients or refuses to, `keep` keeps what the formula needs, and `cast` casts its tensors under autocast.
-    `more`: options that only the operator has.
+    `order` names the tensors whose positions already exported graphs depend on; newer tensors follow. `shapes` makes the fake results,
+    `gradient` computes the gradients or refuses to, `keep` saves the tensors that `gradient` needs, and `cast` casts tensors under
+    autocast. `more`: options that only the operator has.
     """
     TENSORS[name] = {tensor: arguments[tensor] for tensor in order.split()} | {tensor: x for tensor, x in arguments.items() if x.is_array}
     _ON_CPU[name] = _on_cpu(name, work)
@@ -148,8 +148,8 @@ _CLASSES = frozenset() if torch is None else frozenset((torch.Tensor, torch.nn.P
 
 
 def _needs_dispatch(*given: Any, **options: Any) -> bool:
-    """Whether torch would do more for a call than pass it on to the CPU: whether it follows a tensor for a gradient, a tensor is of a class
-    of its own, autocast is on, a mode or torch's profiler watches operators, or a graph is made of them."""
+    """Whether torch would do more for a call than pass it on to the CPU: torch follows a tensor for a gradient, a tensor is of a derived
+    class, autocast is on, a mode or torch's profiler watches operators, or a graph is made of them."""
     return (
         torch.compiler.is_compiling()
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(*given, **options))
@@ -164,8 +164,8 @@ def _needs_dispatch(*given: Any, **options: Any) -> bool:
 
 
 def call(name: str, *given: Any, return_lse: Any, **options: Any) -> Any:
-    """What the operator of that name returns, with `return_lse` the log-sum-exp, too. Where torch would only pass the call on to the CPU
-    implementation, it is called directly, since the way through torch takes longer than a small call."""
+    """Calls the operator of that name. With `return_lse`, the log-sum-exp is returned, too. Where torch would only pass the call on to the
+    CPU implementation, that is called directly, since the way through torch takes longer than a small call."""
     return_lse = flag_of(return_lse, "return_lse")
     if _needs_dispatch(*given, **options):
         out, lse = getattr(torch.ops.blitz_attn, name)(*given, **options)

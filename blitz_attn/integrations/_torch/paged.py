@@ -48,7 +48,8 @@ def _on_cpu(told: dict[str, Any], return_lse: bool) -> Any:
 
 
 def _cast_queries(told: dict[str, Any], dtype: Any) -> None:
-    """Casts queries for their cache. No call casts the cache itself, which is as long as all tokens so far."""
+    """Casts queries to the dtype of their cache, or to `dtype` where the cache is quantised. The cache, which holds all tokens so far, is
+    never cast."""
     kept = told["k_cache"].dtype
     to = dtype if kept.itemsize == 1 else kept
     told["q"] = told["q"] if to == torch.float64 else lowered(told["q"], to)
@@ -110,11 +111,11 @@ def paged_attention(
     q, k_cache, v_cache : torch.Tensor
         CPU tensors: see `blitz_attn.paged_attention` for shapes and dtypes.
     block_tables, seq_lens, scale, kv_layout, q_lens, window, kv_ranges, attn_mask, alibi_slopes, sinks, softcap, k_scale, v_scale
-        See `blitz_attn.paged_attention`. Under `torch.compile`, arrays are tensors.
+        See `blitz_attn.paged_attention`. Under `torch.compile`, arrays must be tensors.
     return_lse : bool
         Also return the log-sum-exp.
     kv_dtype : str or pair of str, optional
-        For caches of uint8: ``"q8_0"``, ``"q4_0"`` or ``"q4_1"``, or the two of keys and values. Other caches have dtypes of torch.
+        For caches of uint8: ``"q8_0"``, ``"q4_0"`` or ``"q4_1"``, or a pair for keys and values. Caches of other dtypes need none.
     num_threads : int, optional
         Threads for this call.
 
@@ -130,7 +131,7 @@ def paged_attention(
     TypeError, ValueError
         As `blitz_attn.paged_attention`.
     RuntimeError
-        In ``backward``: it has no gradient.
+        In ``backward``: the operation has no gradient.
 
     Examples
     --------
@@ -170,13 +171,13 @@ def paged_select_attention(
     q, k_cache, v_cache : torch.Tensor
         CPU tensors: see `blitz_attn.paged_attention` for shapes and dtypes.
     block_tables, seq_lens, selected, counts, scale, kv_layout, q_lens, window, kv_ranges, attn_mask, alibi_slopes, sinks, softcap
-        See `blitz_attn.paged_select_attention`. Under `torch.compile`, arrays are tensors.
+        See `blitz_attn.paged_select_attention`. Under `torch.compile`, arrays must be tensors.
     k_scale, v_scale : torch.Tensor or array_like, optional
         See `blitz_attn.paged_attention`.
     return_lse : bool
         Also return the log-sum-exp.
     kv_dtype : str or pair of str, optional
-        For caches of uint8: ``"q8_0"``, ``"q4_0"`` or ``"q4_1"``, or the two of keys and values. Other caches have dtypes of torch.
+        For caches of uint8: ``"q8_0"``, ``"q4_0"`` or ``"q4_1"``, or a pair for keys and values. Caches of other dtypes need none.
     num_threads : int, optional
         Threads for this call.
 
@@ -192,7 +193,7 @@ def paged_select_attention(
     TypeError, ValueError
         As `blitz_attn.paged_select_attention`.
     RuntimeError
-        In ``backward``: it has no gradient.
+        In ``backward``: the operation has no gradient.
 
     Examples
     --------

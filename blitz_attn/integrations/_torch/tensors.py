@@ -16,7 +16,7 @@ from ..._select.choosers import BUDGETS, budget_of
 
 try:
     import torch
-except ModuleNotFoundError:  # the module can be imported then, and documented; its functions cannot be called
+except ModuleNotFoundError:  # without torch, the module can be imported and documented, but its functions cannot be called
     torch = None
 
 MOST = 2**63
@@ -26,7 +26,7 @@ _MASKS = ("bool", "float32", "float16", "bfloat16", "float64")
 
 
 def rows(x: Any) -> Any:
-    """The tensor without its history and with a contiguous last axis, as the core reads it."""
+    """The tensor without its autograd history and with a contiguous last axis, as the core needs it."""
     x = x.detach() if x.requires_grad else x
     return x if x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
@@ -51,8 +51,8 @@ def autocast_dtype() -> Any:
 
 
 def lowered(x: Any, dtype: Any) -> Any:
-    """The tensor as torch.autocast casts it: tensors of bool, of integers and of float64 stay. Axes of stride 0 are cast once,
-    unless the tensor needs a gradient, which each element along them has for itself."""
+    """The tensor as torch.autocast casts it: tensors of bool, of integers and of float64 stay. Elements that repeat along an axis of
+    stride 0 are cast once, unless the tensor needs a gradient, which differs between these elements."""
     if x is None or x.dtype == dtype or not x.is_cpu or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return x
     if 0 not in x.stride() or (x.requires_grad and torch.is_grad_enabled()):
@@ -61,7 +61,7 @@ def lowered(x: Any, dtype: Any) -> Any:
 
 
 def transforms_active() -> bool:
-    """Whether the call is within a transform of torch.func. Graphs of torch.compile may contain such transforms; they do not count."""
+    """Whether the call is within a transform of torch.func. Transforms in a graph of torch.compile do not count."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
@@ -187,6 +187,6 @@ def _of_integers(x: Any, name: str) -> Any:
 
 
 def _copied(given: Any) -> Any:
-    """A tensor with the numbers of an array, or of a NumPy scalar. It is a copy, because backward reads it, and torch would not see that
-    the array had changed before."""
+    """A tensor with the numbers of an array, or of a NumPy scalar. It is a copy, because backward reads it later, and torch would not
+    notice if the array changed until then."""
     return torch.from_numpy(np.array(given, order="C"))

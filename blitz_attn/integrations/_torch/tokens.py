@@ -60,9 +60,9 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
     top_k : int
         How many keys each query gets.
     scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_tables, q_begin, ascending
-        See `blitz_attn.select_tokens`. Under `torch.compile`, arrays are tensors.
+        See `blitz_attn.select_tokens`. Under `torch.compile`, arrays must be tensors.
     pool_size, keep_tail, block_size, min_score, k_scale
-        See `blitz_attn.select_tokens`. Under `torch.compile`, arrays are tensors.
+        See `blitz_attn.select_tokens`. Under `torch.compile`, arrays must be tensors.
     return_scores : bool
         Also return the scores of the chosen keys. They have no gradient.
     num_threads : int, optional

@@ -1,1 +1,1 @@
-"""What `blitz_attn.integrations.vllm` is made of."""
+"""The private parts of `blitz_attn.integrations.vllm`."""

@@ -1,6 +1,6 @@
 """The attention backend that vLLM's CPU engine runs in place of its own. vLLM imports this module by name, in each of its processes.
 
-What a layer needs and the operations lack is computed by vLLM's own backend, from which the classes here are derived.
+Layers that need something that the operations lack are computed by vLLM's own backend, from which the classes here are derived.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _pages_of_spec(spec: Any) -> Pages:
 
 
 class Backend(cpu_attn.CPUAttentionBackend):
-    """Names the classes below to vLLM, and says what they take."""
+    """Names the classes below to vLLM, and says which models and caches they take."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*KV_DTYPES]
 
@@ -89,7 +89,7 @@ class Backend(cpu_attn.CPUAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """True where each prompt is attended in one piece. Bits depend on how it is cut into chunks, and chunks depend on the batch."""
+        """True where each prompt is attended in one piece. (Bits depend on how a prompt is cut into chunks, which depends on the batch.)"""
         found = get_current_vllm_config()
         return not (found.scheduler_config.enable_chunked_prefill or found.cache_config.enable_prefix_caching)
 
@@ -110,8 +110,8 @@ class Backend(cpu_attn.CPUAttentionBackend):
 
 
 class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
-    """Makes what the layers of a group share in each step: a `Step`, and vLLM's own metadata where some layer runs in vLLM's own
-    backend."""
+    """Makes in each step the metadata that the layers of a group share: a `Step`, and vLLM's own metadata if some layer runs in vLLM's
+    own backend."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -172,7 +172,7 @@ def _expect_model(vllm_config: Any, spec: Any) -> None:
 
 
 def _prefilling(common: Any) -> np.ndarray:
-    """Which requests compute tokens of their prompt. Where vLLM does not say so, those with more than MOST_NEW_TOKENS new tokens do."""
+    """Whether each request computes tokens of its prompt. If vLLM does not say, requests with more than MOST_NEW_TOKENS new tokens do."""
     if common.is_prefilling is not None:
         found: np.ndarray = common.is_prefilling[: common.num_reqs].numpy().copy()
         return found
@@ -193,7 +193,7 @@ def _tell(vllm_config: Any) -> None:
 
 
 class Layer(cpu_attn.CPUAttentionBackendImpl):
-    """The attention of one layer. `reason` says why vLLM's own backend computes it; None where it is computed here."""
+    """The attention of one layer. `reason` says why vLLM's own backend computes it; None where this library does."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None, sliding_window: int | None,
@@ -210,12 +210,12 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         self._rows = self._options.kv_dtype
         kv_dtype: Any = self._rows or (self._quantised if self._quantised == "float8_e4m3" else None)
         self._kv_dtype: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
-        self._leaves_out: bool | None = None  # whether keys are left out in this layer, whose number is known when it is called
+        self._leaves_out: bool | None = None  # whether this layer leaves keys out; None until its first call, which tells its number
         self._window = None if sliding_window is None else sliding_window - 1
         self._rules = {"scale": self.scale, "softcap": self.logits_soft_cap or None}
         self.sinks: torch.Tensor | None
         self._views: Views | None = None
-        self._seen: Any = None  # the cache that the views are of
+        self._seen: Any = None  # the cache of which `_views` are the parts
 
     def _why_not(self) -> str | None:
         if self.attn_type not in (AttentionType.DECODER, *_ENCODERS):
@@ -340,7 +340,7 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         return found.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _encode(self, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-        """Attention within sequences that lie one after the other, each token to all tokens of its sequence."""
+        """Attention of tokens of packed sequences, each to all tokens of its own sequence, or to those in its window."""
         window = None if self._window is None else (self._window, self._window)
         block_sparse_attention(
             q, k, v, layout="TND", cu_seqlens_q=step.begins, cu_seqlens_kv=step.begins, window=window, out=out, **self._rules,

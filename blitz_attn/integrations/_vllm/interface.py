@@ -25,7 +25,7 @@ _FIELDS = (
 
 
 def _difference() -> str | None:
-    """What of vLLM's interface differs from the one that the backend is written for; None if nothing does."""
+    """How vLLM's interface differs from the interface that the backend is written for; None if it does not."""
     try:
         cpu_attn = importlib.import_module(_BACKENDS + "cpu_attn")
         registry = importlib.import_module(_BACKENDS + "registry")

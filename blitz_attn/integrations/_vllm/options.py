@@ -70,7 +70,7 @@ def _formats_of(kv_dtype: Any) -> tuple[str, str] | None:
         return None
     names = kv_dtype_name(kv_dtype)
     both = names if isinstance(names, tuple) else (names, names)
-    if both[0] not in CELL_BYTES:  # pairs have been checked
+    if both[0] not in CELL_BYTES:  # `kv_dtype_name` has checked pairs
         raise ValueError(f"kv_dtype: expected 'q8_0', 'q4_0', 'q4_1' or a pair of them, got {shown(kv_dtype)}")
     return both
 
@@ -86,6 +86,6 @@ def options() -> Options | None:
     Raises
     ------
     TypeError, ValueError, OSError
-        The variable has no such options, an option is out of range, or its profile cannot be read.
+        The variable holds something other than options, an option is out of range, or the profile cannot be read.
     """
     return _cached(os.environ.get(VARIABLE, ""))

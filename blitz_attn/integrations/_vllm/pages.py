@@ -1,9 +1,9 @@
 """Where the pages of vLLM's cache hold keys, values, scales and summaries.
 
-vLLM gives each layer one array of blocks, each with `heads` slots of ``block_size * bytes_per_token`` bytes. A slot holds the keys of all
-tokens of the block, then their values, then, in caches with a scale for each token, the scale of each key and of each value, and, for
-Quest, the largest and the smallest key. As all of it lies in the block, vLLM's own copies of blocks, its prefix cache and its accounting of
-memory cover it, too.
+vLLM gives each layer one array of blocks. Each block has `heads` slots of ``block_size * bytes_per_token`` bytes. A slot holds the keys of
+all tokens of the block, and then their values. In caches with a scale for each token, the scales of the keys and of the values follow. For
+Quest, the largest and the smallest key follow. As all these parts lie in the block, vLLM's own copies of blocks, its prefix cache and its
+accounting of memory cover them, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Of vLLM's names of cache dtypes: the 8-bit dtype here, None for floats, and whether each token and head has scales of its own.
+# [vLLM's name of a cache dtype]: the library's 8-bit dtype (None for floats), and whether each token and head has scales of its own.
 KV_DTYPES: dict[str, tuple[str | None, bool]] = {
     "auto": (None, False),
     "float16": (None, False),

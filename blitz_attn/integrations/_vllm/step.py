@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._paged.plan import PagedPlan
 
-# The most queries of a request that decodes: its new token and drafts. A request with more computes tokens again after it was preempted.
+# The most queries of a request that decodes: its new token and drafts. A request with more queries was preempted and computes tokens again.
 MOST_NEW_TOKENS = 32
 
 
@@ -40,7 +40,7 @@ class Step:
         self.q_lens = np.diff(self.begins)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made by the first layer that needs it."""
+        """The result of `make`, which is called for the first layer that needs it."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -99,8 +99,7 @@ class Step:
         return np.stack([first, np.where(np.repeat(causal, self.q_lens), at + 1, end)], axis=1)
 
     def touched(self) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks that hold the step's new tokens, as tables of requests that have no other blocks, and how many tokens each of these
-        requests then has."""
+        """Page tables with only the blocks that hold the step's new tokens, and for each request the number of tokens in these blocks."""
         found: tuple[np.ndarray, np.ndarray] = self._once("touched", self._touched)
         return found
 

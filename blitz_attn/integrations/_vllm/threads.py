@@ -1,7 +1,7 @@
 """Threads that may run on all cores of a worker of vLLM.
 
-vLLM binds each of torch's threads to a core of its own, and with them the thread that calls attention. Threads that this one starts would
-all be bound to its core.
+vLLM binds each of torch's threads to a core of its own, and so also the thread that calls attention. Threads that the calling thread starts
+would all be bound to its core.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def start_threads() -> int:
     for thread in os.listdir("/proc/self/task"):
         try:
             cores |= os.sched_getaffinity(int(thread))
-        except ProcessLookupError:  # it has ended
+        except ProcessLookupError:  # the thread has ended
             continue
     if cores == own:
         return len(cores)
     os.sched_setaffinity(0, cores)
     try:
         x = np.zeros((1, 4 * get_num_threads(), 128, 64), np.float32)
-        block_sparse_attention(x, x, x)  # has work for all threads, which stay for later calls
+        block_sparse_attention(x, x, x)  # this call has work for all threads, which stay for later calls
     finally:
         os.sched_setaffinity(0, own)
     return len(cores)
