@@ -26,12 +26,12 @@ _FAR = 1 << 60  # more tokens than any sequence has
 
 @dataclass
 class Bias:
-    """What is added to the scores, after the scale and the softcap."""
+    """Numbers that are added to the scores, after the scale and the softcap."""
 
     mask: Array | None  # (heads, queries, keys): True where a key takes part; or numbers, where -inf hides the key
     slopes: Array | None  # (heads,): how much each token of distance lowers the score
-    begin: int  # the key on the diagonal of query 0
-    least: float  # numbers of the mask below it count as -inf
+    begin: int  # the number of the key beside which query 0 stands on the diagonal
+    least: float  # smaller numbers of the mask count as -inf
 
     def of(self, rows: Array, keys: Array) -> Array:
         """The bias of some queries and keys: (heads, rows, keys)."""
@@ -46,7 +46,7 @@ class Bias:
 
 
 class Strip(NamedTuple):
-    """Some queries; the keys that any of them may see; which of these keys each query sees; and what is added to the scores."""
+    """Some queries; the keys that any of them may see; which of these keys each query sees; and the bias of their scores."""
 
     rows: slice
     keys: Any  # a slice, or an array of positions
@@ -63,7 +63,7 @@ class Sequence:
     v: Array
     q_len: int  # number of valid queries: others see nothing
     kv_len: int
-    begin: int  # the token number of query 0: that of the key on its diagonal
+    begin: int  # the token number of query 0, and of the key beside which it stands on the diagonal
     ranges: Array | None  # (queries, 2): the run of keys of each query, already applied in `low` and `high`
     low: Array  # (queries,)
     high: Array
@@ -117,7 +117,7 @@ def sequence(
 
 
 def grouped(x: Array, kv_heads: int) -> Array:
-    """(heads, ...) as (KV heads, group, ...); an axis of one entry for all heads stays one."""
+    """(heads, ...) as (KV heads, group, ...). An axis with one entry for all heads keeps one entry."""
     shared = min(kv_heads, len(x))
     return x.reshape(shared, len(x) // shared, *x.shape[1:])
 
@@ -140,8 +140,8 @@ def matmul(a: Array, b: Array) -> Array:
 
 
 def product(weights: Array, x: Array, seen: Array) -> Array:
-    """weights @ x, where a NaN or infinity in a row of x reaches only results that see the row. In a plain
-    product, a weight of 0 does not keep it out."""
+    """weights @ x, where a NaN or infinity in a row of x reaches only results that see the row. In a plain product, it reaches all results,
+    because a weight of 0 times NaN or infinity is NaN."""
     nonfinite = np.flatnonzero(~np.isfinite(x).all(axis=(0, 1, 3)))
     if nonfinite.size == 0:
         return matmul(weights, x)
@@ -164,7 +164,7 @@ def factor(scale: Any, dim: int) -> float:
 
 
 class ScoreRules(NamedTuple):
-    """How products of queries and keys become scores: options of a call, by their names there."""
+    """How products of queries and keys become scores. The fields are options of a call, with the same names."""
 
     scale: Any = None
     softcap: Any = None
@@ -174,7 +174,7 @@ class ScoreRules(NamedTuple):
         return cls(**{name: x for name, x in options.items() if name in cls._fields})
 
     def factor(self, dim: int) -> float:
-        """What the products are multiplied with."""
+        """The factor of the products."""
         return factor(self.scale, dim)
 
 
@@ -227,7 +227,7 @@ def attend_backward(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Gradients of q, k and v: P from the log-sum-exp, and dS = P (dO V^T - (rowsum(dO O) - dlse)).
 
-    `add_bias` is called for each strip with its queries, its keys and the gradient of what was added to the scores (heads, queries, keys).
+    `add_bias` is called for each strip with its queries, its keys and the gradient of the bias of its scores (heads, queries, keys).
     """
     kv_heads, scale = len(s.k), rules.factor(s.q.shape[2])
     delta = (dout * out).sum(axis=-1) - (0 if dlse is None else dlse)

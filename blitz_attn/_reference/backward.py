@@ -28,7 +28,7 @@ class _BiasSums:
         self.slopes = None if alibi_slopes is None else np.zeros(len(alibi_slopes))
 
     def add(self, b, begin, rows, keys, dbias):
-        """Adds the gradient of what was added to the scores of some queries and keys of a batch entry, (heads, queries, keys)."""
+        """Adds the gradient of the biases of some queries and keys of a batch entry, (heads, queries, keys)."""
         if self.mask is not None:
             place, every = self.mask[min(b, len(self.mask) - 1)], (np.arange(len(dbias)), rows, keys)
             shared = tuple(axis for axis, n in enumerate(place.shape) if n == 1)
@@ -75,10 +75,10 @@ def block_sparse_attention_backward(dout, q, k, v, out, lse, sabi=None, **option
 def dense_same_precision_backward(dout, q, k, v, out, lse, sabi=None, **options):
     """The gradients of `block_sparse_attention_backward` as a plain array program computes them in the precision of the inputs.
 
-    float32 inputs: every step in float32. float16 and bfloat16 inputs: products summed in float32; the scaled scores, the
-    probabilities, their gradients and the results rounded to the input dtype. float64 inputs: the same as
-    `block_sparse_attention_backward`. The error of this computation against float64 is what the error of the library is
-    held against.
+    For float32 inputs, every step is in float32. For float16 and bfloat16 inputs, products are summed in float32, and the
+    scaled scores, the probabilities, their gradients and the results are rounded to the input dtype. For float64 inputs, the
+    results are those of `block_sparse_attention_backward`. The error of the library against float64 is compared with the error of this
+    computation.
 
     Parameters
     ----------
@@ -90,7 +90,8 @@ def dense_same_precision_backward(dout, q, k, v, out, lse, sabi=None, **options)
     Returns
     -------
     dq, dk, dv : numpy.ndarray
-        And the gradients of the biases with `bias_grads`, like `block_sparse_attention_backward`: float64 arrays of the rounded values.
+        float64 arrays of the rounded values. With `bias_grads`, the gradients of the biases follow, as in
+        `block_sparse_attention_backward`.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What all float64 twins share: reading numbers of any dtype, rounding them, lengths, and options that several twins have."""
+"""Code that the float64 twins share: reading numbers of any dtype, rounding them, lengths, and options that several twins have."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def to_float64(x: Any, dtype: Any = None) -> np.ndarray:
             raise TypeError(f'dtype: expected "bfloat16" to read uint16 bits, got {dtype!r}')
         bits = np.ascontiguousarray(given).view(np.uint16).astype(np.uint32)
         return (bits << np.uint32(16)).view(np.float32).astype(np.float64).reshape(given.shape)
-    with np.errstate(invalid="ignore"):  # a NaN that signals
+    with np.errstate(invalid="ignore"):  # a signalling NaN
         return given.astype(np.float64)
 
 
@@ -70,7 +70,7 @@ def _bfloat16_bits(x32: np.ndarray) -> np.ndarray:
 
 
 def _to_odd_float32(x: np.ndarray) -> np.ndarray:
-    """float64 to float32 towards zero, the last bit set where bits were lost: rounding this again is exact."""
+    """float64 to float32 towards zero, with the last bit set where bits were lost: a second rounding then goes the way of a single one."""
     near = x.astype(np.float32)
     lossy = np.isfinite(near) & (near.astype(np.float64) != x)
     toward = np.where(lossy & (np.abs(near.astype(np.float64)) > np.abs(x)), np.nextafter(near, np.float32(0)), near)
@@ -178,7 +178,7 @@ def written(result: np.ndarray, out: Any) -> Any:
 
 
 def delivered(result: np.ndarray, lse: np.ndarray, o: dict[str, Any]) -> Any:
-    """What a call with the options `o` returns."""
+    """The results of a call with the options `o`."""
     out, lse_out = o["out"] if isinstance(o["out"], tuple) else (o["out"], None)
     result = written(result, out)
     return (result, written(lse, lse_out)) if o["return_lse"] else result
@@ -208,5 +208,5 @@ def with_options_of(*functions: Callable[..., Any], without: str = "") -> Callab
 
 
 def taken_by(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the options that a function takes."""
+    """The part of `options` that a function takes."""
     return {name: x for name, x in options.items() if name in inspect.signature(function).parameters}

@@ -36,7 +36,7 @@ def split(x: np.ndarray, layout: str, offsets: Sequence[int] | None = None, head
 
 
 def join(parts: Sequence[np.ndarray], layout: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `split`, in float64. `shape`: that of the result, which may be empty."""
+    """The inverse of `split`, in float64. `shape`: the shape of the result, which may be empty."""
     if not parts:
         return np.zeros(shape)
     if layout == "TND":
@@ -101,8 +101,8 @@ def sequences_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, sabi: Any, o: dict
 
 
 def add_biases(sequences: Sequence[core.Sequence], attn_mask: Any, alibi_slopes: Any, inputs: str, *, longer: bool = False) -> None:
-    """Gives each batch entry what is added to its scores. `inputs`: the dtype of q; `longer`: a mask of two axes or more may have more
-    rows and columns."""
+    """Gives each batch entry its bias. `inputs`: the dtype of q. `longer`: a mask of two axes or more may have more rows and columns than
+    there are queries and keys."""
     if not sequences or (attn_mask is None and alibi_slopes is None):
         return
     sizes = (len(sequences), len(sequences[0].q), max(s.q.shape[1] for s in sequences), max(s.k.shape[1] for s in sequences))
@@ -124,7 +124,7 @@ def add_biases(sequences: Sequence[core.Sequence], attn_mask: Any, alibi_slopes:
     slopes = per_head(alibi_slopes, "alibi_slopes")
     if slopes is not None and slopes.shape != sizes[1:2]:
         raise ValueError(f"alibi_slopes: expected shape {sizes[1:2]}, one number per head, got {slopes.shape}")
-    # In float32, a number below this one times log2(e) is minus infinity.
+    # In float32, numbers below this one become minus infinity when they are multiplied by log2(e).
     least = -math.inf if inputs == "float64" else -float(np.finfo(np.float32).max) / math.log2(math.e)
     for s, part in zip(sequences, masks, strict=True):
         s.bias = core.Bias(part, slopes, s.begin, least)
@@ -154,9 +154,10 @@ def block_sparse_attention(q, k, v, sabi=None, **options):
 def dense_same_precision(q, k, v, sabi=None, **options):
     """The attention of `block_sparse_attention` as a plain array program computes it in the precision of the inputs.
 
-    float32 inputs: every step in float32. float16 and bfloat16 inputs: products summed in float32, the scaled scores,
-    the probabilities and the result rounded to the input dtype. float64 inputs: the same as `block_sparse_attention`.
-    The error of this computation against float64 is what the error of the library is held against.
+    For float32 inputs, every step is in float32. For float16 and bfloat16 inputs, products are summed in float32, and the
+    scaled scores, the probabilities and the result are rounded to the input dtype. For float64 inputs, the result is that of
+    `block_sparse_attention`.
+    The error of the library against float64 is compared with the error of this computation.
 
     Parameters
     ----------

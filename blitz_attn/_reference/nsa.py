@@ -1,5 +1,5 @@
-"""float64 twins of native sparse attention, forward and backward, and the same as a plain array program computes it in lower
-precision. Public through `blitz_attn.reference`.
+"""float64 twins of native sparse attention, forward and backward, and the same computation in lower precision, as a plain array program
+does it. Public through `blitz_attn.reference`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NSAGradients(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What is kept of one sequence for its gradient. Lists have an entry per branch; arrays are (heads, tokens, dim)."""
+    """The arrays of one sequence that its gradient needs. Lists have an entry per branch; arrays are (heads, tokens, dim)."""
 
     branches: list[Sequence]
     out: list[Array]
@@ -44,7 +44,7 @@ class Kept(NamedTuple):
 
 @dataclass
 class NSAContext:
-    """What `nsa` keeps for `nsa_backward`."""
+    """The rules and arrays that `nsa` keeps for `nsa_backward`."""
 
     how: Rules
     scale: float | None
@@ -85,7 +85,7 @@ def _run(q: Any, k: Any, v: Any, name: str, o: dict[str, Any]) -> tuple[Array, N
         routing = core.routing_parts(o["block_indices"], places.queries, how.tile)
     sequences, outs, listed = [], [], []
     for (begin, tokens), q_one, k_one, v_one, gates_one, *own, lists in zip(places.of, *every, *known, routing, strict=True):
-        k_one, v_one, groups = k_one[:, :tokens], v_one[:, :tokens], None  # fewer with kv_lens
+        k_one, v_one, groups = k_one[:, :tokens], v_one[:, :tokens], None  # with kv_lens, fewer tokens than the array has
         k_cmp, v_cmp = (
             core.compress(x, how.size, how.stride, given[label], r) if c is None else c[:, : core.block_count(tokens, how.size, how.stride)]
             for x, label, c in zip((k_one, v_one), WEIGHTS, own, strict=False)
@@ -123,8 +123,8 @@ def nsa(
     compress_stride=None, select_block_size=None, init_blocks=1, local_blocks=2, block_indices=None, compressed_kv=None,
     cu_seqlens=None, cu_seqlens_q=None, kv_lens=None, out=None, return_context=False, dtype=None, num_threads=None,
 ):  # fmt: skip
-    """See `blitz_attn.nsa.nsa`. The context is for the `nsa_backward` of this module, which takes the context of any call whose queries
-    are all tokens."""
+    """See `blitz_attn.nsa.nsa`. The context is for the `nsa_backward` of this module, which takes the context of any call with as many
+    queries as tokens."""
     result, context = _run(q, k, v, "float64", locals())
     result = written(result, out)
     return (result, context) if return_context else result
@@ -133,8 +133,8 @@ def nsa(
 def nsa_same_precision(q, k, v, *, name=None, **options):
     """`nsa` and its context as a plain array program computes them in the precision of the inputs.
 
-    float32: every step in float32. float16 and bfloat16: sums in float32, every array that a framework would store rounded
-    to the dtype. Blocks are chosen in float64. `nsa_backward` goes on in the same precision from the context.
+    For float32, every step is in float32. For float16 and bfloat16, sums are in float32, and every array that a framework
+    would store is rounded to the dtype. Blocks are chosen in float64. `nsa_backward` computes in the precision that the context names.
 
     Parameters
     ----------

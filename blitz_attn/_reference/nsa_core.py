@@ -30,7 +30,8 @@ class Places(NamedTuple):
 
 
 def read_places(q: Any, cu_seqlens: Any, cu_seqlens_q: Any = None, tokens: int | None = None, kv_lens: Any = None) -> Places:
-    """`tokens`: of all sequences together where they are packed, else of each one. None: as `cu_seqlens` says, or as many as queries."""
+    """`tokens`: the number of tokens of all packed sequences together, or of each sequence of a batch. None: the number that `cu_seqlens`
+    says, or else the number of queries."""
     queries = np.shape(q)[-3]
     if cu_seqlens is None:
         full = [queries if tokens is None else tokens] * np.shape(q)[0]
@@ -65,8 +66,8 @@ def compressed_branch(
     q: Array, k_cmp: Array, v_cmp: Array, begin: int, size: int, stride: int, mode: str, causal: bool, groups: Array | None = None,
     tile: int = 1,
 ) -> Sequence:  # fmt: skip
-    """Compressed keys that a query may see. paper: those of blocks that end at or before it; mslk: those of blocks that begin at or before
-    it.
+    """Compressed keys that a query may see. In mode paper, these are the keys of blocks that end at or before the query; in mode mslk, of
+    blocks that begin at or before the query.
 
     `groups` (heads, tiles, groups of compressed keys) restricts each tile of queries to the groups that are True.
     """
@@ -86,7 +87,7 @@ def selected_branch(q: Array, k: Array, v: Array, begin: int, lists: Array, size
 
 
 def window_branch(q: Array, k: Array, v: Array, begin: int, window: int, causal: bool) -> Sequence:
-    """`window` keys that end with the query itself; not causal: half as many before it, as many after it, and itself."""
+    """`window` keys, the last of which is the query's own. If not causal: half of `window` before it, half after it, and its own."""
     left, right = (window - 1, 0) if causal else (window // 2, window // 2)
     return sequence(q, k, v, begin=begin, left=left, right=right)
 
@@ -121,7 +122,7 @@ def compress_backward(dy: Array, x: Array, block_size: int, stride: int, w: Arra
 
 
 def overlaps(rules: Rules) -> dict[int, int]:
-    """{offset: times}: how often compressed block ``(l'/d) j + offset`` counts for selection block j, by Eq. 9."""
+    """{offset: times}: how often compressed block ``(l'/d) j + offset`` counts for selection block j, by Eq. 9 of the NSA paper."""
     counts: dict[int, int] = {}
     for m in range(rules.select // rules.stride):
         for n in range(rules.size // rules.stride):
@@ -167,7 +168,7 @@ def sequence_scores(q: Array, k_cmp: Array, rules: Rules, scale: Any, begin: int
 
 
 def top_blocks(scores: Array, count: int) -> Array:
-    """int32 (..., count): the indices of the highest scores, of equal scores the lower one, ascending; -1 where there are no more."""
+    """int32 (..., count): the indices of the highest scores, in rising order, then -1. Of equal scores, the lower index is taken."""
     scores = np.where(np.isnan(scores), np.finfo(float).min, scores)  # a NaN can still be selected, so that it shows in results
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     eligible = ~np.isneginf(np.take_along_axis(scores, order, -1))
@@ -191,7 +192,7 @@ def cmp_groups(scores: Array, count: int) -> Array:
 
 
 def selector(*options: Any) -> Rules:
-    """Checked rules of a selection, with each mode's defaults: from mode, compress_block_size, num_selected_blocks, q_tile_size,
+    """Checked rules of a selection, with each mode's defaults. `options`: mode, compress_block_size, num_selected_blocks, q_tile_size,
     compress_stride, select_block_size, init_blocks, local_blocks and causal."""
     return rules_of(*options)
 
@@ -207,7 +208,7 @@ def routing_parts(lists: Any, offsets: list[int] | None, tile: int) -> list[Arra
 
 
 def join_routing(parts: list[Array], packed: bool, empty: tuple[int, ...]) -> Array:
-    """The inverse of `routing_parts`. `empty`: the shape where there are no sequences."""
+    """The inverse of `routing_parts`. `empty`: the shape of the result if there are no sequences."""
     if not parts:
         return np.zeros(empty, np.int32)
     return np.concatenate(parts, axis=1) if packed else np.stack(parts)
@@ -217,7 +218,7 @@ def join_routing(parts: list[Array], packed: bool, empty: tuple[int, ...]) -> Ar
 
 
 def sigmoid_gates(q: Array, weight: Array | None, r: Rounding) -> Array:
-    """(..., H, 3): sigmoid of each head's query times its three weights; a third each without weights."""
+    """(..., H, 3): sigmoid of each head's query times its three weights. Without weights, each gate is a third."""
     if weight is None:
         return np.full((*q.shape[:-1], 3), 1 / 3, q.dtype)
     logits = r(np.einsum("...hd,hcd->...hc", q, weight))

@@ -1,7 +1,7 @@
 """float64 twins of attention over paged caches and of their quantisation. Public through `blitz_attn.reference`.
 
-Each request's tokens are gathered from the pages that its table names, and nothing else is read; then its queries attend to them as
-those of a dense call do.
+Each request's tokens are gathered from the pages that its table names, and nothing else is read. Then the queries of the request attend to
+these tokens as in a dense call.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def pair_of(kv_dtype: Any) -> tuple[Any, Any]:
 
 
 def _quotients(x: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """Products in float64 with the float32 reciprocals of d; 0 where there are none."""
+    """Products in float64 of x and the float32 reciprocals of d; 0 where d has no finite reciprocal."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / d
     return x.astype(np.float64) * np.where((d == 0) | np.isinf(inverse), np.float32(0), inverse)
@@ -108,7 +108,7 @@ def quantize_rows(x, kv_dtype, *, dtype=None):
         heads, numbers = [d], np.minimum(15, np.floor(_quotients(cells, d) + 8.5)).astype(np.uint8)
     else:
         first = cells.argmin(axis=-1)[..., None] if cells.size else np.zeros((*cells.shape[:-1], 1), int)
-        low = np.take_along_axis(cells, first, axis=-1)  # of 0 and -0, the first; likewise below
+        low = np.take_along_axis(cells, first, axis=-1)  # 0 and -0 count as equal: the first of them; likewise below
         last = cells.argmax(axis=-1)[..., None] if cells.size else first
         d = (np.take_along_axis(cells, last, axis=-1) - low) / np.float32(15)
         quotients = _quotients(cells - low, d).astype(np.float32)

@@ -1,4 +1,4 @@
-"""float64 twins of page summaries, of filling a cache with them, and of selecting pages by them. Public through
+"""float64 twins of page summaries, of filling a cache and its summaries, and of selecting pages by summaries. Public through
 `blitz_attn.reference`.
 """
 
@@ -37,7 +37,7 @@ __all__ = [
 # ---- Summaries ----------------------------------------------------------------------------------------------------
 
 
-_REDUCTIONS = {"max": np.fmax.reduce, "min": np.fmin.reduce, "mean": np.mean}  # the first two ignore NaN where there is a number
+_REDUCTIONS = {"max": np.fmax.reduce, "min": np.fmin.reduce, "mean": np.mean}  # max and min ignore NaN beside a number
 
 
 def _stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -122,8 +122,8 @@ def _page_scores(
     query, sources, tables, seq_lens, page_size, *, method, per_query_head=False, kv_layout="NHD", k_scale=None, dtype=None, kv_dtype=None,
     q_lens=None,
 ) -> list[np.ndarray]:  # fmt: skip
-    """(rows, pages) scores of each request's own pages: the largest score by any of its queries, NaN where one of them is. Without queries,
-    no pages.
+    """(rows, pages) scores of each request's own pages: the largest score by any of its queries, or NaN if one of these scores is NaN. A
+    request without queries has no pages.
 
     `sources` are the arrays that the method reads: (maxblocks, minblocks) for quest, (meanblocks,) for mean, (k_cache,)
     for max, where `tables` are block tables.

@@ -104,7 +104,7 @@ def _softmax(scores: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def _row_shares(kind: str, fields: dict[str, Any], bfloat16: bool, q, k, visible, scale, block_shape) -> list[np.ndarray]:
-    """For each block of queries the shares (rows of the block, blocks of keys)."""
+    """For each block of queries, the shares of the softmax mass: (rows of the block, blocks of keys)."""
     block_q, block_kv = block_shape
     group = 1
     if kind == "Pooled":
@@ -130,14 +130,14 @@ def _row_shares(kind: str, fields: dict[str, Any], bfloat16: bool, q, k, visible
 
 
 def _vertical_slash(fields: dict[str, Any], q, k, visible, scale, block_shape) -> list[np.ndarray]:
-    """For each block of queries its scores, as one row."""
+    """For each block of queries, its scores as one row."""
     block_q, block_kv = block_shape
     looked_at, keys = np.arange(max(0, len(q) - fields["rows"]), len(q)), np.arange(len(k))
     ranges = visible[looked_at]
     weights = _softmax(q[looked_at] @ k.T * scale, (keys >= ranges[:, :1]) & (keys < ranges[:, 1:]))
     weights = np.where(np.isnan(weights), 0, weights) / len(looked_at)
     vertical, slash = weights.sum(axis=0), np.zeros(len(q) + len(k))
-    # By distance: i - j + len(k) for query i and key j. Queries count from 0 here and below, so it does not matter where they begin.
+    # `slash` is indexed by the distance i - j + len(k) of query i and key j. Queries count from 0 here and below, wherever they begin.
     np.add.at(slash, looked_at[:, None] - keys + len(k), weights)
     every = vertical + slash[np.arange(len(q))[:, None] - keys + len(k)]
     starts = np.arange(0, len(k), block_kv)
@@ -148,15 +148,15 @@ def _vertical_slash(fields: dict[str, Any], q, k, visible, scale, block_shape) -
 
 
 def _joined(shares: np.ndarray, over: str, inside: np.ndarray) -> np.ndarray:
-    """Scores of a row of blocks, adding up to 1. `inside`: the blocks that it sees."""
-    shares = np.where(shares > 0, shares, 0)  # NaN too
+    """Scores of a row of blocks, which add up to 1. `inside`: the blocks that the row sees."""
+    shares = np.where(shares > 0, shares, 0)  # NaN becomes 0, too
     scores = shares.max(axis=0) if over == "largest" else shares.mean(axis=0)
     scores = np.where(inside, scores, 0)
     return scores / scores.sum() if scores.sum() > 0 else inside / max(1, inside.sum())
 
 
 def _forced(row: int, rows: int, inside: np.ndarray, s: Sequence, visible, block_shape, frame: tuple[int, ...]) -> np.ndarray:
-    """The blocks that a row of blocks always keeps: those that are forced for one of its queries, and that this query sees."""
+    """The blocks that a row of blocks always keeps: each is forced for one of the row's queries, and this query sees it."""
     block_q, block_kv = block_shape
     sink, recent, last_columns, first_rows, last_rows = frame
     column = np.arange(inside.size)
@@ -174,7 +174,7 @@ def _forced(row: int, rows: int, inside: np.ndarray, s: Sequence, visible, block
 
 
 def _order(scores: np.ndarray, free: np.ndarray) -> list[int]:
-    """The free blocks by falling score, of equal ones the lower first."""
+    """The free blocks by falling score. Of blocks with equal scores, the lower comes first."""
     return sorted(np.flatnonzero(free), key=lambda b: (-scores[b], b))
 
 
@@ -186,7 +186,7 @@ def _tails(scores: np.ndarray, free: np.ndarray) -> np.ndarray:
 
 
 def _within(name: str, budget: float, scores: np.ndarray, kept: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """What a row keeps, under the budgets that apply to each row by itself."""
+    """The blocks that a row keeps, under the budgets that apply to each row by itself."""
     if name == "threshold":
         return kept | (free & (scores >= budget))
     if name == "top_p":
@@ -197,7 +197,7 @@ def _within(name: str, budget: float, scores: np.ndarray, kept: np.ndarray, free
 
 
 def _densest(density: float, scores: np.ndarray, kept: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """What rows (..., blocks) keep if together they have this density: the free blocks with the largest `_tails`."""
+    """The blocks that rows (..., blocks) keep if together they have this density. Free blocks with the largest `_tails` are chosen."""
     tails = np.array([_tails(*row) for row in zip(scores.reshape(-1, scores.shape[-1]), free.reshape(-1, free.shape[-1]), strict=True)])
     wanted = math.floor(density * (kept.sum() + free.sum()) + 0.5) - int(kept.sum())
     chosen = np.zeros(tails.size, bool)
