@@ -1,4 +1,4 @@
-"""What ``python -m blitz_attn.distributed`` reports and tests: where ranks run, and whether they compute what one process computes."""
+"""The report and the tests of ``python -m blitz_attn.distributed``: where ranks run, and whether their results are those of one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ranges_text(cpus: tuple[int, ...]) -> str:
 
 
 def describe(ranks: list[Place]) -> list[str]:
-    """The table of ranks, and a warning where ranks of a host share CPUs or run more threads than they have."""
+    """The table of ranks, and warnings where ranks of a host share CPUs, or run more threads than they have CPUs."""
     rows = [("rank", "host", "pid", "CPUs", "threads", "level")]
     rows += [(str(r), p.host, str(p.pid), ranges_text(p.cpus), str(p.threads), p.isa) for r, p in enumerate(ranks)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -163,7 +163,7 @@ def check_prefill(comm: Any) -> None:
 
 
 def check_decode(comm: Any) -> None:
-    """Decoding is bit-identical to that of one process, whoever holds which pages."""
+    """Decoding is bit-identical to that of one process, whichever rank holds which pages."""
     for kind in ("float32", "float16", "bfloat16"):
         for interleave in (None, TURN):
             c = _Cache(comm, [1500, 17, 777], kind, interleave)
@@ -178,7 +178,7 @@ def check_decode(comm: Any) -> None:
 
 
 def check_selection(comm: Any) -> None:
-    """The choice of blocks, and attention over them, are those of one process."""
+    """The choice of blocks, and attention over these blocks, are the same as in one process."""
     c = _Cache(comm, [1500, 17, 777], "float32", TURN)
     whole = select_blocks(c.q, c.k, c.tables, c.lengths, 8, method="max")
     shared = select_blocks_distributed(c.q, c.own_k, c.own_rows, c.lengths, 8, method="max", interleave=TURN, comm=comm)

@@ -140,7 +140,7 @@ class Alone:
 # ---- Agreement ----------------------------------------------------------------------------------------------------
 
 _KINDS: tuple[type[Exception], ...] = (TypeError, ValueError, MemoryError, RuntimeError)
-_RECORD = 4  # numbers per rank: what failed (0: nothing), digest of what must be the same, ISA level, bytes of the error's sentence
+_RECORD = 4  # numbers per rank: the kind of error (0: none), digest of the values of `same`, ISA level, bytes of the error's sentence
 
 
 def digest(*values: Any) -> int:
@@ -177,9 +177,9 @@ class Agreement:
     """A ``with`` block of checks after which all ranks go on, or all of them raise the same error.
 
     An error in the block on one rank is raised on all ranks at the end of the block. An error is also raised if ranks differ in a value
-    that was given to `same`, in release, in processor architecture or, with `one_level`, in instruction set level: where the last three
-    differ, the last bits of results may differ. Where no error is raised, the block costs one Allgather of 32 bytes from each rank. The
-    block itself must not communicate. A rank that never comes to the block makes the others wait.
+    that was given to `same`, in release, in processor architecture or, with `one_level`, in instruction set level. (Other releases,
+    architectures or levels may give results with other last bits.) If no error is raised, the block costs one Allgather of 32 bytes from
+    each rank. The block itself must not communicate. A rank that never comes to the block makes the others wait.
 
     Parameters
     ----------
@@ -294,11 +294,11 @@ def block_type(starts: Iterable[int], lengths: Iterable[int]) -> Any:
 
 
 class Waiter:
-    """Completes transfers, in a thread of its own where that hides them behind the caller's work.
+    """Completes transfers, on request in a thread of its own.
 
-    An MPI library moves long messages only while a thread waits for them. With a thread that waits, they go on while kernels run; the
-    thread takes a share of a core's time, and MPI must allow calls from several threads. On one machine, where moving bytes is itself a
-    core's work, there is nothing to hide: then `wait` completes a transfer in the caller's thread.
+    An MPI library moves long messages only while a thread waits for them. With a thread of its own that waits, messages move while kernels
+    run. This thread takes a share of a core's time, and MPI must allow calls from several threads. On one machine, a core must move the
+    bytes anyway, so that such a thread gains nothing. Without it, `wait` completes a transfer in the caller's thread.
 
     Parameters
     ----------
@@ -351,7 +351,7 @@ class Transfer:
         self._error: BaseException | None = None
 
     def complete(self) -> None:
-        """Wait for the requests, and keep an error for `wait`."""
+        """Wait for the requests. An error is kept, and `wait` raises it."""
         if not self.requests:
             return
         statuses: list[Any] = []
@@ -372,9 +372,9 @@ class Transfer:
 
 
 def _cause(error: BaseException, statuses: Sequence[Any]) -> BaseException:
-    """The error of the first request that failed, where `Waitall` only says that there is one (ERR_IN_STATUS); else `error` itself.
+    """The error of the first request that failed, if `Waitall` only says that some request did (ERR_IN_STATUS); else `error` itself.
 
-    The statuses have errors in that case alone. Requests that were neither complete nor failed by then are pending.
+    Only with ERR_IN_STATUS do the statuses have errors. Requests that are neither complete nor failed count as pending.
     """
     if not hasattr(error, "Get_error_class"):  # not MPI's
         return error
@@ -390,7 +390,7 @@ def _cause(error: BaseException, statuses: Sequence[Any]) -> BaseException:
 
 
 class Place(NamedTuple):
-    """Where a rank runs and with what."""
+    """Where a rank runs, and with which instruction set and how many threads."""
 
     host: str
     cpus: tuple[int, ...]
@@ -411,7 +411,7 @@ def places(comm: Any) -> list[Place]:
 
 
 def everyone(comm: Any, value: Any) -> list[Any]:
-    """A value of every rank, on every rank, by pickle. Collective."""
+    """The values of all ranks, on every rank, by pickle. Collective."""
     mine = pickle.dumps(value)
     lengths = np.empty(comm.Get_size(), np.int64)
     comm.Allgather(np.array([len(mine)], np.int64), lengths)
@@ -433,7 +433,7 @@ def spans_hosts(comm: Any) -> bool:
 
 
 def shared_cpus(ranks: Sequence[Place]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Pairs of ranks of one host that may use the same CPUs: ``(rank, rank, shared cpus)``, for each rank only its first pair."""
+    """Pairs of ranks of one host that may use the same CPUs: ``(rank, rank, shared cpus)``. A rank has at most one pair with lower ones."""
     found = []
     for i, place in enumerate(ranks):
         for j in range(i):

@@ -35,7 +35,7 @@ class Cut(NamedTuple):
         return np.bincount(self.rank, weights=np.diff(self.at), minlength=size).astype(np.int64)
 
     def put_in_order(self, shards: ndarray, chain: ndarray) -> None:
-        """Fill the chain from the shards of all ranks, which stand one after the other. Both have entries along the first axis."""
+        """Fill the chain from the shards of all ranks, which follow one another. Entries lie along the first axis of chain and shards."""
         order, place = np.argsort(self.rank, kind="stable"), 0
         for begin, end in zip(self.at[order].tolist(), self.at[order + 1].tolist(), strict=True):
             chain[begin:end] = shards[place : place + end - begin]
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """Rows of the chain that each rank holds, and those that it computes for each KV head."""
+    """Rows of the chain that each rank holds, and rows that it computes for each KV head."""
 
     name: str
     held: Cut
@@ -155,7 +155,7 @@ def contiguous(work: ndarray, heads: int, size: int) -> Dispatch:
 
 
 def zigzag(work: ndarray, heads: int, size: int) -> Dispatch:
-    """Twice as many runs as ranks; a rank has one from the front and one from the back, which evens out causal lists."""
+    """Twice as many runs as ranks. A rank has a run from the front and one from the back, which evens out the work of causal lists."""
     ranks = np.arange(size)
     held = cut_of(even(work.shape[1], 2 * size), np.concatenate([ranks, ranks[::-1]]))
     return Dispatch("zigzag", held, (held,) * heads)
@@ -177,7 +177,8 @@ def cut(work: ndarray, heads: int, size: int) -> Dispatch:
 
 
 def items(work: ndarray, heads: int, size: int) -> Dispatch:
-    """Runs of equal work of the chain of all rows of the first KV head, then those of the second, and so on. Rows are held evenly."""
+    """Runs of equal work in a chain of all rows of the first KV head, then all rows of the second, and so on. Ranks hold equally many
+    rows."""
     ranks, rows = np.arange(size), work.shape[1]
     chain = np.broadcast_to(work, (heads, rows)).reshape(-1)
     at = chain_cut(chain, size, np.arange(heads + 1) * rows, SNAP)

@@ -1,5 +1,5 @@
-"""Messages between ranks for the stages of a call. Keys and values go straight from shards into windows, which are address space for the
-whole sequence. Only with `comm_type` "all_gather" are they packed on the way."""
+"""Messages between ranks for the stages of a call. Keys and values go straight from shards into windows, which have addresses for the whole
+sequence. Only with `comm_type` "all_gather" are they packed on the way."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class Piece(NamedTuple):
 class Stages:
     """The stages of one call on one rank: one KV head each.
 
-    Keys, values and, for rows that other ranks hold, queries of a stage travel while the stage before is computed; results of such rows
-    travel back. A rank's stages are in the order of its KV heads; a rank that has fewer stages than others only sends at the end.
+    While a stage is computed, the keys and values of the next stage travel, and so do the queries of rows that other ranks hold. Results of
+    such rows travel back. A rank's stages are in the order of its KV heads. A rank with fewer stages than others only sends at the end.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class Stages:
     keys : list of ndarray
         This rank's shards of the arrays that have a row for each key (K and V), as (entries, KV heads, tokens, dims).
     inputs, outputs : list of ndarray
-        The arrays that rows are computed from and into: shards as (entries, query heads, tokens, dims).
+        Shards of the arrays that rows are computed from, and of those that results are written to: (entries, query heads, tokens, dims).
     comm_type : {"auto", "p2p", "all_gather", "a2a"}
     thread : bool
         Whether a thread waits for transfers.
@@ -255,7 +255,7 @@ class Stages:
     # ---- Inputs of a stage ----------------------------------------------------------------------------------------------
 
     def _start(self, step: int, waiter: Waiter) -> tuple[Transfer, Transfer]:
-        """Start the transfers of a step. Returns what this rank receives, and what it sends."""
+        """Start the transfers of a step. Returns the transfer to this rank, and the transfer from this rank."""
         if step >= self.steps:
             return waiter.submit([]), waiter.submit([])
         head, windows = self.order[self.rank][step], self.windows[step % 2]
@@ -298,8 +298,8 @@ class Stages:
         return [self.comm.Ialltoallw(*sides)], []
 
     def _make_pieces(self, head: int) -> None:
-        """The pieces of a stage: parts of shards where this rank holds all of their rows, else copies, into which this rank puts its own
-        rows."""
+        """The pieces of a stage. If this rank holds all rows of a piece, its arrays are parts of shards. Otherwise they are buffers, into
+        which this rank copies its own rows."""
         made = self.pieces[head] = []
         for first, end in self.routes.computed[head].of(self.rank):
             begin, after = int(self.problem.row_at[first]), int(self.problem.row_at[end])
@@ -330,7 +330,7 @@ class Stages:
     # ---- All keys to all ranks ----------------------------------------------------------------------------------------
 
     def _gather(self, head: int) -> list[Any]:
-        """Start to gather all keys of a KV head on every rank. They are packed for that."""
+        """Start to gather all keys of a KV head on every rank. The keys are packed for that."""
         counts = self.routes.kv_held.counts(self.size)
         sizes = counts.tolist(), (np.cumsum(counts) - counts).tolist()
         requests, kept = [], []
@@ -353,7 +353,7 @@ class Stages:
     # ---- Results of rows that other ranks hold ------------------------------------------------------------------------
 
     def _receive_results(self) -> list[Any]:
-        """Start to receive the results of this rank's rows that others compute."""
+        """Start to receive the results of rows that this rank holds and other ranks compute."""
         rows = self.routes.rows
         mine = rows.holder == self.rank
         pairs = sorted(set(zip(rows.head[mine].tolist(), rows.worker[mine].tolist(), strict=True)))
@@ -372,7 +372,7 @@ class Stages:
         return waiter.submit(requests)
 
     def _store_own(self, piece: Piece) -> None:
-        """Copy what this rank computed of its own rows into its shards."""
+        """Copy results that this rank computed for rows of its own into its shards."""
         for a, b, local in self.routes.q_held.overlap(self.rank, piece.begin, piece.begin + piece.outputs[0].shape[2]):
             for buffer, shard in zip(piece.outputs, self.outputs, strict=True):
                 self._group_of(piece.head, shard)[:, :, local : local + b - a] = buffer[:, :, a - piece.begin : b - piece.begin]
@@ -384,14 +384,14 @@ def _add(numbers: ndarray, to: ndarray) -> None:
 
 
 class Sums:
-    """Sums per key, such as gradients: a rank's part of each goes back to the rank that holds the key, which adds the parts in the order of
-    ranks.
+    """Sums per key, such as gradients. Each rank sends its part of a sum back to the rank that holds the key, which adds the parts in the
+    order of ranks.
 
     Parameters
     ----------
     stages : Stages
     totals : list of ndarray
-        Where the sums are made: this rank's shards (entries, KV heads, tokens, dims), zeros at first, in the dtype of sums.
+        The sums for this rank's keys: shards (entries, KV heads, tokens, dims) of zeros at first, in the dtype of sums.
     """
 
     def __init__(self, stages: Stages, totals: list[ndarray]) -> None:

@@ -12,8 +12,8 @@ class computed_once(Generic[T]):  # noqa: N801 (a decorator)
     """`functools.cached_property` without a lock.
 
     On Python 3.11, `cached_property` has one lock for all objects of a class: if another thread holds the lock while the process forks, the
-    child waits for it for ever. Here, if two threads are the first to read a value at the same time, both compute it, and both get the one
-    that was stored first. An exception while it is computed stores nothing.
+    child waits for the lock for ever. Here, two threads that read a value for the first time at the same time both compute it, and both get
+    the value that was stored first. An exception during the computation stores nothing.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:

@@ -1,4 +1,4 @@
-"""The blocks that the lists of a call over selected pages name, and lists of them for the parts of requests that a rank computes."""
+"""The blocks that the lists of a call over selected pages name, and new lists of these blocks for the chunks that a rank computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._states import ranges
 
 
 class Listed(NamedTuple):
-    """The blocks that the lists of a call name: one entry for each, one list after the other."""
+    """The blocks that the lists of a call name: arrays with an entry per named block, one list after the other."""
 
     rows: int  # lists per request
     request: ndarray
@@ -45,8 +45,8 @@ class Listed(NamedTuple):
 
 
 def listed_blocks(selected: Any, counts: Any, pages: ndarray, heads: tuple[int, ...]) -> Listed:
-    """The blocks of `selected` and `counts`, see `paged_select_attention`. `pages`: how many each request has; `heads`: numbers of KV heads
-    and of query heads."""
+    """The blocks of `selected` and `counts`, see `paged_select_attention`. `pages`: the number of pages of each request. `heads`: the
+    numbers of KV heads and of query heads."""
     lists, kind = _arrays.host(selected, "selected")
     if kind not in ("int16", "int32", "int64"):
         raise TypeError(f"selected: expected int16, int32 or int64, got {kind}")

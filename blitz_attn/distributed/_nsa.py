@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["nsa"]
 
-ROWS = 128  # queries that go to a rank together; rounded up to whole tiles
+ROWS = 128  # blocks of this many queries, rounded up to whole tiles, go to ranks
 
 
 @overload
@@ -70,8 +70,8 @@ def nsa(
     Parameters
     ----------
     q, k, v : array
-        This rank's tokens of ``(B, N, H, D)``, ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``. Rank 0 has the first tokens, rank 1 those that
-        follow, and so on; how many each has is up to the caller.
+        This rank's tokens of ``(B, N, H, D)``, ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``. Rank 0 has the first tokens, rank 1 the tokens
+        that follow, and so on. The caller decides how many tokens each rank has.
     comm : communicator, optional
         Any object with the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
     gates : array, optional
@@ -100,9 +100,9 @@ def nsa(
 
     Notes
     -----
-    A rank computes runs of queries of one or a few KV heads, of equal work, and receives the keys and values of these heads up to its last
-    query, and the queries of the runs; results go back. With as many ranks as KV heads, or fewer, runs end where heads end as far as
-    that keeps the work even.
+    A rank computes runs of queries of one or a few KV heads, such that all ranks have equal work. It receives the queries of its runs, and
+    the keys and values of their KV heads: in causal calls of mode "paper" up to the last query of a run, otherwise all of them. Results go
+    back. If there are at most as many ranks as KV heads, runs end where heads end, as far as that keeps the work even.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def _whole(own: Call, options: Options, tokens: int) -> Call:
 
 
 def _routes(whole: Call, counts: ndarray) -> Routes:
-    """Items of equal work, over tokens that ranks hold in runs of `counts`."""
+    """Routes with items of equal work, where rank r holds a run of ``counts[r]`` tokens."""
     rules, (batch, tokens, heads, dim) = whole.rules, whole.q.shape
     kv_heads, dim_v = whole.v.shape[-2:]
     rows = rules.tile * max(1, -(-ROWS // rules.tile))

@@ -24,11 +24,11 @@ ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 class Problem:
-    """What all ranks compute together, checked.
+    """The call that all ranks compute together, with checked arguments.
 
     Rows of blocks of queries form a chain. In the layouts with a batch axis, the chain has the rows of one sequence, each of which
-    stands for that row of every batch entry; in TND it has the rows of all sequences, one after the other. `entries` counts the sequences
-    that are looked at one by one. If all batch entries are alike, `entries` is 1, and that sequence counts `alike` times.
+    stands for that row of every batch entry. In TND, the chain has the rows of all sequences, one after the other. `entries` is the number
+    of sequences that are looked at one by one. If all batch entries are alike, `entries` is 1, and that sequence counts `alike` times.
 
     Attributes
     ----------
@@ -144,7 +144,7 @@ class Problem:
         return lists
 
     def description(self) -> dict[str, Any]:
-        """What must be the same on all ranks, by the names of the arguments that say it."""
+        """The arguments that must be the same on all ranks, by name."""
         packed = self.layout == "TND"
         return {
             "layout": self.layout, "dtype": self.dtype, "s_q": self.tokens[0], "s_kv": self.tokens[1], "batch": self.batch,
@@ -181,11 +181,11 @@ class Problem:
         return slice(head * each, (head + 1) * each) if count > 1 else slice(0, 1)
 
     def offset(self, entry: int) -> int:
-        """The key on the diagonal of query 0 of a sequence."""
+        """The number of the key beside which query 0 of a sequence stands on the diagonal."""
         return int(self.kv_valid[entry] - self.q_valid[entry])
 
     def _seen(self, entry: int) -> tuple[ndarray, ndarray, ndarray]:
-        """Valid queries of each row of a sequence, and the first and the end of the key tokens that token rules let it see."""
+        """For each row of a sequence: its valid queries, and the first and the end of the key tokens that token rules let the row see."""
         block_q, _ = self.block_shape
         first = np.arange(self._rows_of(entry), dtype=np.int64) * block_q
         end = np.minimum(first + block_q, int(self.q_valid[entry]))
@@ -205,7 +205,7 @@ class Problem:
         return int(self.row_begin[entry + 1] - self.row_begin[entry]) if self.layout == "TND" else self.rows
 
     def _runs(self, entry: int) -> tuple[ndarray, ndarray]:
-        """The first and the end of the columns that token rules let each row of a sequence see; 0 and 0 where there are none."""
+        """The first and the end of the columns that token rules let each row of a sequence see; 0 and 0 for a row that sees none."""
         _, block_kv = self.block_shape
         _, low, high = self._seen(entry)
         return np.where(high > low, low // block_kv, 0), np.where(high > low, -(-high // block_kv), 0)
@@ -215,12 +215,12 @@ class Problem:
         return np.minimum(np.arange(int(self.columns[entry]) + 1) * self.block_shape[1], int(self.kv_valid[entry]))
 
     def _mask(self, entry: int, group: int) -> tuple[ndarray, ndarray]:
-        """Listed blocks that a sequence's rows see for any head of a group, as packed bits, and the sum over its heads of their tokens per
-        row. Made by stripes of rows, since a mask that is not packed would take eight times the memory."""
+        """The listed blocks that the rows of a sequence see for any head of a group, as packed bits; and for each row the tokens in these
+        blocks, summed over the heads. Stripes of rows are packed one by one, since an unpacked mask would take eight times the memory."""
         assert self.sabi is not None
         rows, columns = self._rows_of(entry), int(self.columns[entry])
         first, end = self._runs(entry)
-        sizes = np.append(np.diff(self._tokens_before(entry)), 0)  # one column more, for what is not seen
+        sizes = np.append(np.diff(self._tokens_before(entry)), 0)  # one column more, for blocks that are not seen
         bits, tokens = np.empty((rows, -(-columns // 8)), np.uint8), np.zeros(rows)
         own = self.sabi[entry if len(self.sabi) > 1 else 0, self.lists_of(group)]
         step = max(1, _STRIPE // (columns + own.shape[-1] + 1))

@@ -1,4 +1,4 @@
-"""What travels between which ranks under one dispatch, exactly, from the lists alone, for all ranks at once."""
+"""The tokens that travel between ranks under one dispatch: exact, for all ranks at once, and computed from the lists alone."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Segments(NamedTuple):
 class Runs(NamedTuple):
     """Stretches of tokens that travel between two ranks.
 
-    In a layout with a batch axis, a stretch is of one entry, or of all entries if they are alike. In TND it may span several sequences;
-    `entry` is then that of its first token.
+    In a layout with a batch axis, a stretch belongs to one entry, or to all entries if they are alike. In TND, a stretch may span several
+    sequences; `entry` is then the sequence of its first token.
     """
 
     entry: ndarray
@@ -90,7 +90,7 @@ class Routes:
             self.kv_held = cut_of(problem.cell_at[even(len(problem.cell_at) - 1, size)], np.arange(size))
 
     def cuts(self) -> tuple[str, list[tuple[ndarray, ndarray]]]:
-        """What must be equal on ranks that have the same plan."""
+        """The name and the cuts, which must be equal on ranks that have the same plan."""
         return self.dispatch, [(cut.at, cut.rank) for cut in (self.q_held, self.kv_held, *self.computed)]
 
     def stages(self, rank: int) -> list[int]:
@@ -106,7 +106,7 @@ class Routes:
 
     @computed_once
     def segments(self) -> Segments:
-        """All tokens of keys that some row can see, each of them once."""
+        """All tokens of keys that some row can see; each token occurs once."""
         entry, begin, end = self.problem.cell_tokens()
         column = np.arange(len(entry))
         # the stretches that hold a column's first and last token
@@ -187,11 +187,11 @@ class Routes:
         return self.kv_tokens * (p.head_dim + p.head_dim_v) * p.itemsize + self.q_tokens * queries + self.q_tokens.T * results
 
     def backward_bytes(self) -> ndarray:
-        """The same for a backward call without a gradient of the log-sum-exp."""
+        """(size, size): bytes that the first rank sends to the second in a backward call without a gradient of the log-sum-exp."""
         p = self.problem
         queries = p.group * ((p.head_dim + 2 * p.head_dim_v) * p.itemsize + p.lse_itemsize)
         results = p.group * p.head_dim * p.itemsize
-        keys = (p.head_dim + p.head_dim_v) * (self.kv_tokens * p.itemsize + self.kv_tokens.T * p.lse_itemsize)  # keys there, sums back
+        keys = (p.head_dim + p.head_dim_v) * (self.kv_tokens * p.itemsize + self.kv_tokens.T * p.lse_itemsize)  # the second: gradients
         return keys + self.q_tokens * queries + self.q_tokens.T * results
 
     def all_gather_bytes(self) -> ndarray:
@@ -203,7 +203,7 @@ class Routes:
     def times(self, link: float, rate: float) -> tuple[ndarray, ndarray, ndarray]:
         """Three arrays (size,), in seconds: arithmetic, transfers, and both together.
 
-        The two overlap, except that one stage's share of the shorter one is added to the longer one.
+        Arithmetic and transfers overlap, except in one stage: the shorter time, divided by the number of stages, is added to the longer.
         """
         p = self.problem
         compute = self.loads * (2.0 * (p.head_dim + p.head_dim_v) / rate)

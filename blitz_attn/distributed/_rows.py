@@ -1,4 +1,4 @@
-"""Block rows of a plan as calls of the library: a slice of the queries over the keys of the whole sequence."""
+"""Calls of the library for block rows of a plan: a slice of the queries attends to the keys of the whole sequence."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ._problem import Problem
 
 
 class RowCall:
-    """The arguments of a call for some rows of one KV head, bit-identical to these rows of the call over the whole sequence.
+    """The arguments of a call for some rows of one KV head. Its results are bit-identical to these rows of a call over the whole sequence.
 
-    Arrays are given and taken as views (entries, heads, tokens, dims), with one entry for layout TND, whose sequences stand one after
-    the other on the axis of tokens.
+    Arrays are given and taken as views (entries, heads, tokens, dims). Layout TND has one entry, in which sequences follow one another on
+    the axis of tokens.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class RowCall:
         block_q, _ = p.block_shape
         begins, ends = np.maximum(first, p.row_begin[:-1]) - p.row_begin[:-1], np.minimum(end, p.row_begin[1:]) - p.row_begin[:-1]
         inside = np.flatnonzero(ends > begins)
-        span = slice(int(inside[0]), int(inside[-1]) + 1)  # sequences without queries lie between others, with keys of their own
+        span = slice(int(inside[0]), int(inside[-1]) + 1)  # includes sequences without queries, which have keys
         starts, counts = begins[span], np.maximum(ends - begins, 0)[span]
         sizes = np.where(counts > 0, np.minimum(ends[span] * block_q, p.q_sizes[span]) - starts * block_q, 0)
         cu_kv = p.cu_kv[span.start : span.stop + 1]
@@ -74,15 +74,15 @@ class RowCall:
         return _below(found, columns, pad)
 
     def given(self, array: ndarray, keys: bool = False) -> ndarray:
-        """An array of the call in its layout."""
+        """An array in the layout of the call."""
         if self.problem.layout != "TND":
             return array
         return (array[0, :, self.keys] if keys else array[0]).swapaxes(0, 1)
 
 
 def _below(lists: ndarray, columns: int, pad: int) -> ndarray:
-    """Lists without the columns that only longer sequences have. The sequences of this call have no keys there, and it would refuse
-    them."""
+    """Lists without the columns that only longer sequences have. The sequences of this call have no keys in these columns, which it would
+    refuse."""
     padded = lists == pad if pad > 0 else lists < 0
     kept = ~np.logical_or.accumulate(padded, axis=-1) & (lists < columns)
     if (kept | padded).all():

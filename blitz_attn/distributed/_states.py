@@ -1,8 +1,8 @@
 """Merging the states of a request's chunks by a fixed binary tree, for many requests at once.
 
-Node i of level l covers the chunks from ``i * 2**l`` up to ``(i + 1) * 2**l``, as far as the request has them. A node whose
-right half has no chunk is its left half; else its state is the merge of both halves' states. So the result depends on the chunks alone, and
-not on who computed which, or together with what.
+Node i of level l covers the chunks from ``i * 2**l`` to ``(i + 1) * 2**l - 1``, as far as the request has them. If the right half of a node
+has no chunk, the node has the state of its left half; otherwise, its state is the merge of both halves' states. So the result depends on
+the chunks alone, and not on which rank computed which chunk, nor on the other requests of the call.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Merges:
     """Merges of states in one array, level by level. A merged state replaces that of its left half."""
 
     def __init__(self, levels: list[tuple[ndarray, ndarray]], first: ndarray, rows: ndarray) -> None:
-        """`levels`: (left, right) of each level, as numbers of states. `first` and `rows`: the first row of each state, and how many rows
-        it has, one per query."""
+        """`levels`: (left, right) of each level, as numbers of states. `first` and `rows`: the first row of each state, and its number of
+        rows, one per query."""
         self._levels = [(ranges(first[a], rows[a]), ranges(first[b], rows[b])) for a, b in levels]
 
     def run(self, out: ndarray, lse: ndarray) -> None:
@@ -59,7 +59,7 @@ def sinks_of(sinks: Any, heads: int) -> ndarray | None:
 def with_sinks(out: ndarray, lse: ndarray, sinks: ndarray) -> tuple[ndarray, ndarray]:
     """The states (rows, H, Dv) and (rows, H) with one more score per head in their softmax, which has no value.
 
-    A sink counts as infinite where its exponent of 2 is infinite, as in a call without chunks. Beside a sink of plus infinity, finite
+    A sink counts as infinite if its product with log2(e) is infinite, as in a call without chunks. Beside a sink of plus infinity, finite
     scores have weight 0."""
     with np.errstate(over="ignore"):
         exponents = (sinks.astype(np.float64) * np.log2(np.e)).astype(lse.dtype)

@@ -1,7 +1,7 @@
-"""Which rank merges which nodes of the tree of states (_states.py) where ranks hold the chunks of requests, and what ranks send.
+"""Which rank merges which nodes of the tree of states (_states.py), and which nodes ranks send, when ranks share the chunks of requests.
 
-A rank merges the nodes of which it has all chunks, and sends those of them whose parent has chunks on other ranks. Every rank merges the
-rest of the tree.
+A rank merges the nodes of which it has all chunks. It sends such a node if the node's parent has chunks on other ranks. Every rank merges
+the rest of the tree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Level(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Who merges what, and what is sent."""
+    """Which rank merges which nodes, and which nodes are sent."""
 
     levels: list[Level]
     sent: ndarray
@@ -34,7 +34,7 @@ class Tree(NamedTuple):
 
 
 def build(counts: ndarray, owner: ndarray) -> Tree:
-    """The tree of requests of ``counts[b]`` chunks. `owner` is the rank of each chunk, of one request after the other."""
+    """The tree of requests of ``counts[b]`` chunks. `owner` has the rank of each chunk, one request after the other."""
     first = np.cumsum(counts) - counts
     request = np.arange(len(counts)).repeat(counts)
     place = np.arange(len(owner))

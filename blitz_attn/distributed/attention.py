@@ -42,7 +42,7 @@ class _Call:
         self.tokens = [sum(b - a for a, b in ranges) for ranges in (plan.q_ranges, plan.kv_ranges)]
 
     def read(self, *, scale: Any, comm_type: Any, overlap: Any, dtype: Any, num_threads: Any) -> None:
-        """Checks the arguments that all functions have. To be called inside the agreement, as all checks of arrays."""
+        """Checks the arguments that all functions have. Call this method, and all checks of arrays, inside the agreement."""
         if self._comm is not None and self._comm != self.plan.comm:
             raise ValueError("comm: expected the communicator that the plan was made with, got another")
         self.scale = None if scale is None else number(scale, "scale")
@@ -168,16 +168,16 @@ def context_parallel_attention(
 ) -> Any:
     """Block-sparse attention over a sequence that is spread over the ranks of a communicator. Collective.
 
-    The results are, bit for bit, those of one call of `blitz_attn.block_sparse_attention` over the whole sequence, for any number of ranks:
-    for each KV head, one rank computes a row of blocks in one call, after it has received all listed keys, so nothing is merged.
+    The results are, bit for bit, those of one call of `blitz_attn.block_sparse_attention` over the whole sequence, for any number of ranks.
+    For each KV head, one rank computes a row of blocks in one call, after it has received all keys that the row lists: nothing is merged.
 
     Parameters
     ----------
     q : array
-        This rank's queries: its shard, `plan.q_ranges` of the axis of tokens, in the layout of the plan. `dispatch` takes it from a whole
+        This rank's shard of the queries: the tokens of `plan.q_ranges`, in the layout of the plan. `dispatch` takes a shard from a whole
         array.
     k, v : array
-        This rank's keys and values: `plan.kv_ranges`.
+        This rank's shards of the keys and values: the tokens of `plan.kv_ranges`.
     plan : ContextParallelPlan
         Made by all ranks for the call over the whole sequence. It holds the block lists and the rules.
     comm : communicator, optional
@@ -191,8 +191,8 @@ def context_parallel_attention(
         How keys and values travel. "p2p": messages between pairs of ranks, of listed blocks alone. "a2a": the same bytes in one collective
         per stage. "all_gather": all keys and values to all ranks. "auto": "p2p" up to 64 ranks, then "a2a".
     overlap : bool or "thread"
-        Whether the keys and values of a KV head travel while the previous head is computed. A thread then waits for them where ranks run on
-        several machines, if MPI allows calls from several threads; "thread" starts it in any case.
+        Whether the keys and values of a KV head travel while the previous head is computed. If ranks run on several machines and MPI allows
+        calls from several threads, a thread then waits for them. With "thread", the thread is started on one machine, too.
     return_lse : bool
         Also return the log-sum-exp.
     dtype : str or dtype, optional
@@ -296,8 +296,8 @@ def context_parallel_attention_backward(
 ) -> tuple[Any, Any, Any]:
     """Gradients of `context_parallel_attention`, each on the rank that holds its tokens. Collective.
 
-    Keys and values travel once more as in the forward call. Sums for keys are made in float32 (float64 for float64): a rank sends its part
-    of them to the rank that holds the keys, which adds the parts in a fixed order and rounds once.
+    Keys and values travel once more as in the forward call. Their gradients are summed in float32 (float64 for float64): each rank sends
+    its part of the sums to the rank that holds the keys, which adds the parts in a fixed order and rounds once.
 
     Parameters
     ----------
@@ -306,7 +306,7 @@ def context_parallel_attention_backward(
     q, k, v : array
         This rank's shards, as in the forward call.
     out, lse : array
-        What the forward call returned.
+        The results of the forward call.
     plan : ContextParallelPlan
         The plan of the forward call.
     dlse : array, optional
@@ -318,8 +318,8 @@ def context_parallel_attention_backward(
     -------
     dq, dk, dv : array
         Of the shapes, layout and dtype of this rank's q, k and v, and the same kind of array as `q`. `dq` is bit-identical to that of one
-        call over the whole sequence, for any number of ranks. `dk` and `dv` are the same from run to run for one number of ranks and one
-        dispatch; for others they differ by rounding.
+        call over the whole sequence, for any number of ranks. `dk` and `dv` are the same from run to run for a given number of ranks and
+        dispatch. With another number of ranks or dispatch, they differ by rounding.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Decoding over a cache that ranks share by tokens: results are bit-identical for any number of ranks, whoever holds which tokens."""
+"""Decoding over a cache whose tokens are spread over ranks: bit-identical for any number of ranks, whichever rank holds which tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CALL = "decode_context_parallel_attention"
 class Shards:
     """The pages that ranks hold of each request, from tables of either form, see `DecodePlan`.
 
-    It must be made within a block of `Agreement`, and `agree_owners` called after the block.
+    A `Shards` must be made within a block of `Agreement`, and its `agree_owners` must be called after the block.
     """
 
     def __init__(self, agreement: Agreement, block_tables: Any, seq_lens: Any, page_size: Any, interleave: Any, kv_split: Any) -> None:
@@ -82,7 +82,7 @@ class Shards:
         return self._turn(self.index * self.split_pages)[0]
 
     def _own_chunks(self) -> ndarray:
-        """This rank's number for its own chunks, -1 for others'."""
+        """For each chunk, the number of this rank if it holds the chunk, else -1."""
         for b in (self.used > self.tables.shape[1]).nonzero()[0]:
             raise ValueError(
                 f"seq_lens: expected lengths from 0 to what the table's {self.tables.shape[1]} pages of {self.page_size} tokens hold, "
@@ -101,8 +101,8 @@ class Shards:
         return np.where(number > 0, self.rank, -1)
 
     def agree_owners(self, comm: Any) -> None:
-        """Learn who holds each chunk; the lowest of several holders computes it. Raises the same error on all ranks if a chunk has
-        no holder."""
+        """Learn which rank holds each chunk. Of several holders, the lowest computes the chunk. Raises the same error on all ranks if a
+        chunk has no holder."""
         if self.interleave is not None or not len(self.owner):
             return
         held = np.empty((self.size, -(-len(self.owner) // 8)), np.uint8)
@@ -143,7 +143,7 @@ def _multiple(x: Any, name: str, of: int, whose: str) -> int:
 
 
 def _query_lengths(q_lens: Any, seq_lens: ndarray) -> ndarray:
-    """int64 numbers of queries, checked by the core. It gets tables of one page per request, since those of a rank are incomplete."""
+    """int64 numbers of queries, checked by the core. The core gets tables of one page per request, since a rank's tables are incomplete."""
     lengths = np.minimum(seq_lens, _MOST_TOKENS)
     tables, size = np.zeros((len(lengths), 1), np.int32), int(lengths.max(initial=1))
     opened = open_requests(tables, lengths, None, None, q_lens, None, size)[0]
@@ -164,9 +164,9 @@ class _Units(NamedTuple):
 
 
 class DecodePlan:
-    """Page tables and lengths of one decoding step, and who holds what of them: agreed once by all ranks for the calls of all layers.
+    """Page tables and lengths of one decoding step, and which rank holds which pages. All ranks agree on these once, for all layers.
 
-    All ranks make the plan together (it is collective), each with the page tables of its own cache.
+    All ranks make the plan together (this is collective), each with the page tables of its own cache.
 
     Parameters
     ----------
@@ -175,8 +175,8 @@ class DecodePlan:
         request, where -1 stands for pages of other ranks; any rank may hold any chunk. Where several ranks hold a chunk, as
         copies, the lowest rank computes attention over it.
     seq_lens : sequence of int
-        ``(B,)``: number of tokens of each request, on all ranks together. This and all that follows, except `num_threads`, is the same on
-        all ranks.
+        ``(B,)``: number of tokens of each request, on all ranks together. This argument and all that follow, except `num_threads`, are the
+        same on all ranks.
     page_size : int
         Number of tokens per page of the caches that calls pass.
     comm : communicator, optional
@@ -185,8 +185,8 @@ class DecodePlan:
         Ranks take turns along each request: the first `interleave` tokens are rank 0's, the next ones are rank 1's, and so on. A multiple
         of `kv_split`.
     kv_split : int
-        Number of tokens per chunk, a multiple of `page_size`: attention over each is computed by itself, and the results are merged by a
-        fixed tree.
+        Number of tokens per chunk, a multiple of `page_size`. Attention over each chunk is computed by itself, and the results of chunks
+        are merged by a fixed tree.
     q_lens, scale, kv_layout, window, softcap, dtype, kv_dtype, num_threads
         See `blitz_attn.paged_attention`. They hold for all calls of the plan.
 
@@ -282,7 +282,7 @@ class DecodePlan:
         self._own_merges = Merges([(t.left[t.owner == rank], t.right[t.owner == rank]) for t in tree.levels], place, rows)
         mine = tree.sent[tree.sender == rank]
         self._sent_rows = ranges(place[mine], rows[mine])
-        everyone = np.zeros(len(rows), np.int64)  # the same in the array of all that was sent
+        everyone = np.zeros(len(rows), np.int64)  # first row of each state, in the array of all states that are sent
         everyone[tree.sent] = np.cumsum(rows[tree.sent]) - rows[tree.sent]
         self.states = np.bincount(tree.sender, weights=rows[tree.sent], minlength=size).astype(np.int64)
         self._all_merges = Merges([(t.left[t.owner < 0], t.right[t.owner < 0]) for t in tree.levels], everyone, rows)
@@ -361,8 +361,8 @@ class DecodePlan:
         k_cache, v_cache : array
             This rank's caches of one layer, with the `page_size` of the plan.
         selected : array of int16, int32 or int64, optional
-            ``(B, Hkv, K)`` or ``(B, H, K)``: the blocks that are seen, as in `blitz_attn.paged_select_attention`: numbers of pages of a
-            request through all ranks, the same on all ranks. Default: all.
+            ``(B, Hkv, K)`` or ``(B, H, K)``: the blocks that are seen, as in `blitz_attn.paged_select_attention`. The pages of a request
+            are numbered through all ranks. The lists are the same on all ranks. Default: all pages.
         counts, sinks, return_lse, out
             See `blitz_attn.paged_select_attention`.
         k_scale, v_scale : array of float32, optional
@@ -415,8 +415,8 @@ class DecodePlan:
 
     @computed_once
     def _requests(self) -> tuple[Any, ...]:
-        """What `attend_requests` takes for this rank's units. It is made within a call's `Agreement`, so that an error reaches all
-        ranks."""
+        """This rank's units as requests, in the form that `attend_requests` takes. They are made within a call's `Agreement`, so that an
+        error reaches all ranks."""
         units, queries = self._units, None if self._one_query else self._units.queries
         indptr, indices, last_page_len = units.tables
         return open_requests(indices, None, indptr, last_page_len, queries, units.q_begin, self.page_size)[0]
@@ -424,7 +424,7 @@ class DecodePlan:
     def _attend(
         self, q: ndarray, kind: str, k_cache: Any, v_cache: Any, lists: Listed | None, scales: dict[str, Any], out: ndarray, lse: ndarray
     ) -> None:
-        """Fills `out` and `lse` with the states of this rank's chunks. The call is made even without chunks, for its checks."""
+        """Fills `out` and `lse` with the states of this rank's chunks. Even without chunks, the call is made, because of its checks."""
         rules = self._rules._replace(out_dtype="float32" if kind in ("float16", "bfloat16") else None)
         if kind == "bfloat16":
             rules = rules._replace(dtype=kind)
@@ -458,7 +458,7 @@ class DecodePlan:
         return np.ascontiguousarray(everyone[..., :v_dim]), np.ascontiguousarray(everyone[..., v_dim])
 
     def _finish(self, states: tuple[ndarray, ndarray], kind: str, sinks: ndarray | None, results: list[Result]) -> Any:
-        """Merge what all ranks sent, and write the results."""
+        """Merge the states that all ranks sent, and write the results."""
         self._all_merges.run(*states)
         heads, v_dim = states[0].shape[1:]
         out, lse = np.zeros((self.num_queries, heads, v_dim), states[0].dtype), np.full((self.num_queries, heads), -np.inf, states[0].dtype)
@@ -521,9 +521,9 @@ def decode_context_parallel_attention(
 ) -> Any:
     """Attention of each request's newest queries over a paged cache whose tokens several ranks hold. All ranks call it together.
 
-    Each rank attends to its own chunks of `kv_split` tokens, merges those that form complete nodes of a fixed binary tree over the
+    Each rank attends to its own chunks of `kv_split` tokens. It merges the chunks that form complete nodes of a fixed binary tree over the
     chunks of a request, and sends these nodes; then every rank merges the rest. The result is bit-identical for any number of ranks,
-    whoever holds which chunks.
+    whichever rank holds which chunks.
 
     Parameters
     ----------
@@ -573,9 +573,9 @@ def decode_context_parallel_attention(
 
     Notes
     -----
-    Rank r sends ``plan.states[r]`` rows of ``H * (Dv + 1)`` float32 numbers to all others. Where each rank holds one run of chunks of a
-    request, these are at most two nodes per level of the tree. Where ranks take turns of 1, 2, 4 or another power of two chunks, they are
-    at most one per turn; other turns send more.
+    Rank r sends ``plan.states[r]`` rows of ``H * (Dv + 1)`` float32 numbers to all others. If each rank holds one run of chunks of a
+    request, it sends at most two nodes per level of the tree. If ranks take turns of 1, 2, 4 or another power of two chunks, each rank
+    sends at most one node per turn; with other turns, it sends more nodes.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Going on without the ranks that died, where the MPI library can: Open MPI under ``mpirun --with-ft ulfm``."""
+"""Going on without the ranks that died. Open MPI can do that under ``mpirun --with-ft ulfm``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_failure(error: BaseException) -> bool:
     Parameters
     ----------
     error : BaseException
-        What a call has raised.
+        An error that a call has raised.
 
     Returns
     -------
@@ -48,14 +48,15 @@ def is_failure(error: BaseException) -> bool:
 def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None) -> tuple[T, Any]:
     """Run a collective piece of work until it has ended well on all ranks that are alive.
 
-    Where ranks die, the survivors give up the communicator, agree on one without the dead, and run the work again on that, as often
-    as it takes. The work makes its plans anew each time: results are bit-identical for any number of ranks. All ranks call this together.
+    Where ranks die, the survivors give up the communicator, agree on a new communicator without the dead, and run the work again on it, as
+    often as necessary. The work makes its plans anew each time: results are bit-identical for any number of ranks. All ranks call this
+    function together.
 
     Parameters
     ----------
     work : callable
         ``work(comm, ranks)``, where ``ranks[i]`` is the number that rank i of `comm` had in the communicator that the call was given.
-        It may be run several times, and must leave what it reads as it was. An error that no death causes must be raised by all
+        The work may be run several times, and must not change its inputs. An error that no death causes must be raised by all
         ranks.
     comm : communicator, optional
         Default: ``MPI.COMM_WORLD``.
@@ -63,9 +64,9 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
     Returns
     -------
     result : object
-        What `work` returned on this rank, in the run that ended well on all ranks.
+        The result of `work` on this rank, in the run that ended well on all ranks.
     comm : communicator
-        The communicator of that run, which is the given one where no rank died.
+        The communicator of that run: the given communicator if no rank died.
 
     Raises
     ------
@@ -74,13 +75,13 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
 
     See Also
     --------
-    finish : how a process ends after that.
+    finish : ends a process after ranks have died.
 
     Notes
     -----
-    A rank that ends well cannot know that others saw a failure. So after each run all agree whether it ended well everywhere. Revoke makes
-    the ranks that still wait for messages of the run give up; Agree and Shrink work on revoked communicators and in spite of further
-    deaths, and a shrunk communicator on which another rank has died is shrunk again.
+    A rank that ends well cannot know that others saw a failure. So after each run, all ranks agree whether the run ended well everywhere.
+    Revoke makes the ranks that still wait for messages of the run give up. Agree and Shrink work on revoked communicators and in spite of
+    further deaths. If another rank dies, the shrunk communicator is shrunk again.
 
     Examples
     --------
@@ -115,13 +116,13 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
 
 
 def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], *, axis: int = 2, comm: Any = None) -> ndarray:
-    """Bring tokens from the ranks that hold them, or copies of them, to those that a new plan gives them to. All ranks call this together.
+    """Bring tokens from the ranks that hold them to the ranks that hold them in a new plan. All ranks call this function together.
 
     Parameters
     ----------
     x : ndarray
-        The tokens of ``before[rank]``, one stretch after the other along `axis`. It has any dtype; this and the
-        other axes are the same on all ranks.
+        The tokens of ``before[rank]``, one stretch after the other along `axis`. The dtype, which may be any dtype, and the other axes
+        are the same on all ranks.
     before : sequence of sequence of (int, int)
         For each rank of `comm` the stretches of tokens ``(begin, end)`` that it has. A token that several ranks have is taken
         from the lowest of these ranks.
@@ -140,11 +141,11 @@ def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], 
     Raises
     ------
     ValueError
-        `x` does not have as many tokens as ``before[rank]``, or nobody has a token that some rank is to have. All ranks raise the error.
+        `x` does not have as many tokens as ``before[rank]``, or no rank has a token that some rank is to have. All ranks raise the error.
 
     See Also
     --------
-    run_with_survivors : after which ranks make new plans.
+    run_with_survivors : runs work again, with new plans, after ranks have died.
 
     Examples
     --------
@@ -194,15 +195,15 @@ def _tokens(ranges: Ranges) -> ndarray:
 
 
 def finish(comm: Any, *, comm_before: Any = None, status: int = 0) -> None:
-    """If ranks have died, end this process after all other survivors have called this, too; else return.
+    """If ranks have died, end this process after all other survivors have called this function, too; otherwise return.
 
-    After deaths, Open MPI 5.0's own end (MPI_Finalize, which mpi4py calls when Python ends) may wait for the dead over tcp. So the process
-    then ends without it: output is flushed, but functions registered with `atexit` are not called.
+    After deaths, MPI_Finalize of Open MPI 5.0, which mpi4py calls when Python ends, may wait for the dead over tcp. So the process ends
+    without MPI_Finalize: output is flushed, but functions registered with `atexit` are not called.
 
     Parameters
     ----------
     comm : communicator
-        What `run_with_survivors` returned.
+        The communicator that `run_with_survivors` returned.
     comm_before : communicator, optional
         The communicator that `run_with_survivors` was given. Default: ``MPI.COMM_WORLD``.
     status : int
@@ -225,10 +226,10 @@ def finish(comm: Any, *, comm_before: Any = None, status: int = 0) -> None:
 
 
 def _agree(comm: Any, flag: bool) -> bool:
-    """Whether `flag` is true on all ranks that are alive: the same answer on all of them.
+    """Whether `flag` is true on all ranks that are alive. All of them get the same answer.
 
-    The operation may raise on some ranks only, those that had not noticed a death before. The value is the same nevertheless. It is read
-    from the buffer of the nonblocking form, because the blocking one has no result where it raises.
+    The operation may raise on ranks that had not noticed a death before, but the value is the same on all ranks. The value is read from the
+    buffer of the nonblocking form, because the blocking form has no result where it raises.
     """
     value = np.array([flag], np.intc)
     comm.Ack_failed()

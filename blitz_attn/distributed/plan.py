@@ -1,4 +1,4 @@
-"""The plan of context-parallel attention: which rank holds and computes what, and which bytes travel for that."""
+"""The plan of context-parallel attention: which rank holds which tokens, which rows it computes, and how many bytes travel for that."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_LINES = 32  # of a picture
 
 
 class Prediction(NamedTuple):
-    """What the model of `ContextParallelPlan.predict` says about one forward call. Times in seconds."""
+    """The prediction of `ContextParallelPlan.predict` for one forward call. Times are in seconds."""
 
     compute: float
     """Arithmetic of the busiest rank."""
@@ -44,8 +44,8 @@ class Prediction(NamedTuple):
 class ContextParallelPlan:
     """Which rank holds which tokens, computes which rows, and needs which blocks of keys.
 
-    A plan is made from the call over the whole sequence: its sizes, its rules and its block lists, the same on all ranks. It serves every
-    layer that has these. Making it is collective: where ranks disagree, all raise the same error.
+    A plan is made from the sizes, rules and block lists of the call over the whole sequence, which are the same on all ranks. It serves
+    every layer with the same sizes, rules and lists. Making a plan is collective: where ranks disagree, all raise the same error.
 
     Parameters
     ----------
@@ -57,13 +57,13 @@ class ContextParallelPlan:
     comm : communicator, optional
         Any object with the methods of ``mpi4py.MPI.Comm``. Default: ``MPI.COMM_WORLD``.
     size, rank : int, optional
-        With `size`, the plan is made without MPI, for `size` ranks, as rank `rank` (default: 0) would make it. It says what would be
-        sent, but cannot be used for a call.
+        With `size`, the plan is made without MPI, for `size` ranks, as rank `rank` (default: 0) would make it. Such a plan says how many
+        bytes would be sent, but cannot be used for a call.
     dispatch : {"auto", "cut", "zigzag", "contiguous", "items"}
         Which rows a rank computes. "cut": a run of equal work, whose queries and keys it holds. "zigzag": one run from the front and one
         from the back. "contiguous": a run of equally many rows. "items": rows of one or a few KV heads, of equal work; ranks hold equally
-        many tokens, and queries and results travel. "auto": the one with the least ``predict(link, rate).total``, the first of this
-        order where they are close.
+        many tokens, and queries and results travel. "auto": the dispatch with the least ``predict(link, rate).total``; among dispatches
+        with nearly equal totals, the first in this order.
     batch, num_heads, num_kv_heads, head_dim, head_dim_v : int, optional
         Sizes of q, k and v. `num_kv_heads` defaults to `num_heads`, `head_dim_v` to `head_dim`, `batch` to 1.
     dtype : str or dtype
@@ -84,17 +84,17 @@ class ContextParallelPlan:
     dispatch : str
         The dispatch in use.
     q_ranges, kv_ranges : list of (int, int)
-        Query and key tokens that this rank holds, in this order in its shards: stretches of the axis of tokens.
+        Query and key tokens that this rank holds: stretches of the axis of tokens, in the order in which its shards hold them.
     loads : numpy.ndarray
         (size,): pairs of a query and a key that each rank computes, in the blocks that its rows see.
     balance : float
         Load of the busiest rank divided by the mean.
     bytes : numpy.ndarray
-        (size, size) of int64: bytes that the first rank sends to the second in one forward call, exactly.
+        (size, size) of int64: the exact number of bytes that the first rank sends to the second in one forward call.
     backward_bytes : numpy.ndarray
-        The same for a backward call, without `dlse`: sums for keys come back in float32 (float64 for float64).
+        Likewise for a backward call without `dlse`. Gradients of keys and values come back in float32 (float64 for float64).
     all_gather_bytes : numpy.ndarray
-        (size,) of int64: bytes of all keys and values that each rank does not hold, which is what an all-gather would bring.
+        (size,) of int64: bytes of all keys and values that each rank does not hold. An all-gather would bring these bytes.
 
     Raises
     ------
@@ -209,7 +209,7 @@ class ContextParallelPlan:
 
     @computed_once
     def _key(self) -> int:
-        """What ranks compare in each call."""
+        """The number by which ranks compare their plans in each call."""
         return digest(list(self._problem.description().values()), self._routes.cuts())
 
     @computed_once
@@ -219,9 +219,9 @@ class ContextParallelPlan:
     def predict(self, link: float, rate: float) -> Prediction:
         """Times of one forward call by a simple model.
 
-        A rank computes at `rate` and sends and receives at `link`; stages of one KV head each follow one another. The arithmetic of a stage
-        overlaps with the transfers of the next: the longer of the two, arithmetic or transfers, counts in full, and the shorter for one
-        stage only. Latency, contention and stragglers are not in the model.
+        A rank computes at `rate`, and sends and receives at `link`. Its stages, one per KV head, follow one another. The arithmetic of a
+        stage overlaps with the transfers of the next. So the longer of both times, arithmetic or transfers, counts in full, and the shorter
+        time counts for one stage only. Latency, contention and stragglers are not in the model.
 
         Parameters
         ----------
@@ -253,9 +253,9 @@ class ContextParallelPlan:
         return Prediction(busiest, float(transfer.max()), total - busiest, total, efficiency)
 
     def picture(self) -> str:
-        """Text picture: one line per rank with its tokens, its load and what it receives.
+        """Text picture: one line per rank with its tokens, its load and the bytes that it receives.
 
-        More than 32 ranks are shown in groups of equally many, by the first rank of each group.
+        With more than 32 ranks, there is a line for every second, every third, ... rank, so that there are at most 32 lines.
 
         Returns
         -------

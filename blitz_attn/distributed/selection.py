@@ -1,4 +1,5 @@
-"""Choosing blocks of a cache that ranks share by tokens: the choice of one process, from a few candidates of each rank."""
+"""Choosing blocks of a cache whose tokens are spread over ranks. From a few candidates of each rank, ranks choose the blocks that one
+process would choose."""
 
 from __future__ import annotations
 
@@ -49,8 +50,9 @@ def select_blocks_distributed(
 ) -> tuple[ndarray, ndarray]:
     """The blocks of each request that `blitz_attn.select_blocks` chooses, where each rank scores the blocks that it holds.
 
-    All ranks call it together. Each sends the k best of its own blocks with their scores, 8 bytes each, and every rank chooses among them.
-    So the choice is that of one process which holds all blocks: the blocks of the highest scores, and of equal scores the lower block.
+    All ranks call this function together. Each rank sends the k best of its own blocks with their scores, 8 bytes per block, and every rank
+    chooses among all of these. One process that holds all blocks would choose the same: the blocks of the highest scores, and of equal
+    scores the lower block.
 
     Parameters
     ----------
@@ -59,26 +61,27 @@ def select_blocks_distributed(
     source : array or tuple of array
         This rank's summaries, or with ``method="max"`` its key cache, see `blitz_attn.select_blocks`.
     tables : array of int32 or int64
-        ``(B, M)``: pages of `source`, in which the blocks that this rank holds of a request stand one after the other, in rising order.
+        ``(B, M)``: pages of `source`. In them, the blocks of a request that this rank holds follow one another in rising order.
     seq_lens : sequence of int
         ``(B,)``: number of tokens of each request, on all ranks together.
     k, budget : int or sequence of int, optional
-        Number of blocks to select, or of tokens, on all ranks together. Give exactly one of the two, see `blitz_attn.select_blocks`.
+        How many blocks (`k`) or tokens (`budget`) to select on all ranks together. Give exactly one of the two, see
+        `blitz_attn.select_blocks`.
     comm : communicator, optional
-        Any object with the methods of ``mpi4py.MPI.Comm``. Default: the plan's, else ``MPI.COMM_WORLD``.
+        Any object with the methods of ``mpi4py.MPI.Comm``. Default: that of the plan, or without a plan ``MPI.COMM_WORLD``.
     interleave : int, optional
         Number of tokens, a multiple of the block size, after which the next rank takes its turn along each request.
     plan : DecodePlan, optional
-        Says in place of `interleave` which rank holds which pages. Its pages are the blocks. Where several ranks hold a page, only the
-        lowest of these ranks counts.
+        Says in place of `interleave` which rank holds which pages. The pages of the plan are the blocks. Where several ranks hold a page,
+        only the lowest of these ranks counts.
     method, sink, recent, per_query_head, dense_below, tokens_since_metadata_update, ascending, block_size, kv_layout, dtype, num_threads
         See `blitz_attn.select_blocks`. The same on all ranks, except `num_threads`.
 
     Returns
     -------
     selected : ndarray
-        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``: numbers of blocks through all ranks, -1 in unused entries. The same
-        on all ranks.
+        int32 ``(B, Hkv, K)`` or, with `per_query_head`, ``(B, H, K)``: the blocks of each request, numbered through all ranks, and -1 in
+        unused entries. The same on all ranks.
     counts : ndarray
         int32, ``(B, Hkv)`` or ``(B, H)``: number of entries in use.
 
@@ -134,7 +137,7 @@ def select_blocks_distributed(
         ):  # fmt: skip
             agreement.same(name, value)
         held = np.bincount(request, minlength=len(lengths))
-        own_lengths = held * size  # the last block of a request is its holder's last
+        own_lengths = held * size  # the last block of a request is also the last block of its holder
         last = np.zeros(len(lengths), bool)
         last[request[own == used[request] - 1]] = True
         own_lengths[last] -= (used * size - lengths)[last]
@@ -156,7 +159,7 @@ def select_blocks_distributed(
 
 
 def _forced(lengths: ndarray, used: ndarray, wanted: ndarray, size: int, sink: Any, recent: Any, since: Any) -> tuple[ndarray, ndarray]:
-    """Numbers of blocks at the start and at the end of each request that are always selected."""
+    """How many blocks at the start and how many at the end of each request are always selected."""
     sink = _arrays.integer(sink, "sink")
     if sink < 0:
         raise ValueError(f"sink: expected at least 0 pages, got {sink}")
@@ -209,7 +212,7 @@ def _own_blocks(
 def _choose(
     numbers: ndarray, scores: ndarray, used: ndarray, wanted: ndarray, forced: tuple[ndarray, ndarray], width: int, ascending: bool
 ) -> tuple[ndarray, ndarray]:
-    """The choice among all candidates: sinks, the best of the others, the newest."""
+    """The choice among all candidates: sinks, the newest blocks, and the best of the others."""
     sink, recent = forced
     batch, heads = numbers.shape[:2]
     per_row = [x[:, None, None] for x in (used, wanted, sink, recent)]
