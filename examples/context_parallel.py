@@ -94,7 +94,7 @@ def run_layer(comm: Any, options: argparse.Namespace) -> bool:
 
 
 class Attention:
-    """What transformers calls in each layer: attention over the tokens of all ranks, or in one process where there is no plan."""
+    """The attention that transformers calls in each layer: over the tokens of all ranks, or, without a plan, in one process."""
 
     NAME = "blitz_context_parallel"
 

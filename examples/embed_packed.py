@@ -9,12 +9,12 @@ all-MiniLM-L6-v2 (6 layers, 12 heads, D = 32, bidirectional) embeds the sentence
 
 1. one by one, by torch's attention, as the reference for the other ways;
 2. in batches that are padded to their longest sentence, in the order of the text, by torch's attention;
-3. the same, with the sentences sorted by length first;
+3. in such batches, after the sentences have been sorted by length;
 4. packed: all tokens one after the other, cut by cumulative lengths, with ``attn_implementation="blitz_attn"``.
 
-The table: seconds of the fastest repeat, sentences/s, share of the tokens that are padding, and the largest difference of an element of
-an embedding (of length 1) from way 1. The exit code is 1 if the packed embeddings differ by more than 1e-4. Torch and this library use
-the same number of threads.
+The table has the seconds of the fastest repeat, the sentences per second, the share of the tokens that are padding, and the largest
+difference of an element of an embedding (of length 1) from way 1. The exit code is 1 if the packed embeddings differ by more than 1e-4.
+Torch and this library use the same number of threads.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def find_model() -> Path:
 
 
 def sentences_of(paths: Sequence[Path], most: int) -> list[str]:
-    """Sentences of the texts, in their order, without those that are only a number or a mark."""
+    """The sentences of the texts, in their order, without sentences of at most 8 characters, such as a number or a mark."""
     text = " ".join(" ".join(path.read_text(encoding="utf-8").split()) for path in paths)
     return [part for part in re.split(r"(?<=[.;:!?])\s+", text) if len(part) > 8][:most]
 

@@ -6,10 +6,10 @@
     python examples/engine.py --model smollm2 --requests 8   # a real model: examples/numpy_llama.py says what to install
 
 Requests come and go while others run. In each step, running requests compute one token each, or chunks of their prompts, and all of them
-share one call of the model and one paged attention call per layer. Full pages are shared among requests that begin alike. Where pages run
+share one call of the model and one paged attention call per layer. Full pages are shared among requests that begin alike. When pages run
 out, the newest request gives up its pages and computes its tokens again later. Tokens are chosen greedily.
 
-`--check` then runs each request by itself: with a float32 cache it must get the same tokens (the exit code is 1 if one does not).
+`--check` then runs each request by itself. With a float32 cache, it must get the same tokens (the exit code is 1 if a request does not).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import blitz_attn
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and what has been generated."""
+    """A prompt, and the tokens that have been generated."""
 
     tokens: list[int]  # the prompt, then the new tokens
     prompt: int  # how many of them are the prompt's
@@ -59,7 +59,7 @@ class Request:
 
 
 class Pages:
-    """Which pages are free, how many requests hold each of the others, and what the full ones contain."""
+    """Which pages are free, how many requests hold each other page, and which tokens full pages contain."""
 
     def __init__(self, number: int) -> None:
         self.holders = [0] * number
@@ -68,7 +68,7 @@ class Pages:
         self.hashes: list[bytes] = [b""] * number
 
     def find(self, hashes: list[bytes]) -> list[int]:
-        """The pages of the longest beginning that is in the cache."""
+        """The pages of the longest beginning of these hashes whose pages are all in the cache."""
         found: list[int] = []
         while len(found) < len(hashes) and hashes[len(found)] in self.known:
             found.append(self.known[hashes[len(found)]])
@@ -79,7 +79,7 @@ class Pages:
         self.holders[page] += 1
 
     def take(self) -> int:
-        """A page to write to: the one that has been free for longest, whose content is forgotten."""
+        """A page to write to: the page that has been free for longest. Its content is forgotten."""
         page = next(iter(self.free))
         self.known.pop(self.hashes[page], None)
         self.hashes[page] = b""
@@ -87,7 +87,7 @@ class Pages:
         return page
 
     def release(self, pages: list[int]) -> None:
-        """Give pages back. They keep their content until they are taken, the first pages of a request for longest."""
+        """Give pages back. They keep their content until they are taken again; the first pages of a request are taken last."""
         for page in reversed(pages):
             self.holders[page] -= 1
             if not self.holders[page]:
@@ -133,7 +133,7 @@ class Engine:
 
     def admit(self, request: Request) -> bool:
         """Give a waiting request the pages of all its tokens, if there are enough: shared pages that hold its beginning, and free pages."""
-        known = request.hash_pages(self.page_size)[: (len(request.tokens) - 1) // self.page_size]  # one token at least is computed
+        known = request.hash_pages(self.page_size)[: (len(request.tokens) - 1) // self.page_size]  # at least one token is left to compute
         found = self.pages.find(known)
         new = -(-len(request.tokens) // self.page_size) - len(found)
         if new + sum(not self.pages.holders[page] for page in found) > len(self.pages.free):
@@ -164,7 +164,7 @@ class Engine:
         ready = [x for x in running if x.pages and self.grow(x)]  # growing may take the pages of requests further behind
         for request in [x for x in self.requests if not x.pages]:
             if sum(x.missing for x in ready) >= self.budget or not self.admit(request):
-                break  # and none overtakes it
+                break  # no later request overtakes this one
             ready.append(request)
         work, left = [], self.budget
         for request in ready:
@@ -245,7 +245,7 @@ def chats(tokenizer: Any, requests: int, new_tokens: int = 48) -> list[Arrival]:
 
 
 def serve(engine: Engine, load: list[Arrival]) -> list[Request]:
-    """Run a load to its end. Returns its requests, of which those that were cancelled are not complete."""
+    """Run a load to its end. Returns all of its requests; cancelled requests are not complete."""
     requests: dict[int, Request] = {}
     step = 0
     while engine.requests or len(requests) < len(load):
@@ -260,7 +260,7 @@ def serve(engine: Engine, load: list[Arrival]) -> list[Request]:
 
 
 def agreement(requests: list[Request], engine: Engine) -> float:
-    """The share of requests whose tokens are those that they get by themselves in `engine`, as far as they had come."""
+    """The share of requests that get the same tokens by themselves in `engine`. Cancelled requests are compared as far as they had come."""
     same = 0
     for request in requests:
         alone = engine.submit(request.tokens[: request.prompt], request.end - request.prompt)
@@ -285,7 +285,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the load took. Returns 1 if a request has other tokens than by itself, and the cache is float32."""
+    """Print the numbers and the time of the load. Returns 1 if the cache is float32 and a request has other tokens than by itself."""
     model, tokenizer = (random_llama(), None) if args.model == "random" else smollm2()
     sizes = args.pages, args.page_size, args.budget, args.kv_dtype
     engine = Engine(model, *sizes, stop=-1 if tokenizer is None else tokenizer.token_to_id("<|im_end|>"))

@@ -5,10 +5,10 @@
     python examples/kept_blocks.py smollm2.npz --layer 14 --heads 0 3 7 -o kept_blocks.png
     python examples/kept_blocks.py smollm2.npz --layer 14 --heads 0 3 7 --density 0.12 --tokens 256 -o kept_tokens.png
 
-Above, the mean softmax mass of each block of keys for the queries of each block, on a logarithmic scale. Below, the blocks that
-`select_blocks_prefill` keeps at one density for the layer: heads whose mass is spread keep more than heads whose mass lies in few blocks.
-The number is the share of the softmax mass that the kept blocks hold (`select.recall`). With --tokens, a third row shows the same for the
-tokens with the highest scores of each query: what an indexer that knew them would choose.
+The upper row shows the mean softmax mass of each block of keys for the queries of each block, on a logarithmic scale. The lower row shows
+the blocks that `select_blocks_prefill` keeps at one density for the layer: heads whose mass is spread keep more blocks than heads whose
+mass lies in few blocks. The titles give the share of the softmax mass that the kept blocks hold (`select.recall`). With --tokens, a third
+row shows the tokens with the highest scores of each query, which an indexer that knew all scores would choose, and their share of the mass.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def masses_of(q: np.ndarray, k: np.ndarray, scale: float, block: int) -> np.ndar
 
 
 def tokens_of(q: np.ndarray, k: np.ndarray, scale: float, count: int) -> np.ndarray:
-    """Lists of `count` tokens for each query, (1, H, S, count): those with the highest scores of causal attention.
+    """Lists of `count` tokens for each query, (1, H, S, count): the tokens with the highest scores of causal attention.
 
-    An indexer takes max(0, x) of each head's product x. The score x itself is max(0, x) - max(0, -x), that of two heads: q and -q."""
+    An indexer takes max(0, x) of each head's product x. The score x itself is max(0, x) - max(0, -x). So there are two heads, q with
+    weight 1 and -q with weight -1."""
     group, signs = q.shape[1] // k.shape[1], np.array([1, -1], q.dtype)
     weights = np.broadcast_to(signs, (1, q.shape[2], 2))
     heads = ((q[:, h, :, None] * signs[:, None], k[:, h // group], weights) for h in range(q.shape[1]))
@@ -56,7 +57,7 @@ def tokens_of(q: np.ndarray, k: np.ndarray, scale: float, count: int) -> np.ndar
 
 
 def drawn_tokens(lists: np.ndarray, keys: int, cell: int) -> np.ndarray:
-    """How many of the tokens in lists (S, count) each cell of `cell` queries and keys has, as a share of its pairs."""
+    """For each cell of `cell` queries by `cell` keys, the share of its pairs that the lists (S, count) name."""
     count = -(-keys // cell)
     query, _ = np.nonzero(lists >= 0)
     found = np.bincount(query // cell * count + lists[lists >= 0] // cell, minlength=count * count)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Find how much each layer and head of a real model should keep at one density, by how its errors change the model's predictions.
+"""Find how much each layer and head of a real model should keep at one density, from how far errors of a head change the predictions.
 
     python examples/make_profile.py --text a.txt b.txt --output smollm2.json     # some minutes on two cores
     python examples/perplexity.py --densities 1 0.25 --profile smollm2.json      # on other texts than these
 
 Needs what perplexity.py needs. SmolLM2-135M-Instruct reads each text densely; the gradient of its loss, with labels drawn from its own
 predictions, flows back to the attention of every layer. `blitz_attn.select.allocate` turns queries, keys, values and gradients into a
-profile: a mass for each head to keep, and the chooser of each layer that serves it best for its cost.
+profile: the mass that each head keeps, and for each layer the chooser that is best for its cost.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def captures_of(model: Any, ids: Any, seed: int = 0) -> list[tuple[np.ndarray, .
     embedded = model.get_input_embeddings()(ids).requires_grad_(True)
     hidden = model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
     slopes = torch.zeros_like(hidden)
-    for start in range(0, ids.shape[1], 512):  # the vocabulary is large, so logits exist for some tokens at a time only
+    for start in range(0, ids.shape[1], 512):  # the vocabulary is large, so logits are made for 512 tokens at a time
         part = hidden[0, start : start + 512].detach().requires_grad_(True)
         logits = model.lm_head(part).float()
         labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1)[:, 0]

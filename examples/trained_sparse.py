@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""One layer of a model that was trained to be sparse, by length and by way of attending: time and memory.
+"""Time and memory of one layer of a model that was trained to be sparse, for several lengths and ways of attending.
 
     python examples/trained_sparse.py --tokens 4096 8192 16384 | tee layer.csv
     python examples/trained_sparse.py --draw layer.csv -o layer.png
     python examples/trained_sparse.py --family qwen4_exp --ways sdpa ours --tokens 1024 4096
 
-The layer has the attention dimensions of the released model and random weights; its hidden size and its MLP are left small. DeepSeek-V3.2
-has 128 heads over one latent of 512 + 64 numbers per token, and an indexer of 64 heads that chooses 2048 tokens for each query. Each row
-is measured in a process of its own: a prompt of so many tokens ("prompt"), or one new token after them ("step"), by transformers' own
-attention ("eager", "sdpa"), by this library inside the model's own code ("blitz_attn"), or with `trained_sparse` ("ours"), where this
-library also chooses the tokens. "dense" is "ours" with a budget that covers all tokens. `seconds` is the time of the whole layer.
-`attention` is processor time of its attention without projections. `MiB` is the most memory that the layer takes beyond what its model and
-its cache take. A row has no numbers where its way needs more memory than --memory allows, or is not for this model.
+The layer has the attention dimensions of the released model and random weights; its hidden size and its MLP are small. DeepSeek-V3.2
+has 128 heads over one latent of 512 + 64 numbers per token, and an indexer of 64 heads that chooses 2048 tokens for each query.
+
+Each row is measured in a process of its own. `what` is a prompt of `tokens` tokens ("prompt"), or one new token after such a prompt
+("step"). `way` is transformers' own attention ("eager", "sdpa"), this library inside the model's own code ("blitz_attn"), or
+`trained_sparse` ("ours"), where this library also chooses the tokens. "dense" is "ours" with a budget that covers all tokens. `seconds` is
+the time of the whole layer. `attention` is the processor time of its attention without projections. `MiB` is the most memory that the
+layer takes beyond the memory of its model and its cache. A row has no numbers if its way needs more memory than --memory allows, or is
+not for this model.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ import _bench
 WAYS = {"eager": "eager", "sdpa": "sdpa", "blitz_attn": "blitz_attn", "dense": "blitz_attn", "ours": "blitz_attn"}  # attn_implementation
 COLUMNS = ("family", "what", "way", "dtype", "tokens", "threads", "seconds", "attention", "MiB")
 MIB = 1 << 20
-LEAST_SECONDS = 2  # of repetitions
+LEAST_SECONDS = 2  # a row is repeated for at least this time
 
-# Of each family: the beginning of its classes' names, the option that is its budget, and the configuration of one layer.
+# For each family: the beginning of the names of its classes, the option that is its budget, and the configuration of one layer.
 SMALL = {"num_hidden_layers": 1, "vocab_size": 128, "hidden_size": 1024, "intermediate_size": 16, "pad_token_id": 0}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32", "index_topk", {"first_k_dense_replace": 1}),
@@ -80,7 +82,7 @@ def make_model(family: str, way: str, dtype: Any) -> Any:
 
 
 def filled_cache(model: Any, family: str, tokens: int, dtype: Any) -> Any:
-    """A cache after a prompt of so many tokens: random numbers where their shapes are known here, else what `trained_sparse` leaves."""
+    """A cache after a prompt of `tokens` tokens: random numbers if their shapes are known here, else what `trained_sparse` puts there."""
     import torch
     from transformers import DynamicCache
 
@@ -102,7 +104,7 @@ def filled_cache(model: Any, family: str, tokens: int, dtype: Any) -> Any:
 
 
 def memory(name: str) -> int:
-    """Bytes that this process has now ("VmRSS"), or had at most since `forget_peak` ("VmHWM"), by Linux."""
+    """Bytes of memory that this process has now ("VmRSS"), or has had at most since `forget_peak` ("VmHWM"), as Linux counts them."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -112,7 +114,7 @@ def forget_peak() -> None:
 
 
 def measure(family: str, what: str, way: str, dtype_name: str, tokens: int, threads: int) -> tuple[float, float, int]:
-    """Seconds of the layer and processor seconds of its attention, the least of some calls, and the bytes that it takes."""
+    """The seconds of the layer and the processor seconds of its attention, each the least of some calls, and the bytes that it takes."""
     import torch
 
     import blitz_attn
@@ -144,7 +146,7 @@ def measure(family: str, what: str, way: str, dtype_name: str, tokens: int, thre
 
 
 def run(row: Sequence[Any], memory: int) -> list[str]:
-    """What `measure` returns for a row, in a process that may take so many MiB; empty where that process failed."""
+    """The numbers of `measure` for a row, from a process that may take `memory` MiB; empty texts if that process failed."""
     limit = memory * MIB
     done = subprocess.run(
         [sys.executable, __file__, "--row", *map(str, row)],
@@ -160,7 +162,7 @@ def run(row: Sequence[Any], memory: int) -> list[str]:
 
 
 def draw(table: Path, picture: Path) -> None:
-    """A line of panels for each family and dtype of a table."""
+    """Draw a table, with a line of panels for each family and dtype."""
     from matplotlib.figure import Figure
 
     with table.open(newline="") as file:

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""A video model's denoising loop, dense and sparse: seconds per step, and how far the latents move from those of dense attention.
+"""A video model's denoising loop, dense and sparse: seconds per step, and the distance of the latents from those of dense attention.
 
     python examples/video.py --grids 8x32x32 8x32x64 8x64x64 | tee video.csv
     python examples/video.py --draw video.csv -o video.png
     python examples/video.py --grids 33x60x60 --layers 1 --steps 2 --dense-steps 1 --ways dense tiles   # 118800 tokens, one layer
 
-A transformer with the shape of Wan's and random weights denoises latents, with a FlowMatchEulerDiscreteScheduler of diffusers. Every way
-begins with the same noise: diffusers' own attention ("sdpa"), this library over all blocks ("dense"), and `sparse_video` with one
-configuration each. The first --dense-steps steps are dense in all of them. `seconds` is the time of a step, the median of the sparse
-ones; `attention` is the share of self-attention in it, without projections but with norms, rotary embeddings, lists and the order of
-tokens. `density` is the share of blocks that the rule keeps: the mean over the rules where each head gets one of several, and a lower
-bound where blocks are chosen in addition to a rule. `error` has a number for each step: the distance from the latents of "dense", in
-units of their norm. Weights are random, so the errors show how a difference grows over the steps, not what a trained model would lose.
+A transformer with the shape of Wan's and random weights denoises latents, with a FlowMatchEulerDiscreteScheduler of diffusers. The ways are
+diffusers' own attention ("sdpa"), this library over all blocks ("dense"), and `sparse_video` with several configurations. All begin with
+the same noise, and their first --dense-steps steps are dense. `seconds` is the median time of the other steps. `attention` is the share of
+self-attention in these steps, without projections but with norms, rotary embeddings, lists and the order of tokens. `density` is the share
+of blocks that the rule keeps. If each head gets one of several rules, it is the mean over these rules; if blocks are chosen in addition to
+a rule, it is a lower bound. `error` has a number for each step: the distance from the latents of "dense", in units of their norm. Weights
+are random, so the errors show how a difference grows over the steps, not what a trained model would lose.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ import numpy as np
 import _bench
 
 COLUMNS = ("way", "grid", "tokens", "dtype", "threads", "density", "seconds", "attention", "error")
-CHANNELS, TEXT = 16, 64  # of the latents; tokens of the prompt
+CHANNELS, TEXT = 16, 64  # channels of the latents; tokens of the prompt
 
 
 def ways(dense_steps: int) -> dict[str, Any]:
-    """What each way passes to `sparse_video`; None: nothing is sparse."""
+    """The configuration that each way passes to `sparse_video`; None: nothing is sparse."""
     from blitz_attn.integrations.diffusers import SparseVideo
     from blitz_attn.video import Neighbourhood, Radial, Schedule, SlidingTiles
 
@@ -94,7 +94,7 @@ def denoise(model: Any, clock: _bench.Clock, grid: Sequence[int], args: argparse
 
 
 def density_of(config: Any, grid: tuple[int, int, int]) -> float:
-    """The share of blocks that a way attends in its sparse steps; a lower bound where blocks are chosen in addition to a rule."""
+    """The share of blocks that a way attends to in its sparse steps; a lower bound if blocks are chosen in addition to a rule."""
     from blitz_attn import video
 
     if config is None:
@@ -115,7 +115,7 @@ def measure(grid: tuple[int, int, int], args: argparse.Namespace, writer: Any) -
     clock = _bench.Clock(block.attn1 for block in model.blocks)
     configs = ways(args.dense_steps)
     expected = None
-    for way in dict.fromkeys(("dense", *args.ways)):  # the others are compared with it
+    for way in dict.fromkeys(("dense", *args.ways)):  # the other ways are compared with "dense"
         print(f"video.py: {way}, {'x'.join(map(str, grid))}", file=sys.stderr)
         model.set_attention_backend("native" if way == "sdpa" else "blitz_attn")
         config = configs[way]
