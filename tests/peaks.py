@@ -19,8 +19,8 @@ from cases_sizes import CASES
 from interrupts import drawn, in_child
 
 MIB = 1 << 20
-FLOOR = 6 * MIB  # memory that threads keep, and what the system counts late, is ignored
-MOST_RATIO = 2.35  # of the memory at a size to that at half the size; 2 is memory in proportion to the size
+FLOOR = 6 * MIB  # memory that threads keep, or that the system counts late, is ignored
+MOST_RATIO = 2.35  # of the memory at a size to the memory at half that size; 2 means memory in proportion to the size
 OF_AXIS = {"t": (1, 0, 0), "q": (0, 1, 0), "r": (0, 0, 1), "s": (1, 1, 0)}
 NAMES = {"t": "tokens", "q": "queries", "r": "requests", "s": "both"}
 
@@ -44,7 +44,7 @@ def sizes_of(case, axis, times):
 
 
 def measure(case, axis, times, threads, found, i):
-    """Writes the peak of a call to found[i]. To be run in a process of its own."""
+    """Writes the peak of a call to found[i]. It must run in a process of its own."""
     M_MMAP_THRESHOLD = -3
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # freed memory goes back to the system, so that the heap has none to reuse
@@ -57,8 +57,8 @@ def measure(case, axis, times, threads, found, i):
 def peaks(case, axis, threads=1):
     """The peaks of a case with one axis at its size, twice and four times that; -1 if a call fails.
 
-    The system may reclaim pages of libraries during a call, which hides as much of the call's memory. So peaks that seem to grow are measured
-    again.
+    The system may reclaim pages of libraries during a call, which hides just as much of the call's memory. So peaks that seem to grow are
+    measured again.
     """
     found = multiprocessing.RawArray("q", [-1] * 3)
     for _ in range(3):

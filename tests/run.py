@@ -2,10 +2,10 @@
 
     python tests/run.py [PYTEST ARGUMENTS]
 
-BLITZ_ATTN_TEST_PROCESSES sets another number of processes. Every process collects all tests; a file belongs to the process that comes to it first,
-so that all are busy to the end however long the files take. A few files go to one process together. A line is printed for every file that is done,
-and every 15 seconds or so for one that is not. What pytest reports of failures and of skipped tests follows at the end, and the last line is a
-summary like pytest's. The exit status is 0 if tests ran, none failed and no process broke down. If the arguments name tests or files, or ask for
+BLITZ_ATTN_TEST_PROCESSES sets another number of processes. Every process collects all tests. A file belongs to the process that first comes
+to it, so that all processes are busy to the end. A few files go to one process together. A line is printed for every file that is done, and
+about every 15 seconds for a file that is not done. pytest's reports of failures and of skipped tests follow at the end, and the last line is
+a summary like pytest's. The exit status is 0 if tests ran, none failed and no process broke down. If the arguments name tests or files, or ask for
 something other than a plain run (ALONE), one pytest process runs.
 """
 
@@ -31,7 +31,7 @@ LONG = (  # these files are begun first
     "test_interrupt", "test_nsa", "test_memory",
 )  # fmt: skip
 ALONE = ("-h", "--help", "--version", "--collect-only", "--co", "--fixtures", "--markers", "--pdb", "-s", "--lf", "--ff", "--sw")
-ORDER = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "error")  # pytest's
+ORDER = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "error")  # pytest's order
 NO_TESTS = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -43,7 +43,7 @@ class Share:
         self.begun = self.told = time.monotonic()
 
     def takes(self, path):
-        """Whether this process runs the tests of a file. The first process that asks takes it."""
+        """Whether this process runs the tests of a file. The first process that asks takes the file."""
         name = TOGETHER[0] if path.stem in TOGETHER else path.name
         if name not in self.mine:
             try:
@@ -68,7 +68,7 @@ class Share:
             self.tell()
             self.file = None
         if not self.takes(item.path):
-            # pytest keeps the folders and files of the previous test set up, and expects that they are torn down before the next one.
+            # pytest keeps what it set up for the folder and file of the previous test, and expects it to be torn down before the next test.
             item.session._setupstate.teardown_exact(nextitem)
             return True
         if not self.file:
@@ -103,7 +103,7 @@ def runs_alone(arguments):
 
 
 def summary(counts, seconds):
-    """Like pytest's last line."""
+    """A line like pytest's last one."""
     parts = [f"{counts[name]} {name}" for name in sorted(counts, key=lambda n: ORDER.index(n) if n in ORDER else len(ORDER)) if counts[name]]
     text = f" {', '.join(parts) or 'no tests ran'} in {seconds:.0f}s ({int(seconds) // 60}:{int(seconds) % 60:02d}) "
     return text.center(100, "=")

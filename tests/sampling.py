@@ -6,7 +6,7 @@ every pair. The environment variable ``SAMPLE_SEED`` draws another sample, and `
 with its options, nothing is left out.
 
 ``SAMPLE_ONE_IN=3`` keeps one case in three of every parametrised function, sampled or not, and one in three of the other tests of each file, but at
-least one. It is for a further run of the suite: with another Python over the same kernels, or over kernels that have checks of their own.
+least one. This variable is for a further run of the suite: with another Python over the same kernels, or over kernels that have checks of their own.
 ``SAMPLE_CELLS_ONE_IN=3`` thins only parametrised functions: every test function runs, in fewer cases. Neither variable leaves out a case of a test
 that is marked ``whole``.
 """
@@ -67,7 +67,7 @@ def sample(items):
 
 
 def one_in(items, number):
-    """One in `number` of the tests, but at least one. They are one function's cases, or the tests of a file that have no options."""
+    """One in `number` of the tests, but at least one. `items` are one function's cases, or the tests of a file that have no options."""
     rng = random.Random(f"{SEED} one in {number} of {items[0].nodeid.partition('[')[0]}")
     return rng.sample(items, -(-len(items) // number))
 

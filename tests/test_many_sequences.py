@@ -8,14 +8,14 @@ import pytest
 import blitz_attn
 from blitz_attn import nsa, select
 
-FEW, MANY = 4000, 32000  # numbers of sequences; with work for each pair of them, a call of MANY would take 64 times as long as one of FEW
-SEVERAL = 3.0  # factor by which the time per sequence may grow, because caches no longer hold everything, and by noise
+FEW, MANY = 4000, 32000  # numbers of sequences; with work for each pair of sequences, a call of MANY would take 64 times as long as a call of FEW
+SEVERAL = 3.0  # factor by which the time per sequence may grow: caches no longer hold everything, and times are noisy
 ONE = {"num_threads": 1}
 NATIVE = {"compress_block_size": 4}
 
 
 class Sequences:
-    """`count` sequences of one token: queries, keys, cumulative lengths, a list of one block for each, and caches with a page for each."""
+    """`count` sequences of one token: queries, keys, cumulative lengths, and for each sequence a list of one block and a page of the caches."""
 
     def __init__(self, count):
         rng = np.random.default_rng(0)
@@ -67,7 +67,7 @@ CALLS = {
 
 
 def seconds(call):
-    """The least processor time of three calls, which other programs do not lengthen."""
+    """The least processor time of three calls. Other programs do not lengthen processor time."""
     times = []
     for _ in range(3):
         start = time.thread_time()

@@ -1,4 +1,4 @@
-"""Every dtype, layout, head ratio, tail, rule and instruction set level against the reference, with poisoned outputs."""
+"""Attention equals the reference for every dtype, layout, head ratio, tail, rule and level, in outputs that were filled with NaN."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_any_block_shape_is_right(block_shape, dtype, options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rising_and_falling_scores_are_right(dtype):
-    """Scores rise along the keys, so that the running maximum changes up to the last key, or fall along them."""
+    """Scores rise along the keys, so that the running maximum changes up to the last key. Then scores fall along the keys."""
     q, k, v = testing.make_qkv(1, 1, 1, 40, 500, 8, dtype="float64")
     q, k = 1.0 + q / 50, np.linspace(0, 30, 500)[:, None] * (1.0 + k / 50)
     check(*(testing.round_to(x, dtype) for x in (q, k, v)), scale=0.5)
@@ -64,7 +64,7 @@ def backwards(lists):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("size", [64, 32])
 def test_threads_batch_order_and_full_lists_change_no_bit(size, dtype, rule, isa_level):
-    """With work for several threads, no bit depends on their number, on the batch, on the order within list rows, or on listing all blocks."""
+    """No bit depends on the number of threads, on the batch, or on the order within list rows, and a list of all blocks changes no bit."""
     q, k, v = testing.make_qkv(2, 4, 2, 700, 900, 64, dtype=dtype)
     lists = sabi.random_with_frame(700, 900, (size, size), 0.5, batch=2, heads=4, dtype="int32")
     options = {"block_shape": (size, size), **rule}
@@ -83,7 +83,7 @@ def test_threads_batch_order_and_full_lists_change_no_bit(size, dtype, rule, isa
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("listed", [False, True])
 def test_threads_that_cut_smaller_tiles_change_no_bit(listed, dtype, tokens, isa_level):
-    """If there are few tiles, they are cut smaller where this gives the threads equal shares."""
+    """If there are few tiles, they are cut smaller where smaller tiles give the threads equal shares."""
     q, k, v = testing.make_qkv(1, 1, 1, tokens, tokens, 64, dtype=dtype)
     lists = sabi.random_with_frame(tokens, tokens, (128, 64), 0.4) if listed else None
     one, *others = (attend(q, k, v, lists, block_shape=(128, 64), causal=not listed, num_threads=threads) for threads in (1, 2, 3, 5))

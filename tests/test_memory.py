@@ -1,4 +1,4 @@
-"""Memory of calls besides inputs and outputs is bounded for a long sequence, and every call gives it back."""
+"""A call's memory besides inputs and outputs is bounded for a long sequence, and every call gives this memory back."""
 
 import os
 import subprocess
@@ -94,7 +94,7 @@ def test_scratch_of_a_long_backward_pass(dtype, threads):
 
 
 def test_memory_is_linear():
-    """In a sample of the operations and options in peaks.py, which measures all, memory grows no faster than tokens, queries or requests."""
+    """Memory grows no faster than tokens, queries or requests, in a sample of the operations and options that peaks.py measures."""
     python(str(Path(__file__).with_name("peaks.py")), "--sample", "4", "--seed", sampling.SEED)
 
 
@@ -135,6 +135,6 @@ def test_memory_that_is_not_linear_is_noticed(axis, grows):
 # ---- Many calls -----------------------------------------------------------------------------------------------------------
 
 def test_no_growth():
-    """Every operation is called a thousand times, and refused a thousand times, in a process of its own. A leak of one block per call would show.
+    """A process makes a thousand calls of every operation, and a thousand that are refused. A leak of one block per call would show.
     make growth makes a million calls of each kind."""
     python(str(Path(__file__).with_name("growth.py")), "--calls", "1000")

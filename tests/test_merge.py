@@ -1,4 +1,4 @@
-"""Merging the results of partial attention, against the reference and against attention over all keys."""
+"""Merged results of partial attention are compared with the reference and with attention over all keys."""
 
 import numpy as np
 import pytest

@@ -67,7 +67,7 @@ def assert_only_hit(got, clean, hit, bad, dtype):
 @pytest.mark.parametrize("rule_name", RULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_keys(dtype, rule_name, bad, isa_level):
-    """A bad element makes the key's score bad in the rows that attend it. A score of NaN or +inf makes the whole row NaN."""
+    """A bad element of a key makes the key's score bad in the rows that attend the key. A score of NaN or +inf makes the whole row NaN."""
     (q, k, v), lists, rule, options = problem(rule_name, dtype)
     clean = attend(q, k, v, lists, **options)
     places = [(0, 0, 33), (1, 1, 5), (1, 0, 69)]
@@ -96,7 +96,7 @@ def test_in_keys(dtype, rule_name, bad, isa_level):
 @pytest.mark.parametrize("rule_name", RULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_values(dtype, rule_name, bad, isa_level):
-    """In the rows that attend its key, only the column of a bad value is bad. The log-sum-exp does not depend on values."""
+    """A bad value makes only its own column bad, in the rows that attend its key. The log-sum-exp does not depend on values."""
     (q, k, v), lists, rule, options = problem(rule_name, dtype)
     clean = attend(q, k, v, lists, **options)
     places = [(0, 0, 33, 7), (1, 1, 5, 0), (1, 0, 69, 19), (0, 1, 3, 12)]
@@ -112,7 +112,7 @@ def test_in_values(dtype, rule_name, bad, isa_level):
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_in_values_beside_a_large_weight(dim, bad, isa_level):
-    """On tiles, a weight that outweighs those of many keys before it has a residual, which is not multiplied by bad values of keys beside it."""
+    """On tiles, the weights of a heavy group have residuals. Bad values must not be multiplied by residuals, which may be 0."""
     q, k, v = testing.make_qkv(1, 1, 1, 64, 600, dim, dtype="bfloat16")
     wide = testing.to_float64(k, "bfloat16")
     wide[0, 0, 130] = 40 * testing.to_float64(q, "bfloat16")[0, 0, :8].mean(axis=0)
@@ -140,7 +140,7 @@ def test_in_values_of_few_queries(dtype, bad, isa_level):
 @pytest.mark.parametrize("rule_name", RULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_queries(dtype, rule_name, bad, isa_level):
-    """A bad query makes only its own row bad. A row that attends nothing is 0 and -inf, even if its query is bad."""
+    """A bad query makes only its own row bad. A row that attends nothing has the output 0 and the log-sum-exp -inf, even if its query is bad."""
     (q, k, v), lists, rule, options = problem(rule_name, dtype)
     clean = attend(q, k, v, lists, **options)
     places = [(0, 0, 0), (0, 3, 44), (1, 2, 17), (1, 1, 41)]
@@ -160,7 +160,7 @@ def test_in_queries(dtype, rule_name, bad, isa_level):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_overflow_is_that_of_floats(dtype, isa_level):
-    """Values near the largest float: a query that attends one of them gets it. Sums of several may overflow to inf."""
+    """A query that attends a single value near the largest float gets this value. Sums of several such values may overflow to inf."""
     largest = np.finfo(dtype).max / 4
     q, k, v = testing.make_qkv(1, 1, 1, 6, 6, 4, dtype=dtype)
     q[...] = k[...] = 0

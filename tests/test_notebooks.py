@@ -23,7 +23,7 @@ def code_cells(path):
 
 
 def kinds(cell):
-    """The kinds of a cell's outputs, and whether they are pictures."""
+    """The kind of each output of a cell, and whether the output is a picture."""
     return [(output["output_type"], "image/png" in output.get("data", ())) for output in cell["outputs"]]
 
 

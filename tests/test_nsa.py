@@ -1,8 +1,8 @@
-"""Native sparse attention and its parts, forward and backward: against the float64 reference at every level and dtype, upstream's table,
-and cases whose outcome is known. Tests of only gradients are in test_nsa_backward.py.
+"""Native sparse attention and its parts, forward and backward, agree with the float64 reference at every level and dtype, meet the
+tolerances of upstream's table, and have known outcomes. Tests of gradients alone are in test_nsa_backward.py.
 
 Sizes, options, views, kinds of arrays, threads, pieces, lists, packed and last tokens, NaN and ties are drawn together in
-tests/fuzz/nsa_problems.py and nsa_parts_problems.py, against oracles of their own.
+tests/fuzz/nsa_problems.py and nsa_parts_problems.py, and compared with oracles.
 """
 
 import sys
@@ -33,7 +33,7 @@ def test_modes_and_dtypes(mode, dtype):
     check(q, k, v, **MODES[mode], **options)
 
 
-# What each case changes in a problem of 100 tokens, 4 heads, 2 KV heads and dims of 16, without weights.
+# Each case changes a problem of 100 tokens, 4 heads, 2 KV heads and dims of 16, without weights.
 CASES = [
     *({"heads": x} for x in [(1, 1), (3, 3), (6, 2), (8, 1), (10, 2)]),
     *({"dims": x} for x in [(1, 1), (7, 33), (64, 64), (128, 128), (192, 128)]),
@@ -118,7 +118,7 @@ def test_upstream_compress(weighted, dtype):
 @pytest.mark.parametrize("tokens", [512, 1024])
 @pytest.mark.parametrize("causal", [True, False])
 def test_upstream_select(tokens, causal):
-    """In float64, the choice follows the mean of all scores of a tile. It is in range and sorted, and has no block beyond the tile."""
+    """In float64, blocks are chosen by the mean of all scores of a tile, and sorted. In causal calls, no block lies beyond the tile."""
     q, k, v, _ = problem(tokens, 4, 2, 32, dtype="float64")
     k_cmp, _ = nsa.compress_kv(k, v, 64)
     chosen = nsa.score_and_select_blocks(q, k_cmp, 3, 64, causal=causal, q_tile_size=256, mode="mslk")
@@ -153,7 +153,7 @@ def test_upstream_uniform_gates():
 
 @pytest.mark.parametrize("lengths", [[512, 256], [777, 1, 300], [512]])
 def test_upstream_varlen(lengths):
-    """One packed sequence has the bits of the call that is not packed, and so do its gradients."""
+    """A single packed sequence has the results and gradients of the call that is not packed."""
     dtype = "bfloat16" if len(lengths) > 1 else "float32"
     q, k, v, options = problem(lengths, 4, 2, 64, packed=True, dtype=dtype, size=0.1)
     sizes = {"mode": "mslk", "num_selected_blocks": 4, "window_size": 128}
@@ -178,7 +178,7 @@ def test_upstream_varlen(lengths):
 @pytest.mark.parametrize("size", [16, 64, 100, 200])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype, size, heads, kv_heads):
-    """Many queries that choose the same blocks are attended block by block. Blocks here are longer and shorter than what is attended at a time.
+    """Many queries that choose the same blocks are attended block by block. Blocks here are longer or shorter than the keys that are attended at a time.
     A query and its gradients have the same bits alone, with other threads, and together with other queries."""
     rules = {"compress_block_size": size, "num_selected_blocks": 5, "window_size": 16}
     q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype=dtype, batch=2)
@@ -195,7 +195,7 @@ def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype,
     whole = nsa.selected_attention(q, k, v, lists, **bits)
     one = nsa.selected_attention(q[:1], k[:1], v[:1], lists[:1], **bits)
     assert all(same_bits(np.ascontiguousarray(a[:1]), b) for a, b in zip(whole, one, strict=True))
-    turned = np.ascontiguousarray(q[:, ::-1]), k, v, np.ascontiguousarray(lists[:, :, ::-1])  # other queries are next to each other
+    turned = np.ascontiguousarray(q[:, ::-1]), k, v, np.ascontiguousarray(lists[:, :, ::-1])  # queries have other neighbours
     turned, straight = (nsa.selected_attention(*x, causal=False, **bits)[0] for x in (turned, (q, k, v, lists)))
     assert same_bits(np.ascontiguousarray(turned[:, ::-1]), straight)
 
@@ -204,7 +204,7 @@ def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype,
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rules", [PAPER, MSLK, {**MSLK, "num_cmp_selected_blocks": 1}], ids=["paper", "mslk", "mslk_groups"])
 def test_pieces_change_nothing(rules, packed, elements, monkeypatch):
-    """Long calls are computed in pieces, of one head's queries or of many heads. The bits are the same, and the context is complete."""
+    """Long calls are computed in pieces, of one head's queries or of many heads. Pieces change no bit, and the context is complete."""
     q, k, v, options = problem(480, 12, 3, 16, 24, batch=1 if packed else 2, weights=WEIGHTS[:3])
     if packed:
         q, k, v = (x[0] for x in (q, k, v))
@@ -221,7 +221,7 @@ def test_pieces_change_nothing(rules, packed, elements, monkeypatch):
 
 
 def test_batch_mates_cut_nothing(monkeypatch):
-    """How a sequence is cut into pieces depends on its own length alone. A piece of a single query would be summed in another order."""
+    """The pieces of a sequence depend on its own length alone. A piece of a single query would be summed in another order."""
     rules = {"mode": "mslk", "compress_block_size": 1, "num_selected_blocks": 1, "window_size": 1, "q_tile_size": 14}
     q, k, v, _ = problem(15, 1, 1, 2, 37, batch=2)
     monkeypatch.setattr(sys.modules["blitz_attn.nsa"], "PIECE_ELEMENTS", 20 * 37)
@@ -265,7 +265,7 @@ def test_a_score_of_minus_infinity_is_not_selected():
 
 @pytest.mark.parametrize("gate", [np.nan, np.inf])
 def test_a_gate_that_is_not_finite_reaches_branches_that_see_nothing(gate):
-    """The first three queries see no compressed block, so the gate is multiplied with 0, which is NaN."""
+    """The first three queries see no compressed block, so the gate is multiplied by 0, and the product is NaN."""
     q, k, v, _ = problem(8, batch=1)
     gates = one_hot(q, 1)
     gates[..., 0] = gate
@@ -308,7 +308,7 @@ def test_paper_mode_never_looks_ahead(mode, which):
 
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_mslk_mode_looks_ahead_within_its_block(which):
-    """With given routing, a token changes outputs from the beginning of its own compressed block on, and none before."""
+    """With given block_indices, a token changes outputs from the beginning of its own compressed block on, and none before."""
     q, k, v, _ = problem(150, 4, 2, 16, batch=1)
     arrays = {"q": q, "k": k, "v": v}
     plain, context = run(**arrays, **MSLK)
@@ -340,7 +340,7 @@ def test_everything_is_dense(mode, branch, wide, causal):
 @pytest.mark.parametrize("lengths", [101, [33, 0, 101, 1]], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_compress(weighted, dtype, size, stride, lengths):
-    """Forward, and backward in the dtypes whose sums are not rounded in between."""
+    """Results are compared in every dtype, and gradients in the dtypes whose sums are not rounded in between."""
     _, k, v, options = problem(lengths, 4, 2, 16, 24, packed=isinstance(lengths, list), dtype=dtype, weights=WEIGHTS[:2])
     weights = [options.pop(name) for name in WEIGHTS[:2]]
     call = k, v, size, *(weights if weighted else ())
@@ -422,7 +422,7 @@ def test_tokens_of_no_block_need_no_compressed_keys(packed):
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "block_indices", "cu_seqlens"])
 def test_out_must_not_overlap_an_argument(name):
-    """This holds even for an argument that is read before the first result is written, because the caller or a context may keep that argument."""
+    """The argument may be read before the first result is written, but the caller or a context may keep it."""
     q, k, v, options = problem([40, 40], 4, 2, 8, 6, packed=True, weights=WEIGHTS)
     options |= {"block_indices": np.zeros((2, 80, 1), np.int32)}
     left_out = "gate_proj_weight" if name == "gates" else "gates"

@@ -1,6 +1,7 @@
-"""Gradients of native sparse attention: against differences of the forward function itself, upstream's table, packed sequences, contexts.
+"""Gradients of native sparse attention agree with differences of the forward function and meet upstream's tolerances.
 
-test_nsa.py compares gradients with the float64 reference, and tests/fuzz/nsa_problems.py with its oracle.
+Packed sequences and contexts are tested, too. test_nsa.py compares gradients with the float64 reference, and tests/fuzz/nsa_problems.py
+compares them with its oracle.
 """
 
 import sys
@@ -22,7 +23,7 @@ def wide(x):
 
 def directional_errors(q, k, v, seed=0, **options):
     """For each given array, the difference of the gradient along a random direction from the central difference, relative to the norm of the
-    gradient. Routing is frozen, so that the function is smooth."""
+    gradient. The chosen blocks are kept fixed, so that the function is smooth."""
     frozen = {**options, "block_indices": run(q, k, v, **options)[1].block_indices}
     _, context = run(q, k, v, **frozen)
     rng = np.random.default_rng(seed)
@@ -51,7 +52,7 @@ def test_directions(mode, lengths, weights):
 @pytest.mark.parametrize("name", ["q", "k", "v", *WEIGHTS[:2], "gates"])
 @every_mode
 def test_every_element(mode, name):
-    """Central differences of each element of each array, at a small size."""
+    """Each element of each gradient is a central difference, at a small size."""
     sizes = {"compress_block_size": 4, "num_selected_blocks": 2, "window_size": 3, "init_blocks": 0, "local_blocks": 1, "q_tile_size": 8}
     rules = {option: MODES[mode][option] for option in ("mode", "causal") if option in MODES[mode]}
     q, k, v, options = problem(18, 2, 1, 3, 2, batch=1, dtype="float64", weights=(*WEIGHTS[:2], "gates"))
@@ -88,7 +89,7 @@ GRADCHECKS = {
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", list(GRADCHECKS))
 def test_upstream_gradcheck(name, seed):
-    """Upstream's sizes and torch's default tolerances, along three directions each."""
+    """The gradient along three random directions meets torch's default tolerance, in upstream's sizes."""
     case = dict(GRADCHECKS[name])
     q, k, v, options = problem(256, case.pop("heads", 2), 2, 32, batch=1, dtype="float64", weights=case.pop("weights", ()))
     if "branch" in case:
@@ -173,7 +174,7 @@ def test_a_context_of_another_call():
 
 @pytest.mark.parametrize("weights", [(), WEIGHTS[:2]], ids=["means", "weights"])
 def test_gradients_of_float16_tokens_whose_block_overflows(weights):
-    """All queries attend mostly the first block, and the gradient of its mean, the sum of the gradients of 64 tokens, exceeds float16."""
+    """All queries attend mostly the first block. The gradient of this block's mean is the sum over 64 tokens, and exceeds float16."""
     tokens, size = 2048, 64
     q, k, v, _ = problem(tokens, 4, 1, 16, batch=1, dtype="float16", size=0.1)
     q[...], k[...] = 1, 0
@@ -193,7 +194,7 @@ def test_gradients_of_float16_tokens_whose_block_overflows(weights):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_gradients_of_weights_are_sums_in_the_order_of_the_blocks(size):
-    """Further blocks at the end with gradients of 0 change no bit, which a product by BLAS does not promise."""
+    """Further blocks at the end, whose gradients are 0, change no bit. In a product by BLAS they might."""
     k, dk_cmp = (tensors((1, 300, 2, 64), seed=n) for n in range(2))
     w = tensors((2, 64, 64), seed=2)
     longer = [np.concatenate([x, np.zeros((1, 50, 2, 64), x.dtype)], axis=1) for x in (k, dk_cmp)]
@@ -208,7 +209,7 @@ def test_gradients_of_weights_are_sums_in_the_order_of_the_blocks(size):
 @pytest.mark.parametrize("weights", [(), WEIGHTS[:3], (*WEIGHTS[:2], "gates")], ids=["none", "weights", "gates"])
 @pytest.mark.parametrize("rules", [*MODES.values(), {**MODES["mslk"], "num_cmp_selected_blocks": 1}], ids=[*MODES, "mslk_groups"])
 def test_pieces_change_nothing(rules, weights, packed, elements, monkeypatch):
-    """Gradients are computed in pieces of some KV heads. The bits are the same, and one thread more changes how many heads a piece has."""
+    """Gradients are computed in pieces of some KV heads. Neither small pieces nor a second thread, with which pieces have more heads, change a bit."""
     q, k, v, options = problem(240, 12, 3, 16, 24, batch=1 if packed else 2, weights=weights)
     if packed:
         q, k, v = (x[0] for x in (q, k, v))

@@ -1,7 +1,7 @@
-"""`NsaCache`: the results of `nsa` over all tokens so far, bit for bit; sequences of different lengths, with padded queries; cropped and
-reordered caches; memory; bad input.
+"""`NsaCache` gives the results of `nsa` over all tokens so far, bit for bit, also for sequences of different lengths with padded queries.
+Cropped and reordered caches, memory and bad input are tested, too.
 
-Sequences of append, crop, reorder and attend are drawn in tests/fuzz/nsa_cache_problems.py.
+Random orders of append, crop, reorder and attend are drawn in tests/fuzz/nsa_cache_problems.py.
 """
 
 import inspect
@@ -62,7 +62,7 @@ def test_chunks_of_different_lengths(rules, dtype):
     ids=["paper", "strides", "paper not causal", "mslk", "mslk not causal", "mslk groups"],
 )
 def test_prompts_of_different_lengths_in_one_call(rules, weights, dtype):
-    """Each sequence has the bits that it has alone, and results of padding are 0 for any queries and gates."""
+    """Each sequence has the bits that it has alone, and results of padding are 0, whatever its queries and gates are."""
     q, k, v, options = problem(50, 4, 2, 16, 24, batch=5, dtype=dtype, weights=weights)
     gates = options.pop("gates", None)
     options |= rules | bits_option(q)

@@ -1,7 +1,7 @@
-"""Native sparse attention of queries that are the last tokens of their sequences: the rows of the whole call, bit for bit, and of the reference;
-in a batch, packed and with lengths; with compressed keys that the caller keeps.
+"""Native sparse attention of the last queries of sequences gives the rows of the whole call, bit for bit, and those of the reference.
+Sequences come in a batch, packed or with lengths, and the caller may keep the compressed keys.
 
-Numbers of queries, gates, lists and room behind sequences are drawn together in tests/fuzz/nsa_problems.py.
+Numbers of queries, gates, lists and unused room behind sequences are drawn together in tests/fuzz/nsa_problems.py.
 """
 
 import numpy as np
@@ -53,7 +53,7 @@ def test_last_queries_have_the_bits_of_the_whole(queries, mode, dtype, weights, 
 @pytest.mark.parametrize(("tokens", "heads"), [(9000, (4, 1)), (333, (16, 1)), (333, (40, 2))], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_long_sequences_and_many_heads(tokens, heads, dtype, queries, threads):
-    """Cases: more compressed keys than a chunk holds, long sequences in parts, and a group of many heads that select together."""
+    """Sequences have more compressed keys than a chunk holds, or are attended in parts, or a group of many heads selects together."""
     q, k, v, _ = problem(tokens, *heads, 16, batch=1, dtype=dtype)
     rules = {"compress_block_size": 4, "num_selected_blocks": 8, "window_size": 40} | bits_option(q)
     out = nsa.nsa(q[:, -queries:], k, v, num_threads=threads, **rules)
@@ -63,7 +63,7 @@ def test_long_sequences_and_many_heads(tokens, heads, dtype, queries, threads):
 @every_mode
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_against_the_reference(mode, dtype):
-    """The reference is given the blocks that the operation selected. In float64 it must choose the same, and give the rows of its own whole call."""
+    """The reference is given the blocks that the operation selected. In float64, the reference must choose the same blocks, and give the rows of its own whole call."""
     rules = ALL_MODES[mode]
     q, k, v, options = problem(150, 4, 2, 16, 24, dtype=dtype, weights=WEIGHTS[:3])
     options |= rules | bits_option(q)
@@ -105,7 +105,7 @@ def test_packed(mode, dtype, elements, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_lengths(mode, dtype, queries, elements, monkeypatch):
-    """The arrays of a batch have room for more tokens than its sequences, which is not read."""
+    """The arrays of a batch have more room than its sequences have tokens. The room behind the tokens is not read."""
     lens = [5, 90, 16, 31]
     q, k, v, options = problem(90, 4, 2, 16, 24, batch=4, dtype=dtype, weights=WEIGHTS[:3])
     rules, expected = ALL_MODES[mode] | bits_option(q), []

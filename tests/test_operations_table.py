@@ -12,17 +12,17 @@ from blitz_attn import _core
 from blitz_attn._operations import ARRAYS, OPERATIONS, arguments_of, naming_all
 
 MADE = "empty"  # a function that makes the results for which the caller gives no array
-STATE = "lse_out"  # public functions take out as a pair
-TRIPLE = "indptr last_page_len"  # public functions take block_tables as an array, or as a tuple with these
+STATE = "lse_out"  # public functions take this as the second of a pair, out
+TRIPLE = "indptr last_page_len"  # public functions take these two within a tuple, if block_tables is one
 TUPLE = "rules"  # a tuple of the last arguments
 INSIDE = "cu_rows routed key_stride key_last"  # only native sparse attention passes these to the core
 
-# Public functions: their operation, the arguments that only the table has, and those that only the function has. Left out are functions that call
-# no operation directly, and operations of native sparse attention, several of which make up a public function.
+# The operation of each public function, the arguments that only the table has, and the arguments that only the function has. Functions that call
+# no operation directly are left out, and so are the operations of native sparse attention, several of which make up one public function.
 FUNCTIONS = {
     "block_sparse_attention": ("block_sparse_attention", f"{MADE} {STATE} {INSIDE}", ""),
     "block_sparse_attention_backward": ("block_sparse_attention_backward", f"{MADE} {INSIDE} dq dk dv", "grads"),  # grads is dq, dk and dv
-    # The core gets k as v, too; a chooser as a name, two sizes, a term and a flag, or as scores; and a budget as a name and numbers.
+    # The core gets k in the place of v, too. A chooser becomes a name, two sizes, a term and a flag, or scores. A budget becomes a name and numbers.
     "select_blocks_prefill": (
         "select_prefill",
         f"{MADE} v sabi pool_q pool_k term largest budget budgets scores",
@@ -34,8 +34,8 @@ FUNCTIONS = {
     "quantize_kv": ("quantize_kv", "values scale", ""),  # results
     "append_paged_kv": ("append_paged_kv", f"{TRIPLE} q_begin", ""),  # q_begin is an argument of the other calls with requests
     "quest_prefill_metadata": ("quest_metadata", "", ""),
-    # The core gets source as a and b, and return_counts tells it whether to return counts.
     "select_tokens": ("select_tokens", "selected scores", "top_k return_scores"),  # results
+    # The core gets source as a and b, and return_counts tells it whether to return counts.
     "select_blocks": ("select_blocks", f"{MADE} query a b selected_indices return_counts", "q source dense_below"),
 }
 

@@ -1,6 +1,7 @@
-"""Paged attention: caches, layouts, rules and sizes against the reference, with poisoned pages and outputs; plans; quantised caches.
+"""Paged attention equals the reference for all caches, layouts, rules and sizes, with NaN in unused pages and in outputs beforehand.
 
-Tables of any form, views, numbers of threads, positions of queries, plans and KV splits are drawn together in tests/fuzz/paged_problems.py.
+Plans and quantised caches are tested, too. Tables of any form, views, numbers of threads, positions of queries, plans and KV splits are drawn
+together in tests/fuzz/paged_problems.py.
 """
 
 import itertools
@@ -31,7 +32,7 @@ def rule_options(rule, heads):
 # ---- Against the reference ----------------------------------------------------------------------------------------
 
 
-# Rules, each with one query per request and with ragged numbers of queries; head ratios, and dims with and without tails, take turns.
+# Each rule comes with one query per request and with ragged numbers of queries. Head ratios, and dims with and without tails, take turns.
 COMBINATIONS = list(
     zip(
         itertools.product(RULES, [None, [1, 0, 5, 3], [0, 0, 37, 1]]),
@@ -51,7 +52,7 @@ def test_every_combination_is_right(rule, heads, dims, dtype, kv_dtype, kv_layou
 
 
 LONG_LENS = [1023, 1024, 1025, 2047, 2048, 2049, 4096, 6145, 10]  # around the numbers of keys at which a request is split into parts
-# (heads, KV heads, lengths, queries), with groups, queries and lengths around the sizes from which other kernels are used
+# (heads, KV heads, lengths, queries), with groups, queries and lengths around the sizes at which other kernels take over
 SIZES = [
     *((2 * group, 2, [50, 131], q_lens) for group in (1, 2, 3, 5, 6, 7, 8, 9, 12, 16, 17, 32, 40) for q_lens in (None, [1, 20])),
     *((heads, 2, [n, 140, n + 1, 3], [n, n, 1, 0]) for heads in (4, 8) for n in (2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 64, 100)),
@@ -130,7 +131,7 @@ LONG = [(1, 32, 8, 4096), (1, 32, 8, 8192), (1, 32, 8, 16384), (1, 16, 8, 4096),
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(shape, marks=pytest.mark.full) for shape in LONG)], ids=str)
 def test_upstream_accuracy(shape, dtype):
-    """The tolerance is upstream's, which compares float16 with another half-precision operator. The reference here is in float64."""
+    """The tolerance is that of upstream, which compares float16 with another half-precision operator. The reference here is in float64."""
     case = testing.make_paged(*shape, 128, 128, dtype=dtype)
     some = sorted({0, shape[0] - 1})  # only the first and last request, because the reference is slow
     options = {name: value for name, value in case.options.items() if name != "q_lens"}
@@ -223,7 +224,7 @@ def test_what_a_plan_shows():
 @pytest.mark.parametrize("kv_split", [None, 32])
 @pytest.mark.parametrize("page", [-1, 99])
 def test_a_plan_names_pages_that_a_cache_lacks(page, kv_split):
-    """The sentence has the caller's number of the request. It comes from the constructor if the number of pages is known, else from the call."""
+    """The sentence has the caller's number of the request. The constructor raises the error if it knows the number of pages, else the call does."""
     case = testing.make_paged(3, 4, 2, [100, 33, 64], 16, 24)
     case.block_tables[0, 5] = page
     sentence = rf"^block_tables: expected pages from 0 to {len(case.k_cache) - 1} within .*, got {page} for page 5 of request 0$"
@@ -327,7 +328,7 @@ def test_e4m3_values():
 
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
 def test_error_of_quantised_caches(kv_dtype):
-    """The error of quantisation itself, for normal K and V, is the one that the documentation states."""
+    """For normal K and V, the error of quantisation itself is below a limit of the format."""
     exact = reference.paged_attention(*testing.make_paged(2, 8, 2, [1000, 3000], 32, 128).arrays)
     case = testing.make_paged(2, 8, 2, [1000, 3000], 32, 128, kv_dtype=kv_dtype)
     error = testing.error_of(attend_paged(case)[0], exact)

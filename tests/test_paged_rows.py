@@ -1,4 +1,4 @@
-"""Caches whose rows are llama.cpp's blocks (q8_0, q4_0, q4_1): quantising, appending, attention and summaries, against the reference."""
+"""Quantising, appending, attention and summaries equal the reference for caches whose rows are llama.cpp's blocks (q8_0, q4_0, q4_1)."""
 
 import itertools
 
@@ -24,12 +24,12 @@ def rule_options(rule, heads):
 
 
 def blocks_of_all_kinds():
-    """Rows of (n, 2, 96): normal numbers of many sizes, ties, zeros, one number alone, equal numbers, and the largest that a format takes."""
+    """Rows of shape (n, 2, 96): normal numbers of many sizes, ties, zeros, equal numbers, tiny numbers, and blocks with a single huge number."""
     rng = np.random.default_rng(5)
     x = rng.standard_normal((300, 2, 96)) * 2.0 ** rng.integers(-20, 12, (300, 2, 1))
-    x[:20] = rng.integers(-16, 17, (20, 2, 96)) / 2  # the scale is such that many are half-way between two integers
+    x[:20] = rng.integers(-16, 17, (20, 2, 96)) / 2  # the scale is such that many quotients are half-way between two integers
     x[20], x[21], x[22], x[23] = 0, -0.0, 3.5, -3.5
-    x[24, :, ::32] = 65280  # also a number of bfloat16
+    x[24, :, ::32] = 65280  # a number that bfloat16 has, too
     x[25] = rng.standard_normal((2, 96)) * 1e-8  # factors below float16's normal numbers, or 0
     x[26] = rng.standard_normal((2, 96)) * 1e-42
     x[27, :, 1::32], x[27, :, 2::32] = 9, -9  # both signs have the largest magnitude
@@ -47,7 +47,7 @@ def test_quantize_rows(dtype, kv_dtype, isa_level):
     blocks = exact.reshape(*exact.shape[:-1], 3, 32)
     step = np.ptp(blocks, axis=-1) / 15 if kv_dtype == "q4_1" else np.abs(blocks).max(axis=-1) / (127 if kv_dtype == "q8_0" else 8)
     error = np.abs(reference.dequantize_rows(rows, kv_dtype) - exact).reshape(blocks.shape).max(axis=-1)
-    most = 1.0 if kv_dtype == "q4_0" else 0.5  # of a step: the number opposite to the largest may be clipped by one
+    most = 1.0 if kv_dtype == "q4_0" else 0.5  # steps: a number whose sign is opposite to the largest may be clipped by one
     assert (error <= most * step + np.abs(blocks).max(axis=-1) * 2.0**-9 + 2.0**-18).all()
 
 
@@ -55,7 +55,7 @@ def test_quantize_rows(dtype, kv_dtype, isa_level):
 def test_ggml_makes_the_same_blocks(kv_dtype):
     quants = pytest.importorskip("gguf.quants")
     x = blocks_of_all_kinds().astype(np.float32)
-    x = np.delete(x, [21, 26], axis=0)  # blocks of -0, of which it makes -0; and of numbers below 2^-126, whose reciprocals are infinite
+    x = np.delete(x, [21, 26], axis=0)  # blocks of -0, which ggml keeps as -0, and of numbers below 2^-126, whose reciprocals are infinite
     with np.errstate(all="ignore"):
         expected = quants.quantize(x, getattr(quants.GGMLQuantizationType, kv_dtype.upper()))
     rows = blitz_attn.quantize_rows(x, kv_dtype)
@@ -101,7 +101,7 @@ def test_rows_of_any_shape_on_any_threads(kv_dtype, name):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, "large"])
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_numbers_that_no_block_holds(kv_dtype, bad, isa_level):
-    """Such numbers are refused, in the whole array and in new tokens, of which then none is written."""
+    """Such numbers are refused by quantize_rows, and by append_paged_kv, which then writes no token."""
     x = np.random.default_rng(1).standard_normal((6, 2, 64))
     x[4, 1, 33] = np.nextafter(MOST[kv_dtype], np.inf) if bad == "large" else bad
     with pytest.raises(ValueError, match=rf"^x: expected numbers from -{MOST[kv_dtype]:.0f} to {MOST[kv_dtype]:.0f} to quantise to {kv_dtype}, got"):
@@ -184,7 +184,7 @@ def test_plans_splits_and_lists(heads, kv_dtype, isa_level):
 @pytest.mark.parametrize("q_lens", [[1, 1], [3, 2], [40, 17]])
 @pytest.mark.parametrize("kv_dtype", [*FORMATS, ("q8_0", "q4_1"), ("q4_1", "q8_0")], ids=str)
 def test_bad_factors_reach_only_the_rows_that_see_them(kv_dtype, q_lens, isa_level):
-    """Factors of tokens that no query sees may be NaN or infinite; those of a token that some queries see reach these queries alone."""
+    """A factor that is NaN or infinite reaches only the queries that see its token."""
     case = testing.make_paged(2, 4, 2, [45, 50], 16, 64, kv_dtype=kv_dtype, q_lens=q_lens)
     clean = attend_paged(case, window=10)
     for which, bits in itertools.product((1, 2), (0x7E00, 0x7C00, 0xFC00)):
@@ -192,7 +192,7 @@ def test_bad_factors_reach_only_the_rows_that_see_them(kv_dtype, q_lens, isa_lev
         cell = caches[which - 1][case.block_tables[0, 2], 44 % 16, :, :2]  # the newest token of the first request
         cell[...] = np.frombuffer(np.uint16(bits).tobytes(), np.uint8)
         out, lse = attend_paged(case._replace(k_cache=caches[0], v_cache=caches[1]), window=10)
-        seen = q_lens[0] - 1  # the last query of the request alone sees it
+        seen = q_lens[0] - 1  # only the last query of the request sees this token
         assert not np.isfinite(out[seen]).all()
         assert_same((np.delete(out, seen, 0), np.delete(lse, seen, 0)), (np.delete(clean[0], seen, 0), np.delete(clean[1], seen, 0)))
 
@@ -204,7 +204,7 @@ def test_bad_factors_reach_only_the_rows_that_see_them(kv_dtype, q_lens, isa_lev
 @pytest.mark.parametrize("kv_dtype", BOTH, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_append(dtype, kv_dtype, kv_layout, isa_level):
-    """New tokens become the rows that quantize_rows makes, and summaries follow."""
+    """Appended tokens become the rows that quantize_rows makes, and summaries are updated."""
     case = testing.make_paged(2, 4, 2, [30, 23], 4, 64, 32, "float32", kv_dtype, kv_layout)
     rng = np.random.default_rng(4)
     named = {"kv_dtype": kv_dtype, "kv_layout": kv_layout} | ({"dtype": "bfloat16"} if dtype == "bfloat16" else {})
@@ -264,7 +264,7 @@ def test_summaries_and_best_keys(kv_dtype, kv_layout, isa_level):
 
 @pytest.mark.parametrize("kv_dtype", [*FORMATS, ("q8_0", "q4_1")], ids=str)
 def test_error_of_the_formats(kv_dtype):
-    """The error of quantisation itself, for normal K and V."""
+    """For normal K and V, the error of quantisation itself is below a limit of the format."""
     exact = reference.paged_attention(*testing.make_paged(2, 8, 2, [1000, 3000], 32, 128).arrays)
     case = testing.make_paged(2, 8, 2, [1000, 3000], 32, 128, kv_dtype=kv_dtype)
     error = testing.error_of(attend_paged(case)[0], exact)
@@ -311,7 +311,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("kv_dtype", ["q8_0", ("q8_0", "q4_1")], ids=str)
 def test_torch_operator(kv_dtype):
-    """The operator takes tensors of bytes, and gives the bits of the library's function, also in a fake call."""
+    """The operator takes tensors of bytes and gives the bits of the library's function. A fake call gives the shape."""
     torch = pytest.importorskip("torch")
     from blitz_attn.integrations import torch as integration
 

@@ -1,5 +1,5 @@
-"""Paged attention over listed blocks: it is compared with the reference, and has the bits of attention without lists where all blocks are
-listed. Results over parts merge to the whole."""
+"""Paged attention over listed blocks is compared with the reference. Where all blocks are listed, it has the bits of attention without
+lists. Results over parts merge to the whole."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ LENS = [1, 0, 37, 130, 16]
 
 
 def random_selection(case, rows, width, seed=0, empty=0.15):
-    """(B, rows, width) unsorted random blocks of each request, padded with -1. Some rows are empty."""
+    """An array (B, rows, width) of unsorted random blocks of each request, padded with -1. Some rows are empty."""
     rng = np.random.default_rng(seed)
     selected = np.full((len(case.seq_lens), rows, width), -1)
     for b, r in np.ndindex(*selected.shape[:2]):
@@ -52,7 +52,7 @@ def test_all_blocks_are_paged_attention(dtype, kv_dtype, rows, q_lens, isa_level
 
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 def test_order_counts_and_pads(index_dtype, isa_level):
-    """A list is a set. Its order, what follows its end, how its end is marked, and how many heads share it do not matter."""
+    """A list is a set. Its order, the entries behind its end, the mark of its end, and the number of heads that share it do not matter."""
     case = testing.make_paged(5, 6, 2, LENS, 16, 32)
     selected = random_selection(case, 2, 9).astype(index_dtype)
     expected, counts = attend_paged(case, selected), (selected >= 0).sum(axis=-1)
@@ -119,7 +119,8 @@ def test_parts_merge_to_the_whole():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_levels_of_a_cascade_merge_to_the_whole(dtype, isa_level):
-    """System prompt, document and turn are attended separately, the shared system prompt in one call over plain keys. A turn may be empty."""
+    """System prompt, document and turn are attended separately and merged. One call over plain keys attends the system prompt, which all
+    requests share. A turn may be empty."""
     case = testing.make_paged(4, 4, 2, [200, 160, 220, 161], 32, 32, dtype=dtype)
     case.block_tables[:, :2] = case.block_tables[0, :2]  # all share the first two pages
     for pair in ((0, 1), (2, 3)):

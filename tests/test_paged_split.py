@@ -1,4 +1,4 @@
-"""Paged attention in KV splits has the bits of splits that are attended one by one and merged by the tree, and is right by the reference."""
+"""Paged attention in KV splits is compared with the reference. It has the bits of splits that are attended one by one and merged as a tree."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_splits_by_hand_give_the_same_bits(sinks, split, dims, kv_layout, dtype,
 
 @pytest.mark.parametrize("rules", RULES[:2], ids=str)
 def test_stretches_of_longer_requests(rules, isa_level):
-    """With q_begin, queries are before, among and behind the tokens of the cache, and may be more than the tokens."""
+    """With q_begin, queries are before, among and behind the tokens of the cache, and may outnumber the tokens."""
     case = testing.make_paged(6, 4, 2, LENS, 16, 32, 32, "bfloat16", "bfloat16", q_lens=[1, 2, 4, 20, 0, 9])
     begins = [3, 0, -2, 100, 5, 300]
     assert_same_as_by_hand(case, 32, q_begin=begins, **rules)
@@ -86,7 +86,7 @@ def test_selected_blocks(q_lens, rows, isa_level):
 @pytest.mark.parametrize("q_lens", [[600, 0], [100, 31], [1, 2]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_queries_and_splits_give_the_same_bits(dtype, q_lens, isa_level):
-    """With so many heads, only some hundred queries have states at a time: requests are cut, and states of splits wait in the stack of the tree."""
+    """With so many heads, only a few hundred queries have states at a time: requests are cut, and states of splits wait in the stack of the tree."""
     case = testing.make_paged(2, 64, 2, [600, 1170], 16, 16, 256, dtype, q_lens=q_lens)
     assert_same_as_by_hand(case, 64, sinks=np.linspace(-1, 2, 64).astype(np.float32))
     case.options["kv_ranges"] = np.sort(np.random.default_rng(1).integers(0, 1200, (sum(q_lens), 2)))

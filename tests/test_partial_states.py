@@ -1,4 +1,4 @@
-"""What a computation in parts needs: unrounded results, gradients that are added up, scores of candidates."""
+"""Computations in parts need unrounded results, gradients that are added up, and scores of candidates."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`select_and_attend`, by the function and by a plan: the reference's results, and the bits of selecting, then attending.
+"""`select_and_attend`, the function and the method of a plan, gives the reference's results, and the bits of selecting and then attending.
 
 Options of choosing and of attention, caches and KV splits are drawn together in tests/fuzz/quest_problems.py.
 """
@@ -38,7 +38,7 @@ class Step:
         self.summaries = {"quest": ((high, low), tables), "mean": (mean, tables), "max": ()}
 
     def by_function(self, method, choice, op=blitz_attn, tables=None, **options):
-        """(out, lse, selected, counts) of the function. `tables` replaces the case's tables and lengths."""
+        """The function's results (out, lse, selected, counts). `tables` replaces the case's tables and lengths."""
         given = {"method": method, **choice, **self.case.options, **options}
         arrays = *self.case.arrays[:3], *(tables or self.case.arrays[3:])
         return op.select_and_attend(*arrays, *self.summaries[method], **BOTH, **given)
@@ -59,7 +59,7 @@ class Step:
 
 
 def rules(name, q_lens):
-    """Rules of attention. A mask has a row for each query of a request, and a column for each of its tokens."""
+    """Rules of attention. A mask has at least a row for each query of a request, and a column for each token of the request."""
     rng, queries, most = np.random.default_rng(3), sum(q_lens or [1] * len(LENS)), max(q_lens or [1])
     runs = np.sort(rng.integers(-5, np.repeat(LENS, q_lens or 1)[:, None] + 6, (queries, 2)), axis=-1)
     mask = np.where(rng.random((8, most, max(LENS))) < 0.8, rng.standard_normal((8, most, max(LENS))), -np.inf)
@@ -112,7 +112,7 @@ def test_other_dtypes_and_unrounded_results(method, dtype, kv_dtype, isa_level):
     ("lse", "lists", "places"), [(False, False, [0]), (True, False, [0, 1]), (False, True, [0, 2, 3]), (True, True, [0, 1, 2, 3])]
 )
 def test_returned_results(lse, lists, places, op):
-    """The function and the method return the same results in the same order, and without options only the output."""
+    """The function and the method return the same results in the same order. Without options, they return only the output."""
     step = Step(Q_LENS, dtype="float64")
     plan, per_call = plan_paged(step.case)
     whole, flags = step.by_function("quest", {"k": 3}), {"return_lse": lse, "return_selected": lists}
@@ -126,7 +126,7 @@ def test_returned_results(lse, lists, places, op):
 
 @pytest.mark.parametrize("form", ["matrix", "triple"])
 def test_a_plan_serves_all_layers_of_a_step(form):
-    """Each layer has its own caches and summaries. Later changes of the arrays that the plan was made from do not reach it."""
+    """Each layer has its own caches and summaries. Later changes of the arrays that the plan was made from do not reach the plan."""
     layers, q_lens = [Step(Q_LENS, seed=seed) for seed in range(3)], np.array(Q_LENS)
     given = (layers[0].case.block_tables.copy(), layers[0].case.seq_lens.copy()) if form == "matrix" else (layers[0].case.csr(), None)
     plan = blitz_attn.PagedPlan(*given, page_size=SIZE, q_lens=q_lens)
@@ -134,7 +134,7 @@ def test_a_plan_serves_all_layers_of_a_step(form):
         array[...] = 0
     for step in layers:
         assert all(map(same_bits, step.by_plan(plan, "quest", {"k": 4}, **BOTH), step.apart("quest", {"k": 4})))
-        arrays = step.case.arrays[:3]  # a budget over the length is dense attention
+        arrays = step.case.arrays[:3]  # with a budget above the length, attention is dense
         assert same_bits(plan.select_and_attend(*arrays, method="max", budget=10**6), plan.attention(*arrays))
 
 

@@ -38,7 +38,7 @@ def test_parse_table():
     assert (second["frame(L,R,T,B)"], second["Ref_Latency_[usec]"]) == ((29, 1, 29, 1), None)
     assert third["block_shape"] == (64, 32)
     assert plot.parse_table("") == plot.parse_table("128x128 is a block shape") == []
-    bare = plot.parse_table("128x512 3 1 4096 4096 128 (8,x) 0.50 (1.5,2) N/A " + "9" * 5000)[0]  # without a head; not all are numbers
+    bare = plot.parse_table("128x512 3 1 4096 4096 128 (8,x) 0.50 (1.5,2) N/A " + "9" * 5000)[0]  # no head, and cells that are not numbers
     assert list(bare) == list(plot.COLUMNS)
     assert (bare["frame(L,R,T,B)"], bare["Outputs_equal"], bare["Our_Latency_[usec]"]) == ("(8,x)", (1.5, 2.0), float("inf"))
 
@@ -149,7 +149,7 @@ def test_matplotlib_is_imported_on_use_only():
 
 
 def test_plot_cubes(tmp_path):
-    """Panels show which tokens of each frame the block of a token sees, and which it holds."""
+    """Each panel shows the tokens of a frame that the block of a given token sees, and those that this block holds."""
     pytest.importorskip("matplotlib")
     spans = [3, (5, 8, 12), 2, (1, 6, 5)]
     order = video.cube_order(video.Geometry(spans), (2, 4, 4))
@@ -178,5 +178,5 @@ def test_plot_cubes(tmp_path):
     for columns, told in (([0], "25.0%: blue and some of the orange"), ([2], "25.0%: blue"), ([0, 1, 2], "75.0%: blue and orange")):
         title = plot.plot_cubes(frames, np.array([[columns, columns]]), 0, block_shape=(16, 8))._suptitle.get_text()
         assert title == f"16 queries (orange) see {8 * len(columns)} of 32 tokens ({told})"
-    usual = plot.plot_cubes(order, lists)  # of the block with the token in the middle of the first grid
+    usual = plot.plot_cubes(order, lists)  # row: the block with the token in the middle of the first grid
     assert np.asarray(usual.axes[2].get_images()[0].get_array())[4, 6] == 2

@@ -17,7 +17,7 @@ LEFT_OUT = ("bad_calls",)  # see test_refusals.py and test_bad_calls.py
 
 
 def cells():
-    """Seeds for each problem. Their number is its weight times 40, or times 15 if problems of its file take longer."""
+    """Seeds for each problem. The number of seeds is the problem's weight times 40, or times 15 if problems of its file take longer."""
     for problem in problems.load().values():
         file = problem.run.__module__.rpartition(".")[2]
         count = 15 if file.removesuffix("_problems") in FEWER else 40

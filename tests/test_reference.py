@@ -1,7 +1,7 @@
 """Tests of the float64 twins by themselves.
 
-tests/test_problems.py compares those of attention with the fuzzer's oracle, which follows the formulas element by element, and test_nsa.py
-compares those of native sparse attention with the library.
+tests/test_problems.py compares the twins of attention with the fuzzer's oracle, which follows the formulas element by element. test_nsa.py
+compares the twins of native sparse attention with the library.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from cases_nsa import MODES, MSLK, WEIGHTS, every_mode, problem, tensors
 
 @every_mode
 def test_results_do_not_depend_on_strips(mode, monkeypatch):
-    """The strips are those of listed blocks, of a window and of compressed keys."""
+    """Scores of listed blocks, of a window and of compressed keys are computed in strips."""
     q, k, v, _ = problem(40, 4, 2, 5, 3, dtype="float64")
     dout, results = tensors((2, 40, 4, 3), dtype="float64"), []
     for elements in (attend._STRIP_ELEMENTS, 600):
@@ -90,7 +90,7 @@ def test_nsa_of_nothing(tokens, batch, mode):
 
 
 def test_shapes_of_no_sequences():
-    """A batch without entries has the blocks and rows of its length. Packed arrays without sequences have none."""
+    """Results for a batch without entries still have axes for the blocks and rows of its length. Packed arrays without sequences have neither."""
     x = np.ones((0, 5, 2, 4))
     k_cmp, _ = reference.compress_kv(x, x, 2)
     assert k_cmp.shape == (0, 2, 2, 4)
@@ -158,7 +158,7 @@ def test_same_precision_of_bfloat16_against_torch():
     scores = (q_t @ k_t.transpose(-1, -2)).float() * 0.25  # a power of two, so that it may come before or after rounding
     expected = (torch.softmax(scores.to(torch.bfloat16), -1) @ v_t).double().numpy()
     got = reference.dense_same_precision(q, k, v, **bits_option(q))
-    assert (got == expected).mean() > 0.97  # the others are float32 sums in another order that round differently
+    assert (got == expected).mean() > 0.97  # the others are summed in another order, and round differently
     np.testing.assert_allclose(got, expected, rtol=2**-7, atol=1e-3)
 
 

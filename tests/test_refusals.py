@@ -21,7 +21,7 @@ BLOCK_SPARSE = "block_sparse.block_sparse_attention"
 
 
 def wrong(name, row, **more):
-    """The call of a row, which is not made here."""
+    """The call that a row describes. The caller makes it."""
     call = Call(name, valid(name), row.variety)
     call.arguments = row.apply(call.arguments) | more
     return call
@@ -116,7 +116,7 @@ def test_the_log_sum_exp_must_not_overlap_an_input(name, kv_split):
 
 @pytest.mark.parametrize("lens", [OBJECTS["len is huge"](), as_strided(np.ones(1, np.int8), (2**62,), (0,))], ids=["items", "view"])
 def test_lengths_without_end(lens):
-    """A copy of 2**62 lengths takes 8 * 2**62 bytes, which overflows to 0 in 64 bits. The call must notice that."""
+    """A copy of 2**62 lengths takes 8 * 2**62 bytes, which overflows to 0 in 64 bits. The call must notice the overflow."""
     with pytest.raises(MemoryError):
         GROUPS["block_sparse"]["block_sparse_attention"].call(**Call("", valid(BLOCK_SPARSE), 0).arguments | {"kv_lens": lens})
 
@@ -156,7 +156,7 @@ def test_nothing_is_held_after_an_error():
 
 @pytest.mark.parametrize("num_threads", [1, 2, 8, 64])
 def test_the_first_of_two_bad_entries_is_reported(num_threads):
-    """The first entry is that in the order of the lists, for any number of threads and so of tiles per item."""
+    """The first bad entry in the order of the lists is reported for any number of threads, which changes how many tiles an item has."""
     q, k = np.zeros((1, 2, 8192, 8), np.float32), np.zeros((1, 1, 8192, 8), np.float32)
     lists = np.tile(np.arange(3), (1, 2, 64, 1))
     lists[0, 0, 1, 2] = lists[0, 1, 0, 2] = 99
@@ -167,7 +167,7 @@ def test_the_first_of_two_bad_entries_is_reported(num_threads):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_the_first_number_that_cannot_be_quantised_is_reported(number, dtype):
-    """The first element is that in the order of the tokens that are written, whichever thread finds it."""
+    """The first bad element in the order of the written tokens is reported, whichever thread finds it."""
     v = np.ones((300, 2, 8), dtype)
     for place in [(3, 0, 0), (70, 1, 5), (70, 1, 7), (200, 0, 3), (299, 1, 1)]:
         v[place] = number

@@ -16,7 +16,7 @@ from blitz_attn import sabi
 
 @pytest.mark.parametrize("lengths", [[1], [5, 0, 9, 1], [0, 0, 3], np.array([40, 7, 33], np.uint8)], ids=str)
 def test_document_ranges(lengths):
-    """Other token rules apply together with the ranges, with a list of the documents' blocks and without."""
+    """Other token rules apply together with the ranges, both with a list of the documents' blocks and without a list."""
     document = np.repeat(np.arange(len(lengths)), lengths)
     n = len(document)
     ranges = sabi.document_ranges(lengths)
@@ -176,7 +176,7 @@ def test_check_names_all_sizes_that_an_axis_may_have():
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (1, 1)], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_check_and_attention_refuse_by_the_same_sentence(batch, heads):
-    """Lists have wrong axes, or wrong entries at random positions, of which the first one is named."""
+    """Lists have wrong axes, or wrong entries at random positions. The sentence names the first wrong entry."""
     rng = np.random.default_rng(batch * 10 + heads[1])
     q, k = (np.zeros((batch, n, 200, 8), np.float32) for n in heads)
     refused = 0
@@ -227,7 +227,7 @@ def test_rows_of_integers_of_any_kind(dtype):
 
 @pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64 - 1])
 def test_numbers_beyond_int64_do_not_wrap(number):
-    """They become neither small numbers nor pads. Sentences about compressed rows say 2**63 - 1 for all of them."""
+    """Such numbers become neither small numbers nor pads. Sentences about compressed rows say 2**63 - 1 for every such number."""
     rows, most = np.array([0, number, 1], np.uint64), 2**63 - 1
     with pytest.raises(ValueError, match=f"^indices: expected columns below 268435456, got {most}$"):
         sabi.from_csr([0, 3], rows)
@@ -263,7 +263,7 @@ def test_columns_of_compressed_rows_must_fit_into_int32(column):
 
 
 class Silent:
-    """Raises in repr()."""
+    """An object whose repr() raises."""
 
     def __repr__(self):
         raise RuntimeError("no text")

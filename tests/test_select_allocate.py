@@ -1,4 +1,4 @@
-"""`allocate`, which chooses densities of layers and heads by the effect of their errors on the loss."""
+"""`allocate` chooses densities of layers and heads by the effect of their errors on the loss."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def captures(weights, tokens=160, heads=4, kv_heads=2, seed=0):
 
 
 def test_blocks_are_shared_as_brute_force_shares_them():
-    """No other choice that takes at most as many blocks, including the work of the choosers, costs less."""
+    """No other choice within the limit of blocks, to which the work of choosers counts, costs less."""
     rng = np.random.default_rng(1)
     for _ in range(200):
         kept = np.cumsum(rng.integers(0, 4, (2, 2, 2, 3)), axis=3) + 1.0
@@ -92,7 +92,7 @@ def test_the_density_is_met_and_goes_where_it_counts(layout):
 
 
 def test_each_layer_gets_the_chooser_that_serves_it(tmp_path):
-    """In the first layer, one token in every four blocks has most of the mass. Means of 16 tokens hide it, and sampled rows find it."""
+    """In the first layer, one token in every four blocks has most of the mass. Means of 16 tokens hide this token, and sampled rows find it."""
     layers = captures([1.0, 1.0], 256)
     layers[0][0][1][:, :, 5::64] *= 4
     choosers = [select.Pooled(16, "mean"), select.SampledRows(2)]
@@ -150,7 +150,7 @@ def test_gradients_of_another_shape_are_refused():
 @pytest.mark.parametrize("chooser", ["pooled", "antidiagonal", "sampled_rows", "vertical_slash"])
 @pytest.mark.parametrize("shape", [(48, 40), (7, 5)])
 def test_profiles_of_named_choosers_fit_any_block_shape(tmp_path, chooser, shape):
-    """The profile has a chooser that fits the block shape. It can be saved and loaded, and chooses what its name chooses."""
+    """The profile has a chooser that fits the block shape. The profile can be saved and loaded, and chooses what the chooser's name chooses."""
     layers = captures([1, 2])
     profile = select.allocate(layers, density=0.5, chooser=chooser, block_shape=shape, causal=True)
     profile.save(tmp_path / "profile.json")

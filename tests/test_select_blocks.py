@@ -1,4 +1,4 @@
-"""`select_blocks` with all methods, and `select_and_attend`, against their float64 twins."""
+"""`select_blocks` with all methods, and `select_and_attend`, agree with their float64 twins."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ class Problem:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_select_and_attend(kv_layout, method, isa_level):
-    """The call has the bits of selecting and then attending. If all blocks are selected, it has those of paged attention."""
+    """The call has the bits of selecting and then attending. If all blocks are selected, it has the bits of paged attention."""
     problem = Problem(kv_layout=kv_layout)
     case = problem.case
     summaries = () if method == "max" else problem.source(method)
@@ -69,7 +69,7 @@ def test_select_and_attend(kv_layout, method, isa_level):
 
 
 def test_decode_loop():
-    """Tokens are appended with summaries, and attended over selected blocks, one at a time. A budget of at least the length gives dense decode."""
+    """Tokens come one at a time: each is appended, with summaries, and attends over selected blocks. A budget of at least the length gives dense decode."""
     rng = np.random.default_rng(3)
     k_cache, v_cache, high, low = np.full((4, 12, SIZE, 2, DIM), np.nan, np.float32)
     tables, summary_tables = np.array([[7, 2, 9], [1, 11, 4]]), np.array([[5], [8]])

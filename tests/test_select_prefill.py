@@ -1,5 +1,5 @@
-"""Choosers of blocks for prefill, against their float64 twins, and their promises for any values; also for queries that are a slice of a longer
-sequence (`q_begin`), and for queries that each see a run of keys (`kv_ranges`)."""
+"""Choosers of blocks for prefill agree with their float64 twins, and keep their promises for any values, also for queries that are a slice of a
+longer sequence (`q_begin`), and for queries that each see a run of keys (`kv_ranges`)."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def make(*sizes, seed=0, **options):
     return q, k
 
 
-PLACES = {  # positions of queries: the last ones; by q_begin, so that some see no key in a window; or with a run of keys for each
+PLACES = {  # positions of queries: at the end; by q_begin, so that some see no key in a window; or with a run of keys for each query
     "last": {},
     "near": {"q_begin": [20, 3]},
     "far": {"q_begin": [-500, 165]},
@@ -117,7 +117,7 @@ def test_longer_than_a_chunk():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("block_shape", [(12, 20), (13, 7), (4, 64), (64, 6)])
 def test_names_fit_any_block(name, block_shape):
-    """The sizes of a chooser that is given by name are fitted to the block. Those of an instance are not, and are refused if they do not fit."""
+    """The sizes of a chooser that is given by name are fitted to the block. The sizes of an instance are not fitted, and are refused where they do not fit."""
     q, k = make(1, 2, 1, 100, 110, 16, seed=5)
     options = {"block_shape": block_shape, "density": 0.5, "causal": True, "return_scores": True}
     sabi, scores = blitz_attn.select_blocks_prefill(q, k, chooser=name, **options)
@@ -133,7 +133,7 @@ def test_names_fit_any_block(name, block_shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chooser", [select.Pooled(4), select.Antidiagonal(16)], ids=["pooled", "antidiagonal"])
 def test_deep(isa_level, chooser, dtype):
-    """The vectors that are multiplied are longer than any head: means together with ranges, and the concatenated tokens of a stride."""
+    """The vectors that are multiplied are longer than any head: Pooled's hold means and ranges, and Antidiagonal's the tokens of a stride."""
     q, k = make(1, 1, 1, 70, 90, 576, dtype=dtype, seed=6)
     options = {"chooser": chooser, "block_shape": (16, 16), "density": 0.5, "causal": True, "return_scores": True} | bits_option(q)
     scores, expected = (operation(q, k, **options)[1] for operation in BOTH)
@@ -165,7 +165,7 @@ def test_documents_are_chosen_as_if_alone(name, budget, order, window):
     cuts = np.concatenate([[0], np.cumsum(lengths)])
     q, k = make(1, 4, 2, 576, 576, 24, dtype="float64", seed=5)
     sees = np.repeat(np.stack([cuts[:-1], cuts[1:]], axis=-1)[order], np.asarray(lengths)[order], axis=0)
-    causal = order == [0, 1, 2]  # only in this order, the diagonal is that of the documents
+    causal = order == [0, 1, 2]  # only in this order is the diagonal of the call that of each document
     options = {"chooser": CHOOSERS[name], "block_shape": (32, 32), "sink": 2, "recent": 2 if causal else 0} | budget
     options |= {"causal": causal, "window": window if causal else None, "return_scores": True}
     sabi, scores = blitz_attn.select_blocks_prefill(q, k, kv_ranges=sees, **options)
@@ -206,7 +206,7 @@ def test_choosing_and_attending(dtype, isa_level):
 @pytest.mark.parametrize("budget", BUDGETS, ids=budget_name)
 @pytest.mark.parametrize("name", NAMES)
 def test_reference_of_select_and_attend(name, budget):
-    """Choosers are given by name. Cases are rows without forced blocks, rows of all blocks, and a batch entry without tokens."""
+    """Choosers are given by name. Some rows have no forced blocks, some keep all blocks, and one batch entry has no tokens."""
     q, k, v = testing.make_qkv(2, 4, 2, 150, 170, 24, 16, seed=3)
     options = {"chooser": name, "causal": True, "q_lens": [150, 0], "kv_lens": [170, 0], "block_shape": (32, 32), "sink": 0, "recent": 0}
     options |= budget | {"first_rows": 1, "last_rows": 1}
@@ -300,7 +300,7 @@ def test_forced_blocks_of_documents(operation):
 
 @pytest.mark.parametrize("operation", BOTH)
 def test_recent_blocks_before_a_far_diagonal(operation):
-    """If all keys that a query sees are before the diagonal, the last of their blocks are recent. If all are behind it, none is."""
+    """If all keys that a query sees are before the diagonal, the last of these keys' blocks are recent. If all are behind the diagonal, no block is."""
     q, k = make(1, 1, 1, 96, 320, 16)
     sees = np.repeat([(40, 130), (300, 320), (10, 10)], 32, axis=0)
     rows = operation(q, k, block_shape=(32, 32), threshold=1.0, sink=0, kv_ranges=sees)[0, 0]
@@ -362,7 +362,7 @@ def test_scores_and_lists_apart(name, budget, place, rule, per_kv_head):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("layout", ["BNSD", "TND"])
 def test_scores_of_any_scale(layout, rule, budget):
-    """Scores may be of any scale, NaN or -inf, and of blocks that no row sees: results are the twin's. Powers of two change no bit."""
+    """Scores may have any scale, be NaN or -inf, or belong to blocks that no row sees. Scores times powers of two give the same lists."""
     rng = np.random.default_rng(2)
     given = (rng.random((2, 3, 5, 11)) ** 4 * 900).astype(np.float32)
     given[rng.random(given.shape) < 0.2] = np.nan
@@ -385,7 +385,7 @@ def test_scores_of_any_scale(layout, rule, budget):
 
 
 def test_a_chooser_that_is_a_function_gets_the_call():
-    """It is called with the arrays and options of the call, after all arguments have been checked. Its exception is passed on."""
+    """The function gets the arrays and options of the call, after all arguments have been checked. Its exception is passed on."""
     q, k, v = testing.make_qkv(1, 2, 2, 128, 128, 16, 16)
     asked, error = [], ValueError("scores: not today")
 

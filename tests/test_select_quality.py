@@ -1,4 +1,4 @@
-"""Measures of what a block list keeps, by their definition over float64 attention, and budgets that `calibrate` finds by them."""
+"""Measures of what a block list keeps agree with their definitions over float64 attention, and `calibrate` finds budgets by these measures."""
 
 import json
 import re

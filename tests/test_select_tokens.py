@@ -1,5 +1,5 @@
-"""Choosing tokens by an indexer: against the float64 twin at every level, what changes no bit, and what is refused. Random problems with all
-options are in tests/fuzz/token_problems.py."""
+"""Tokens that an indexer chooses are compared with the float64 twin at every level. Further tests are of changes that change no bit, and of
+refusals. Random problems with all options are in tests/fuzz/token_problems.py."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def problem(dtype="float32", queries=37, keys=150, heads=5, dim=24, batch=2, see
 
 
 def check(q, k, weights, top_k, **options):
-    """The scores of what is chosen are the best ones, and those of the keys that are named."""
+    """The chosen keys and their scores, after a check that these scores are the best ones by the twin."""
     found, scores = select.select_tokens(q, k, weights, top_k, return_scores=True, **options)
     exact_keys, exact = reference.select_tokens(q, k, weights, top_k, return_scores=True, **options)
     bound = 1e-12 if q.dtype == np.float64 else 2e-5
@@ -46,7 +46,7 @@ def test_levels_and_dtypes(dtype, level):
 @pytest.mark.parametrize(("queries", "heads", "dim"), [(37, 64, 128), (40, 70, 40), (5, 300, 64), (3, 512, 20)])
 @pytest.mark.parametrize("level", blitz_attn.isa_levels(available=True))
 def test_many_rows(level, queries, heads, dim):
-    """Kernels on tiles score more rows together than others."""
+    """Kernels on tiles score more rows together than other kernels do."""
     q, k, weights, options = problem("bfloat16", queries, 150, heads, dim, 1)
     with blitz_attn.isa(level):
         found, scores = check(q, k, weights, 16, causal=True, **options)
@@ -91,7 +91,7 @@ def test_what_is_not_finite():
     assert found[0, 0].tolist() == [3, 0, 2, 5, 1, 4]
     assert scores[0, 0, 0] == np.inf
     assert (scores[0, 0, 4:] == -np.inf).all()
-    assert select.select_tokens(q, k, weights, 6, causal=True, q_begin=0)[0, 0].tolist() == [0, -1, -1, -1, -1, -1]  # the others are not seen
+    assert select.select_tokens(q, k, weights, 6, causal=True, q_begin=0)[0, 0].tolist() == [0, -1, -1, -1, -1, -1]  # the query sees no other key
 
 
 def test_lengths_slices_and_packed_arrays_are_the_whole_call_cut():
@@ -143,7 +143,7 @@ def test_attention_over_what_is_chosen():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_pools_and_their_tail(packed):
-    """A query at token t may choose the pools that end by t, and has the tokens since the last of them as its tail."""
+    """A query at token t may choose the pools that end by t, and its tail is the tokens after the last of these pools."""
     q, k, weights, _ = problem(queries=23, keys=6, batch=1)
     options = {"causal": True, "pool_size": 4, "kv_lens": [27]}  # 6 complete pools, and 3 tokens that have no row
     if packed:
@@ -153,7 +153,7 @@ def test_pools_and_their_tail(packed):
     rising = select.select_tokens(q, k, weights, 3, keep_tail=True, ascending=True, **options).reshape(23, -1)
     chosen = select.select_tokens(q, k, weights, 3, **options).reshape(23, -1)
     for i, row in enumerate(found):
-        tokens = 5 + i  # that the query sees
+        tokens = 5 + i  # tokens that the query sees
         n = min(3, tokens // 4)
         assert (row[:n] < tokens // 4).all()
         assert np.array_equal(np.delete(row, n if tokens % 4 else 3), chosen[i])
@@ -180,7 +180,7 @@ def test_attention_over_pools_and_their_tail():
 @pytest.mark.parametrize("size", [5, 16, 64, 1000])
 def test_the_score_of_a_block_is_its_largest(size):
     q, k, weights, _ = problem(queries=9, keys=3000, batch=1)
-    keys, every = select.select_tokens(q, k, weights, 3000, causal=True, ascending=True, return_scores=True)  # of single keys
+    keys, every = select.select_tokens(q, k, weights, 3000, causal=True, ascending=True, return_scores=True)  # scores of single keys
     found, scores = check(q, k, weights, 12, causal=True, block_size=size)
     for i in range(9):
         own = every[0, i][keys[0, i] >= 0]
@@ -266,7 +266,7 @@ def test_a_least_score(more):
     least = float(np.median(scores[np.isfinite(scores)]))
     fewer, their = (x.reshape(37, -1) for x in select.select_tokens(q, k, weights, 40, causal=True, return_scores=True, min_score=least, **more))
     for row, own, part, theirs in zip(found, scores, fewer, their, strict=True):
-        kept = own >= least  # where it is equal, too
+        kept = own >= least  # also where the score equals the least one
         assert np.array_equal(part, np.pad(row[kept], (0, (~kept).sum()), constant_values=-1))
         assert np.array_equal(theirs, np.pad(own[kept], (0, (~kept).sum()), constant_values=-np.inf))
     assert 0 < (fewer < 0).sum() < fewer.size

@@ -1,7 +1,7 @@
 """If scores are far apart, weights below the normal range of float are 0, so that they do not make calls slow.
 
-On Intel's cores, an instruction with a subnormal operand or result takes hundreds of cycles. When weights could be subnormal, such calls took 40 to
-80 times as long as others.
+On Intel's cores, an instruction with a subnormal operand or result takes hundreds of cycles. While weights could be subnormal, calls with scores far
+apart took 40 to 80 times as long as other calls.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Helpers for tests: rounding against exact arithmetic, upstream's feasibility counts, comparisons."""
+"""The helpers for tests round as exact arithmetic does, make inputs and upstream's lists, and compare results."""
 
 import itertools
 import math

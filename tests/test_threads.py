@@ -1,4 +1,4 @@
-"""Threads: what decides their number, results do not depend on it, concurrent callers are safe, the GIL is free while kernels run, and calls
+"""The number of threads follows fixed rules and changes no result, concurrent callers are safe, the GIL is free while kernels run, and calls
 need little memory and stack."""
 
 import os
@@ -98,7 +98,7 @@ def test_workers_inherit_the_affinity_of_the_thread_that_starts_them():
 
 
 # Threads that write to new memory have page faults, which Linux counts for each thread. Huge pages would take one fault for 2 MiB.
-# A worker may have a few for its own stack, when its first task comes late; one that shared the writing would have a third of all.
+# A worker may have a few faults for its own stack, if its first task comes late. A worker that shared the writing would have a third of all faults.
 FAULTS = """
 import ctypes, os, threading
 import numpy as np
@@ -130,7 +130,7 @@ watch("decode", lambda: [blitz_attn.append_paged_kv(x[:1], x[:1], *caches, slot_
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer writes to memory of its own")
 def test_the_caller_writes_plans_and_single_tokens_first():
-    """On a machine of several nodes, this memory lands on the caller's node."""
+    """On a machine of several nodes, memory that the caller writes first lands on the caller's node."""
     assert python("-c", FAULTS).splitlines() == ["plan True True", "decode True True"]
 
 

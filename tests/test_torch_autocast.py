@@ -1,4 +1,4 @@
-"""Under autocast, the functions for tensors compute in its dtype, as torch's own attention does, and gradients have the dtypes of the inputs."""
+"""Under autocast, the functions for tensors compute in autocast's dtype, as torch's own attention does, and gradients have the dtypes of the inputs."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_the_same_bits_as_tensors_that_are_cast(low):
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_masks_of_numbers_are_cast_as_torch_casts_them(low, grad):
-    """The masks are such that their rounding shows. Masks of bool are not cast."""
+    """The masks hold numbers whose rounding shows. Masks of bool are not cast."""
     q, k, v = tensors(grad=grad)
     mask = 60 + torch.randn(4, 37, 37)
     seen = (torch.rand(37, 37) < 0.6) | torch.eye(37, dtype=torch.bool)
@@ -95,7 +95,7 @@ def test_repeated_axes_are_cast_once():
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_each_place_of_a_repeated_tensor_has_its_own_gradient(low):
-    """The leaves are expanded tensors: keys and values over heads and batch, and a mask over queries."""
+    """The leaves are expanded tensors: keys over heads, values over the batch, and a mask over both and over queries."""
     q, k, v = tensors()
     mask = torch.randn(1, 1, 1, 37)
 
@@ -136,7 +136,7 @@ def test_where_autocast_is_off():
 
 
 def test_sinks_and_slopes_stay():
-    """They are read as float32 for any dtype of the tensors, and the gradient of sinks is float32, too."""
+    """Sinks and slopes are read as float32 for any dtype of the tensors, and the gradient of sinks is float32, too."""
     q, k, v = tensors()
     low = [x.bfloat16() for x in (q, k, v)]
     sinks, slopes = torch.randn(4, requires_grad=True), torch.rand(4)
@@ -172,7 +172,7 @@ def test_masks_over_chosen_blocks(low):
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_caches_are_not_cast(low, cache_dtype, q_dtype):
-    """Queries are cast to the dtype of the cache, and results to that of autocast."""
+    """Queries are cast to the dtype of the cache, and results are cast to the dtype of autocast."""
     q, *rest = paged(q_dtype, cache_dtype)
     expected, expected_lse = functions.paged_attention(q.to(cache_dtype), *rest, return_lse=True)
     selected = torch.tensor([[[0, 2], [1, -1]], [[1, -1], [0, 1]]])

@@ -50,7 +50,7 @@ def seen_by(mask, batch, heads, queries, keys):
 
 
 def attended(options, q, k, v):
-    """`block_sparse_attention` with the options made from a mask, with packed arrays if they are for documents."""
+    """`block_sparse_attention` with the options made from a mask. If these have the layout TND, the arrays are packed."""
     if options.get("layout") == "TND":
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return block_sparse_attention(q, k, v, **options).transpose(0, 1)[None]
@@ -97,7 +97,7 @@ NO_RULE = {
 
 
 def arguments_of(mask_mod, block, batch=2):
-    """A mask and the arguments that it becomes, after a check that attention with them equals flex_attention and float64."""
+    """A mask and the arguments made from it, after a check that attention with these arguments equals flex_attention, and dense float64."""
     q, k, v = problem()
     mask = flex.create_block_mask(mask_mod, batch, 2, 90, 90, device="cpu", BLOCK_SIZE=block)
     options = from_flex_block_mask(mask)
@@ -138,7 +138,7 @@ def test_masks_without_a_rule(name, block, eager):
 
 
 def test_a_mask_without_a_function():
-    """Its partial blocks count as full."""
+    """Partial blocks of such a mask count as full."""
     count, index = (torch.from_numpy(x) for x in sabi.to_num_idx(sabi.causal(96, block_shape=(16, 16)), 6))
     options = from_flex_block_mask(flex.BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=16))
     assert (options["causal"], options["window"]) == (False, None)
@@ -178,7 +178,7 @@ def test_documents_with_a_list():
 
 @pytest.mark.parametrize("mask_mod", [lambda b, h, i, j: i + 20 >= j, lambda b, h, i, j: i >= j, lambda b, h, i, j: (i >= j) | (j < 50)])
 def test_a_mask_for_any_batch(mask_mod, eager):
-    """It fits any batch even if no query sees the last keys, which lengths could express only for a given batch."""
+    """The arguments fit any batch, even if no query sees the last keys. Lengths, which would hide these keys, need a given batch."""
     q, k, v = problem(70)
     mask = flex.create_block_mask(mask_mod, None, None, 70, 90, device="cpu", BLOCK_SIZE=16)
     ours = block_sparse_attention(q, k, v, **from_flex_block_mask(mask))
@@ -277,7 +277,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", list(OPTIONS))
 @pytest.mark.parametrize("lead", [(1, 1), (2, 2), (1, 2)], ids=str)
 def test_lists_become_masks(name, lead, eager):
-    """flex_attention with the mask gives the same result, its blocks and function show the same tokens, and it can be converted back."""
+    """flex_attention with the mask gives the same result, the mask's blocks and function show the same tokens, and the mask can be converted back."""
     options = {"sabi": sabi.from_block_mask(np.random.default_rng(3).random((*lead, 6, 3)) < 0.5, dtype="int32")} | OPTIONS[name]
     q, k, v = problem()
     mask = to_flex_block_mask(s_q=90, block_shape=(16, 32), **options)
@@ -323,7 +323,7 @@ def test_bad_lists():
 
 
 def test_a_block_mask_as_an_argument_is_refused():
-    """The sentence names the function that makes arguments from it."""
+    """The sentence names the function that makes arguments from a BlockMask."""
     mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, device="cpu")
     q = torch.randn(1, 2, 64, 16)
     sentence = "expected an array, got a BlockMask: blitz_attn.integrations.torch.from_flex_block_mask makes arguments from it$"

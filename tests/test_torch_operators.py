@@ -1,4 +1,4 @@
-"""The operators that torch compiles: torch's own checks, no graph break, the library's results to the bit, and refusals."""
+"""The operators that torch compiles pass torch's own checks, break no graph, give the library's results to the bit, and refuse wrong calls."""
 
 import subprocess
 import sys
@@ -118,7 +118,7 @@ def test_choosing_tokens(packed):
 
 
 def several(q, k, v, lists, lengths):
-    """All differentiable functions, for one graph."""
+    """A result of all differentiable functions, for one graph."""
     listed = functions.block_sparse_attention(q, k, v, lists, block_shape=(8, 8), causal=True, kv_lens=lengths)
     causal, lse = functions.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True, scale=0.2)
     shorter = functions.scaled_dot_product_attention(q, k[:, :, :20], v[:, :, :20], is_causal=True, enable_gqa=True)
@@ -157,7 +157,7 @@ def test_no_graph_break_where_there_is_no_gradient(backend):
 
 
 def test_checkpoints_and_exports():
-    """Checkpoints compute activations anew, and an exported graph runs without Python."""
+    """Checkpoints compute activations anew, and an exported graph gives the same bits."""
     given = tensors(grad=True)
     expected = torch.autograd.grad(several(*given, LISTS, None).sum(), given)
     again = checkpoint(several, *given, LISTS, None, use_reentrant=False)
@@ -181,7 +181,7 @@ MASK = torch.from_numpy(np.random.default_rng(0).random((31, 37)) < 0.7)
 
 
 def every_call(q, k, v):
-    """A call of each function, with both results."""
+    """The output and the log-sum-exp of each function."""
     request, options = paged(), {"return_lse": True}
     selected = torch.tensor([[[0, 2], [1, -1]], [[1, -1], [0, 1]]])
     return {
@@ -250,7 +250,7 @@ def test_watchers_of_operators_see_them():
     for own in (lambda q, m: functions.scaled_dot_product_attention(q, *given[1:], m, enable_gqa=True),
                 lambda q, m: functions.block_sparse_attention(q, *given[1:], attn_mask=m)):  # fmt: skip
         assert torch.equal(torch.func.vmap(own, in_dims=(None, 0))(given[0], masks), torch.stack([own(given[0], m) for m in masks]))
-    assert torch.equal(torch.jit.trace(own, (given[0], masks[0]))(given[0], masks[1]), own(given[0], masks[1]))  # block_sparse_attention
+    assert torch.equal(torch.jit.trace(own, (given[0], masks[0]))(given[0], masks[1]), own(given[0], masks[1]))  # own: block_sparse_attention
     stacked = [torch.stack([x, 2 * x]) for x in given]
     for a, b in zip(torch.func.vmap(attend)(*stacked), zip(*stacked, strict=True), strict=True):
         assert torch.equal(a, attend(*b))
@@ -338,7 +338,7 @@ def test_kinds_of_ranges(dtype):
 
 
 def test_a_mask_that_needs_a_gradient():
-    """Without recorded gradients, it is accepted, too, and gives the same bits."""
+    """Where no gradients are recorded, such a mask is accepted, too, and gives the same bits."""
     q, k, v = tensors()
     bias = torch.randn(31, 37, requires_grad=True)
     slopes = torch.rand(4, requires_grad=True)

@@ -1,5 +1,5 @@
-"""`integrations.torch.scaled_dot_product_attention`, with torch's own function as the oracle: how masks are read, leading axes that
-broadcast, and biases that learn. Masks of every form, together with options that torch's function lacks, are drawn in tests/test_problems.py."""
+"""torch's own function is the oracle of `integrations.torch.scaled_dot_product_attention`, for masks, leading axes that broadcast, and
+biases that learn. Masks of every form, together with options that torch's function lacks, are drawn in tests/test_problems.py."""
 
 import pytest
 
@@ -145,7 +145,7 @@ def test_leading_axes_that_broadcast_with_grouped_heads(axes):
 
 
 def test_what_broadcasts_is_not_copied():
-    """A batch of 64 shares one set of keys. The call allocates less than their bytes."""
+    """A batch of 64 shares one set of keys. The call allocates fewer bytes than these keys have."""
     q, k, v = torch.randn(64, 4, 1, 64), *(torch.randn(1, 1, 4096, 64) for _ in range(2))
     with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
         out = functions.scaled_dot_product_attention(q, k, v)
@@ -176,7 +176,7 @@ def check(found, expected, rtol=1e-4):
 
 
 def test_a_mask_that_only_hides_learns_too():
-    """Without a gradient, such a mask would be read as runs of keys or as a block list, which have none."""
+    """If it needed no gradient, such a mask would be read as runs of keys or as a block list, which have no gradients."""
     q, k, v = problem_of_biases()
     mask = torch.zeros(QUERIES, KEYS).masked_fill(torch.ones(QUERIES, KEYS).triu(20).bool(), -torch.inf).requires_grad_()
     weight = torch.randn_like(q)
@@ -189,7 +189,7 @@ def test_a_mask_that_only_hides_learns_too():
 
 @pytest.mark.parametrize("slope_dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_of_slopes_and_a_mask(slope_dtype):
-    """Gradients are asked for slopes alone, and for slopes and mask. The loss uses both results."""
+    """Gradients of slopes are computed alone, and together with those of the mask. The loss uses both results."""
     q, k, v = problem_of_biases()
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=slope_dtype, requires_grad=True)
     mask = torch.randn(HEADS, 1, KEYS, requires_grad=True)

@@ -1,5 +1,5 @@
-"""Sinks and a softcap in the attention that torch differentiates: gradients against plain operations of torch in float64, no graph break, and
-refusals."""
+"""Sinks and a softcap under torch's autograd: gradients are compared with plain operations of torch in float64, no graph breaks, and wrong calls
+are refused."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from blitz_attn import sabi  # noqa: E402
 from blitz_attn.integrations import torch as functions  # noqa: E402
 
 operator = torch.ops.blitz_attn.block_sparse_attention
-HEADS, TOKENS, LENGTHS = 4, 20, torch.tensor([[20, 7], [9, 20]])  # lengths of queries, and of keys, of two batch entries
+HEADS, TOKENS, LENGTHS = 4, 20, torch.tensor([[20, 7], [9, 20]])  # of two batch entries: the lengths of queries, and those of keys
 LISTS = torch.from_numpy(sabi.from_block_mask(np.random.default_rng(3).random((2, HEADS, 3, 5)) < 0.4, dtype="int32"))
 i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
 RULES = {  # options, and the keys that each query sees under them
@@ -59,7 +59,7 @@ def dense(q, k, v, sinks, seen, valid, softcap=None):
 )
 @pytest.mark.parametrize("softcap", [None, 0.8])
 def test_gradient_of_sinks(rule, layout, softcap):
-    """Gradients of sinks and of q, k and v, for a loss that uses both results."""
+    """Gradients of sinks and of q, k and v are those of `dense`, for a loss that uses both results."""
     options, seen = RULES[rule]
     options = options | {"softcap": softcap}
     valid = torch.arange(TOKENS) < LENGTHS[0, :, None, None] if rule == "short" else torch.ones(2, 1, TOKENS, dtype=torch.bool)
@@ -80,7 +80,7 @@ def test_gradient_of_sinks(rule, layout, softcap):
 
 
 def test_queries_that_are_not_valid_add_nothing():
-    """They add nothing to the gradient of sinks, even if the gradient of the loss is NaN there. A sink of -inf has a gradient of 0."""
+    """Such queries add nothing to the gradient of sinks, even if the gradient of their results is NaN. A sink of -inf has a gradient of 0."""
     given = inputs()
     sinks = torch.tensor([-torch.inf, 0.5, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
     options = {"q_lens": [20, 7], "kv_lens": [0, 20], "return_lse": True}

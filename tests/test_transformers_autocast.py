@@ -21,7 +21,7 @@ def far(found, expected):
 
 
 def is_close(model, found, low):
-    """Whether logits differ from those in float32 by about as much as those of the model's own attention under autocast."""
+    """Whether the error of the logits, against those in float32, is about that of the model's own attention under autocast."""
     exact = forward(model, "eager", IDS)
     with torch.autocast("cpu", dtype=low):
         expected = forward(model, "eager", IDS)
@@ -44,7 +44,7 @@ def test_models_do_not_fall_back(name, implementation, low):
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_one_call(sparse, low):
-    """The result has the same bits as with tensors that are cast before. The values are already of autocast's dtype."""
+    """The result has the same bits as with tensors that are cast before the call. The values are already of autocast's dtype."""
     q, k, v = tensors(1, 4, 40, 8), tensors(1, 2, 40, 8, seed=1), tensors(1, 2, 40, 8, seed=2)
     configure(SparseConfig(density=0.4, block_shape=(8, 8), min_tokens=1, sink=0, recent=1, on_unsupported="error"))
     name = "sparse" if sparse else "dense"

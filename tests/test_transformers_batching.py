@@ -1,4 +1,4 @@
-"""Continuous batching of transformers: the tokens of many requests at once are those of each by itself, from pages that are read where they lie."""
+"""In continuous batching of transformers, many requests at once get the tokens that each gets by itself, and pages are read in place."""
 
 import importlib.util
 import random
@@ -20,7 +20,7 @@ from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, continuous_batching  # noqa: E402
 from cases_transformers import forward, pytestmark, small_model, tensors  # noqa: E402, F401
 
-KINDS = ("llama", "mistral", "gemma2", "gpt_oss")  # all tokens in each layer, a window in each, and both with a softcap and with sinks
+KINDS = ("llama", "mistral", "gemma2", "gpt_oss")  # layers: full; of windows; both kinds, with a softcap; both kinds, with sinks
 
 
 def options(new_tokens=8):
@@ -28,7 +28,7 @@ def options(new_tokens=8):
 
 
 def draw_prompts(rng, count, longest=50):
-    """Some begin with the same tokens, which transformers may keep once."""
+    """Random prompts. Some begin with the same tokens, of which transformers may keep a single copy."""
     shared = [rng.randrange(3, 96) for _ in range(longest // 2)]
     draw = lambda most: [rng.randrange(3, 96) for _ in range(rng.randint(1, most))]  # noqa: E731
     return [shared + draw(longest // 2) if rng.random() < 0.3 else draw(longest) for _ in range(count)]
@@ -49,7 +49,7 @@ def at_once(model, prompts, wanted, **limits):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """What was read in the calls of layers: True for pages in place. No reason has been logged before."""
+    """For each call of a layer, whether pages were read in place. No reason for a fallback has been logged before the test."""
     read = []
     TOLD.clear()
     attend, update = batching.Batch.attend, FullAttentionCacheAllocator.update
@@ -109,7 +109,7 @@ def test_bfloat16():
 
 @pytest.mark.full
 def test_a_model_that_transformers_compiles():
-    """Steps are padded then: requests of no tokens follow, and tokens of no request."""
+    """The steps of such a model are padded with requests of no tokens, and with tokens of no request."""
     torch.compiler.reset()
     model, prompts = small_model("llama"), draw_prompts(random.Random(2), 4)
     compiled = transformers.CompileConfig(backend="aot_eager", mode=None, fullgraph=False, dynamic=True)

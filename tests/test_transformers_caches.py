@@ -1,4 +1,4 @@
-"""A paged cache in place of transformers' own: everything that models and `generate` read from a cache, before, between and after steps."""
+"""A paged cache replaces transformers' own: all that models and `generate` read from it, before, between and after steps, is the same."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ from blitz_attn.integrations._transformers.cache import PagedLayer  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, paged_cache  # noqa: E402
 from cases_transformers import SMALL, WINDOWED, in_chunks, pytestmark, small_model, tensors  # noqa: E402, F401
 
-# What models, masks and `generate` of transformers read from a cache, and from a layer of a cache.
+# Everything that models, masks and `generate` of transformers read from a cache, and from a layer of a cache.
 READ = {
     "get_seq_length": lambda cache: [cache.get_seq_length(), *map(cache.get_seq_length, range(len(cache)))],
     "get_mask_sizes": lambda cache: [cache.get_mask_sizes(queries, n) for queries in (1, 5) for n in range(len(cache))],
@@ -119,7 +119,7 @@ def test_keys_of_an_indexer_are_kept_as_a_dynamic_cache_keeps_them():
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
 def test_a_paged_cache_is_read_like_a_dynamic_cache(kind):
-    """Both are compared after each of the changes, which follow each other. The window never fills, because a full one cannot be cropped."""
+    """Both caches are compared after each of many changes in a row. The window never fills, because a cache with a full window cannot be cropped."""
     options = {**SMALL, "sliding_window": None} if kind == "Llama" else {**WINDOWED, "sliding_window": 20}
     config = getattr(transformers, f"{kind}Config")(**options)
     ours, theirs = caches = paged_cache(config, page_size=4), transformers.DynamicCache(config=config)
@@ -152,7 +152,7 @@ def test_values_may_be_longer_than_an_early_initialization_says():
 
 
 def test_a_prefix_that_sees_itself_is_the_first_step_alone():
-    """If the cache were not initialized after the first step, the model would take later tokens of the prefix's kind for a part of it."""
+    """If the cache were not initialized after the first step, the model would take later tokens of the prefix's kind for a part of the prefix."""
     config_class = getattr(transformers, "HrmTextConfig", None)
     if config_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no HrmText")
@@ -238,7 +238,7 @@ def test_a_paged_cache_of_an_encoder_decoder_is_read_as_one():
 
 
 def test_new_tokens_of_an_encoder_decoder_attend_to_chosen_pages():
-    """Both self-attention and cross-attention do: otherwise on_unsupported="error" would raise."""
+    """Self-attention and cross-attention both attend to chosen pages: otherwise on_unsupported="error" would raise."""
     model = encoder_decoder("Bart")
     model.set_attn_implementation("blitz_attn_sparse")
     logits = []
@@ -256,7 +256,7 @@ def test_new_tokens_of_an_encoder_decoder_attend_to_chosen_pages():
 
 
 def by_hand(layer, q, starts, ends, budget, dense_below, rules):
-    """What `select_and_attend` of a layer returns: each query by itself, by the library's functions over pages that are cut anew."""
+    """The result of a layer's `select_and_attend`, query by query, by the library's functions over pages that are cut anew."""
     rows = []
     for b, t in np.ndindex(*q.shape[:2]):
         length = min(layer.length - q.shape[1] + t + 1, ends[b])
@@ -341,7 +341,7 @@ def test_layers_share_the_plan_of_a_step(monkeypatch):
 
 
 def bytes_held(layer):
-    """Bytes of all arrays that a layer holds, each memory once."""
+    """Bytes of all arrays that a layer holds. Memory that arrays share counts once."""
     pages = layer._pages
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (pages.keys, pages.values, *pages.views)}
     for group in pages.groups:
@@ -356,7 +356,7 @@ def bytes_held(layer):
 
 @pytest.mark.parametrize("prompt", [1024, 1025, 1087, 1090, 4000, 8100])
 def test_pages_and_summaries_take_little_more_memory_than_a_dynamic_cache(prompt):
-    """At most a tenth more, in each step, for pages of 64 tokens."""
+    """They take at most a tenth more in each step, with pages of 64 tokens."""
     layer, other = PagedLayer(64), cache_utils.DynamicLayer()
     new = [tensors(1, 1, prompt, 2, seed=n) for n in range(2)]
     other.update(*new)

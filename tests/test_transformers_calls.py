@@ -107,8 +107,8 @@ def test_blocks_are_chosen_among_runs_of_keys(form, kind, past, padding):
 @pytest.mark.parametrize("budget", [{"top_k": 1, "sink": 0}, {"top_p": 0.6}, {"density": 0.4}, {"density": 0.3, "last_rows": 1}])
 @pytest.mark.parametrize("kind", ["chunks", "images", "bidirectional"])
 def test_padding_on_the_right_changes_no_choice(kind, budget):
-    """A short text has the same blocks with padding as alone. In bidirectional models, padding attends the text, and so its rows count in a
-    density: these cases are skipped."""
+    """For a short text, the same blocks are chosen with and without padding. In bidirectional models, padding attends the text, so that rows of
+    padding count in a density: these cases are skipped."""
     if kind == "bidirectional" and "density" in budget:
         pytest.skip("rows of padding count")
     tokens, short = 64, 40
@@ -172,7 +172,8 @@ def test_pages_that_quest_does_not_choose_are_left_out(starts):
 @pytest.mark.parametrize("starts", [(0, 0), (3, 0), (3, 9)])
 @pytest.mark.parametrize("tokens", [2, 5, 32])
 def test_draft_tokens_attend_as_in_single_steps(tokens, starts):
-    """The bits are the same, even if the first of them are below `min_tokens`. Tokens after a prompt do not count as part of the prompt."""
+    """Draft tokens have the bits of single steps, even where the first draft, below `min_tokens`, attends all keys. Tokens after a prompt do not
+    count as part of the prompt."""
     config = transformers.LlamaConfig(num_hidden_layers=1)
     total = 60
     keys, values, q = tensors(2, 2, total, 8), tensors(2, 2, total, 8, seed=1), tensors(2, 4, total, 8, seed=2)

@@ -98,7 +98,7 @@ def test_steps_over_a_static_cache_are_one_graph():
 
 @pytest.mark.long
 def test_layers_may_be_compiled_by_themselves():
-    """In this case the model makes the mask outside the graphs."""
+    """If layers are compiled by themselves, the model makes the mask outside the graphs."""
     model, ids = small_model("llama"), tokens_of()
     model.set_attn_implementation("blitz_attn_sparse")
     mask = padded(random.Random(3), "left", *ids.shape)
@@ -116,7 +116,7 @@ def test_layers_may_be_compiled_by_themselves():
 
 
 def test_shapes_are_known_to_later_compiler_passes():
-    """aot_eager traces the operator with tensors without elements, and relies on the shapes that it returns."""
+    """aot_eager traces the operator with tensors without elements, and relies on the shapes that the operator returns."""
     model, ids = small_model("llama"), tokens_of()
     model.set_attn_implementation("blitz_attn_sparse")
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_a_traced_mask_cannot_be_used_as_a_tensor():
 
 @pytest.mark.parametrize("form", ["holes", "bool", "numbers"])
 def test_a_mask_without_rules_stands_in_the_graph(form):
-    """Padding inside a sequence is noticed when the graph runs, and a mask that is a matrix when the graph is made."""
+    """Padding inside a sequence is noticed when the graph runs. A matrix as a mask is noticed when the graph is made."""
     model, ids = small_model("llama"), tokens_of(2, 9)
     mask = torch.ones_like(ids)
     mask[:, 4] = 0

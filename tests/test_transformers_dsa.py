@@ -82,7 +82,7 @@ def prompt(batch, length, seed=1):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_logits_are_those_of_eager_attention(name, seed, implementation, monkeypatch):
-    """All options are drawn together. The model chooses tokens, not the configuration. Chunks are the same in both runs, because the choice among
+    """All options are drawn together. The model, and not the configuration, chooses tokens. Chunks are the same in both runs, because the choice among
     tokens of equal scores (often 0) depends on the other tokens of a chunk."""
     rng = random.Random(f"{name} {seed} {implementation}")
     model = small_model(name)
@@ -114,7 +114,7 @@ def test_a_dense_run_differs(name):
 
 
 def generated(model, ids, mask, cache, count):
-    """Greedy tokens. A model without a head uses its embeddings as one."""
+    """Greedy tokens. A model without a head uses its embeddings as a head."""
     options = {"do_sample": False, "eos_token_id": None}
     if hasattr(model, "lm_head"):
         return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=count, **options)[:, ids.shape[1] :]
@@ -147,7 +147,7 @@ def test_generated_tokens_are_those_of_eager_attention(name, cache):
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_gradients_are_those_of_eager_attention(name):
-    """Gradients of the weights, with chosen tokens as lists and as masks."""
+    """Gradients of the weights are compared, with chosen tokens as lists and as masks."""
     model = small_model(name)
     ids = prompt(2, 20)
     found = {}

@@ -1,5 +1,5 @@
 """Calls of the attention functions that are registered with transformers, with unusual masks and options: they fall back to torch, or to the
-elements of the mask, and compute what the model's own attention does."""
+elements of the mask, and compute what the model's own attention computes."""
 
 import logging
 import sys
@@ -87,7 +87,7 @@ def test_masks_without_rules_are_computed_by_their_elements(name, form, implemen
     make, reason = ELEMENTS[name]
     mask = make()
     assert reason is None or (mask.rules is None and mask.reason.startswith(reason.removesuffix(")")))
-    density = 1.0 if name == "sequences or blocks" else 0.2  # that mask shows all keys, so its queries see a run of keys, of which blocks are chosen
+    density = 1.0 if name == "sequences or blocks" else 0.2  # this mask shows all keys: each query sees a run of keys, among which blocks are chosen
     configure(SparseConfig(on_unsupported="error", min_tokens=1, density=density, block_shape=(4, 4), chooser=select.Pooled(pool=2)))
     q, k, v = tensors(2, 4, 9, 8), tensors(2, 2, 9, 8, seed=1), tensors(2, 2, 9, 8, seed=2)
     seen = mask.elements() if isinstance(mask, RuleMask) else mask
@@ -320,7 +320,7 @@ def test_what_is_not_supported_is_refused_on_request(name):
 
 
 def test_gradients_with_a_softcap():
-    """They are computed without a fallback. No mask means a causal mask."""
+    """Gradients are computed without a fallback. No mask means a causal mask."""
     configure(SparseConfig(on_unsupported="error"))
     layer = small_model("gemma2").model.layers[0].self_attn
     q, k, v = tensors(1, 4, 9, 16).requires_grad_(), tensors(1, 2, 9, 16, seed=1), tensors(1, 2, 9, 16, seed=2)
@@ -389,7 +389,7 @@ def test_weights_and_dropout_are_those_of_the_model():
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_blocks_of_the_model_may_come_in_any_order(gradients):
-    """There may be pads between them, and blocks that no query can see."""
+    """There may be pads between the blocks, and blocks that no query can see."""
     q, k, v = tensors(1, 4, 12, 8), tensors(1, 2, 14, 8, seed=1), tensors(1, 2, 14, 8, seed=2)
     rng = np.random.default_rng(0)
     chosen = torch.from_numpy(np.stack([[rng.permutation([-1, -1, 0, 1, 2, 3, 5])[:5] for _ in range(12)] for _ in range(2)]))[None]

@@ -1,4 +1,4 @@
-"""`trained_sparse`: models that choose tokens themselves do so with `select_tokens`, and attend to latents, as their eager attention does."""
+"""Under `trained_sparse`, models that choose tokens themselves use `select_tokens`, attend to latents, and agree with their eager attention."""
 
 import copy
 import random
@@ -38,14 +38,14 @@ def attentions(model):
 
 
 def logged():
-    """What was logged beside the line that says what runs."""
+    """The logged lines, without the line that says what runs."""
     return [text for text in TOLD if "are chosen and attended by blitz_attn" not in text]
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_logits_are_those_of_eager_attention(name, seed, monkeypatch):
-    """All options are drawn together: the queries with expanded keys, those that are folded at once, padding, caches, chunks."""
+    """All options are drawn together: how many queries have expanded keys, how many are folded at once, padding, caches and chunks."""
     rng = random.Random(f"{name} {seed}")
     model = small_model(name)
     batch, length = rng.randint(1, 3), rng.randint(12, 60)
@@ -68,7 +68,7 @@ def test_logits_are_those_of_eager_attention(name, seed, monkeypatch):
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_tokens_are_those_that_the_model_chooses(name, monkeypatch):
-    """Where scores are not equal: the scores of what is chosen are those of what the model chooses."""
+    """The scores of the chosen tokens are those of the model's best tokens. The tokens themselves may differ where scores are equal."""
     model, pairs = small_model(name), []
     original = dsa._Selection.choose
 
@@ -110,7 +110,7 @@ def test_generated_tokens_are_those_of_eager_attention(name, cache):
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_gradients_and_graphs_are_those_of_eager_attention(name):
-    """Keys and values are expanded where they are differentiated; a graph has the model's own code."""
+    """Keys and values are expanded where gradients are recorded. A compiled graph has the model's own code."""
     model = small_model(name)
     ids = prompt(2, 20)
     grads = []
@@ -143,7 +143,7 @@ def test_chunks_of_a_prompt_are_the_whole(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    """Indexers score in the dtype of their keys, whose products are exact."""
+    """Indexers score 16-bit keys as they are: the products of 16-bit numbers are exact in float32."""
     model = copy.deepcopy(small_model("deepseek_v32")).to(dtype)
     ids = prompt(2, 40)
     expected = forward(copy.deepcopy(model).float(), "eager", ids)
@@ -191,7 +191,7 @@ def test_a_copy_calls_its_own_modules(model):
 
 
 def test_methods_that_something_else_replaces_stay(model):
-    """As hooks of accelerate do, around what they find."""
+    """Hooks of accelerate, for example, replace methods, and call what they found."""
     ids, module = prompt(2, 24), attentions(model)[0].indexer
     own = forward(model, "blitz_attn", ids)
     handle = trained_sparse(model)
@@ -274,7 +274,7 @@ def formula(model, monkeypatch):
 
 @pytest.mark.parametrize("change", [projection, expansion, renamed, formula])
 def test_what_is_not_known_is_left_to_the_model(model, change, monkeypatch):
-    """With a line in the log that names it, and with the numbers of the model, also where the indexer's cache has its keys already."""
+    """The log names the unknown part, and the results are the model's own, also where the indexer's cache has its keys already."""
     reason = change(model, monkeypatch)
     ids = prompt(2, 24)
     expected = in_chunks(model, "eager", ids, None, make_cache("dynamic", model, 24), [16, 1, 7])
@@ -318,7 +318,7 @@ def test_the_part_of_a_mask_that_indexers_take_stays_a_rule():
 
 
 def test_what_is_expanded_is_what_costs_less():
-    """DeepSeek-V3.2: 128 heads, latents of 512 and 64 numbers, 128 of keys and of values, 2048 tokens."""
+    """The sizes are those of DeepSeek-V3.2: 128 heads, latents of 512 and 64 numbers, keys and values of 128, and 2048 chosen tokens."""
     latents = Latents(None, torch.empty(1, 1, 1, 512), torch.empty(1, 1, 1, 64), *torch.empty(2, 128, 128, 512))
     edge = latents.rows_expanded(1, 1 << 20, 2048)
     assert 5000 < edge < 9000
@@ -351,7 +351,7 @@ with torch.no_grad(), trained_sparse(model):
 
 
 def test_memory_is_linear_in_tokens():
-    """A mask of bool takes 256 MiB at 16384 tokens, scores 1 GiB, and those of all heads of the indexer 16 GiB."""
+    """At 16384 tokens, a mask of bool takes 256 MiB, the scores of one head take 1 GiB, and those of all heads of the indexer 16 GiB."""
     out = subprocess.run([sys.executable, "-W", "ignore", "-c", MEMORY], capture_output=True, text=True, timeout=300, check=True).stdout
     before, after = map(int, out.split())
     assert after - before < 100 << 10

@@ -1,4 +1,4 @@
-"""GLM-5.3's pools, Qwen4's blocks of four tokens and DeepSeek-V4's compressed entries: what the models' own eager attention sees."""
+"""For GLM-5.3's pools, Qwen4's blocks of four tokens and DeepSeek-V4's compressed entries, results are those of the models' eager attention."""
 
 import contextlib
 import functools
@@ -58,13 +58,13 @@ FAMILIES = {
     }),
 }  # fmt: skip
 
-# What is compared with: where the first tokens see nothing, "eager" gives them the mean of all values.
+# The implementation to compare with. It is "sdpa" where the first tokens see nothing, because "eager" gives such tokens the mean of all values.
 OWN = dict.fromkeys(FAMILIES, "eager") | {"glm5_next without tails": "sdpa"}
 
 
 @functools.cache
 def small_model(name):
-    """A model with random weights, large enough for attention, and for the choice, to be far from uniform."""
+    """A model with random weights, which are so large that attention and the choice of tokens are far from uniform."""
     config, kind, options = FAMILIES[name]
     name = name.split()[0]
     try:
@@ -86,8 +86,8 @@ def prompt(batch, length, seed=1):
 
 
 def computed_here():
-    """Whether nothing was left to torch or to the model's own code, but for a first chunk of one token, whose padding GLM-5.3 takes for a
-    token."""
+    """Whether nothing was left to torch or to the model's own code. A first chunk of one token is excepted: GLM-5.3 takes the padding of such a
+    chunk for a token."""
     return all("are chosen and attended by blitz_attn" in text or "padding between the tokens" in text for text in TOLD)
 
 
@@ -101,8 +101,8 @@ def as_trained(model, sparse):
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_logits_are_those_of_eager_attention(name, sparse, seed, monkeypatch):
-    """All options are drawn together. Chunks are the same, since the models choose among equal scores, of which 0 is one, by what else
-    there is."""
+    """All options are drawn together. Chunks are the same in both runs, because the choice among tokens of equal scores (often 0) depends on the
+    other tokens of a chunk."""
     rng = random.Random(f"{name} {seed}")
     as_lists = rng.choice((True, False, None))
     if as_lists is not None:  # None: by the rule
@@ -122,7 +122,7 @@ def test_logits_are_those_of_eager_attention(name, sparse, seed, monkeypatch):
 
 
 def generated(model, ids, mask, count):
-    """Greedy tokens; of a model without a head, by its embeddings."""
+    """Greedy tokens. A model without a head uses its embeddings as a head."""
     found, new, cache = [], ids, transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         for _ in range(count):
@@ -182,7 +182,7 @@ def test_a_compiled_model_runs_its_own_code(name):
 
 
 class Largest(TorchDispatchMode):
-    """Watches how many numbers the largest tensor has that is made in attention of these families."""
+    """Counts the numbers of the largest tensor that attention of these families makes."""
 
     numbers = depth = 0
 
@@ -219,7 +219,7 @@ def test_a_configuration_chooses_nothing_there(name, sparse):
     other = (0,) if name == "deepseek_v4" else ()  # a layer with a window alone
     configure(SparseConfig(density=0.1, block_shape=(8, 4), min_tokens=1, sink=0, recent=0, decode_budget=4, dense_layers=other))
     model = small_model(name)
-    for length in (11, 40):  # all that is seen may be chosen; or not
+    for length in (11, 40):  # all tokens that are seen may be chosen, or only some
         ids, sizes = prompt(2, length), [length - 2, 1, 1]
         expected = in_chunks(model, OWN[name], ids, None, make_cache("dynamic", model, length), sizes)
         with as_trained(model, sparse):
@@ -252,7 +252,7 @@ def test_a_mask_that_the_caller_made(name):
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_positions_that_begin_again(name):
-    """Packed sequences, and any other positions: what each query may see of DeepSeek-V4's entries follows them."""
+    """Positions begin again, as in packed sequences, and skip numbers. They decide which of DeepSeek-V4's entries a query may see."""
     model, ids = small_model(name), prompt(1, 60)
     where = torch.cat([torch.arange(22), torch.arange(30), torch.arange(8) * 3])[None]
     for options in ({"use_cache": False}, {}):

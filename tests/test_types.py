@@ -51,7 +51,7 @@ def test_overloads_take_the_arguments_of_the_function(name, function, overloads)
 
 @pytest.mark.parametrize("name", ["", ".distributed", ".integrations.jax", ".integrations.torch", ".nsa", ".sabi", ".select"])
 def test_no_public_function_returns_any_array(name):
-    """Functions with overloads may, because type checkers read only the overloads."""
+    """Functions with overloads may return Any, because type checkers read only the overloads."""
     module = importlib.import_module(f"blitz_attn{name}")
     functions = [f for f in map(module.__dict__.get, module.__all__) if inspect.isfunction(f) and not typing.get_overloads(f)]
     assert [f.__name__ for f in functions if re.search(r"\bAny\b(?!\])", str(f.__annotations__["return"]))] == []  # dict[str, Any] is allowed

@@ -1,5 +1,5 @@
-"""`blitz_attn.video`: orders, lists and densities against brute force over tokens, permuting arrays of every kind, attention in another order, the
-choice of rules, and schedules. Refusals are in tests/fuzz/refusals.py."""
+"""Orders, lists and densities of `blitz_attn.video` are compared with brute force over tokens. Arrays of every kind are permuted, and attended in
+another order. The choice of rules, and schedules, are tested, too. Refusals are in tests/fuzz/refusals.py."""
 
 import dataclasses
 import pickle
@@ -35,7 +35,7 @@ def order_of(spans=SPANS, cube=(2, 3, 4)):
 @pytest.mark.parametrize("seed", range(1000, 1080))
 @pytest.mark.parametrize("name", ["video.blocks", "video.choose_rules", "video.permute"])
 def test_random_geometries_rules_and_blocks(name, seed):
-    """All options together: grids with ragged edges, plain tokens, dense frames and tokens, heads with rules of their own, any block shape."""
+    """All options are drawn together: grids with ragged edges, plain tokens, dense frames and tokens, heads with rules of their own, any block shape."""
     problems.load()[name].run(Draw(seed))
 
 
@@ -131,7 +131,7 @@ def test_permute_and_restore_keep_kind_and_dtype(kind, layout):
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_views_become_contiguous(kind):
-    """Such as (B, S, H, D) seen as (B, H, S, D), which is how models have them."""
+    """Models, for example, have arrays (B, S, H, D) that are viewed as (B, H, S, D)."""
     order = order_of()
     numbers = np.random.default_rng(0).standard_normal(SHAPES["BSND"])
     expected = order.permute(numbers, layout="BSND").swapaxes(1, 2)
@@ -210,7 +210,7 @@ def test_a_full_rule_is_dense_attention(dtype):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_a_sparse_rule_is_attention_under_its_mask(rule):
-    """Over the model's tokens, in float64: whatever the rule sees is attended, and further tokens only in the same blocks."""
+    """In float64, and in the model's order, the result is attention over the listed blocks, which hold all tokens that the rule sees."""
     order, shape = order_of(), (24, 12)
     q, k, v = (np.random.default_rng(n).standard_normal((1, 2, TOKENS, 8)) for n in range(3))
     lists = video.blocks(order, rule, shape, dense_frames=1)
@@ -270,7 +270,7 @@ def test_odd_sliding_tiles_are_those_of_the_paper(window):
 
 @pytest.mark.parametrize(("frames", "width"), [(40, 12), (9, 33), (70, 1), (17, 5)])
 def test_radial_is_the_mask_of_the_paper_for_rows_of_tokens(frames, width):
-    """arXiv:2506.19852, section 4.2: tokens k and l of frames i and j."""
+    """The mask of arXiv:2506.19852, section 4.2, is for tokens k and l of frames i and j."""
     i, j, k, l = np.ogrid[:frames, :frames, :width, :width]  # noqa: E741
     power = 2 ** np.floor(np.log2(np.maximum(abs(i - j), 1))).astype(int)
     near = (power <= width) & ((abs(k - l) + 1) * power <= width)
@@ -299,14 +299,14 @@ def test_long_videos_are_quick(cube, size):
     for rule in (RULES[0], RULES[3], RULES[4]):
         start = time.process_time()
         lists = video.blocks(order, rule, (size, size), dense_frames=1)
-        assert time.process_time() - start < 15  # it takes a tenth of a second, with cubes of one token about one; sanitizers need more
+        assert time.process_time() - start < 15  # it takes a tenth of a second, or about a second with cubes of one token; sanitizers need more
         if size == 128:
             share = video.density(order, rule, (size, size), dense_frames=1)
             assert share == pytest.approx(sabi.density(lists, -(-118806 // size)), rel=1e-12)
 
 
 def test_density_is_counted_without_the_list():
-    """The list would have 7500**2 entries, because the rows of the last tokens see everything, and take 225 MB."""
+    """The list would take 225 MB: it would have 7500**2 entries, because the rows of the last tokens see everything."""
     order = order_of([(48, 80, 125), 64], (4, 4, 5))
     tracemalloc.start()
     found = video.density(order, video.Neighbourhood((1, 2, 2)), (80, 64), per_head=True)
@@ -315,7 +315,7 @@ def test_density_is_counted_without_the_list():
     assert peak < 1 << 24
     seen = [sum(min(x + r, n - 1) - max(x - r, 0) + 1 for x in range(n)) / n**2 for r, n in ((1, 12), (2, 20), (2, 25))]
     assert found.shape == (1, 1)
-    assert np.prod(seen) < found[0, 0] < 1.2 * np.prod(seen)  # blocks of keys of two cubes are listed where one of these is seen
+    assert np.prod(seen) < found[0, 0] < 1.2 * np.prod(seen)  # a block of keys from two cubes is listed if one of them is seen
 
 
 def test_a_list_that_is_too_long_is_refused():
@@ -326,7 +326,7 @@ def test_a_list_that_is_too_long_is_refused():
 
 
 def test_blocks_of_a_chooser_are_added():
-    """VSA attends to the blocks that it chooses; the list of a rule can hold further ones."""
+    """VSA attends to the blocks that it chooses. The list of a rule can add further blocks."""
     order = order_of([(8, 16, 16), 64], (4, 4, 4))
     q, k = (np.random.default_rng(n).standard_normal((1, 2, 2112, 32), dtype=np.float32) for n in range(2))
     ruled = video.blocks(order, video.Neighbourhood())
@@ -341,8 +341,8 @@ def test_blocks_of_a_chooser_are_added():
 
 
 def test_keys_of_padding_have_no_share():
-    """Queries of the first two frames look at their own frame, and more at padding, where it counts: they then keep the same by both rules, and
-    those of the last two frames decide, which look a little at their own place in all frames."""
+    """Queries of the first two frames look at their own frame, and more at padding. If padding counts, both rules keep the same share of these
+    queries. Then the queries of the last two frames decide, which look a little at their own place in all frames."""
     order, rules = order_of([(4, 4, 6), 8], (1, 2, 2)), [video.Neighbourhood.spatial(), video.Neighbourhood.temporal()]
     frame, place = np.arange(96) // 24, np.arange(96) % 24
     q, k = np.zeros((2, 1, 1, 104, 32), np.float32)
@@ -359,7 +359,8 @@ def test_keys_of_padding_have_no_share():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_queries_of_padding_do_not_count(seed):
-    """The first frame alone is valid. Its queries see all keys by the spatial rule; those of other frames see none by it, and some by the other."""
+    """Only the first frame is valid. Its queries see all valid keys by the spatial rule. Queries of other frames see some of these keys by the
+    temporal rule, and none by the spatial rule."""
     order, rules = order_of([(4, 4, 6)], (1, 2, 2)), [video.Neighbourhood.temporal(), video.Neighbourhood.spatial()]
     k = np.zeros((2, 1, 96, 24), np.float32)
     k[:, 0, np.arange(96), np.arange(96) % 24] = 1  # queries look a little at their own place
@@ -368,7 +369,7 @@ def test_queries_of_padding_do_not_count(seed):
         options = {"scale": 2.0, "sampled_rows": rows, "seed": seed}
         assert video.choose_rules(k[:1], k[:1], order, rules, (4, 4), kv_lens=[24], **options) == [1]
         assert video.choose_rules(k, k, order, rules, (4, 4), kv_lens=[0, 24], **options) == [1]
-        assert video.choose_rules(k, k, order, rules, (4, 4), kv_lens=[0, 0], **options) == [0]  # none counts: the first rule
+        assert video.choose_rules(k, k, order, rules, (4, 4), kv_lens=[0, 0], **options) == [0]  # no query counts, so the first rule is chosen
 
 
 def test_equal_rules_and_dense_rows():

@@ -1,4 +1,4 @@
-"""The plug-in for vLLM's CPU engine. The first tests need no vLLM; the others are skipped where it is not installed."""
+"""The plug-in for vLLM's CPU engine. The first tests need no vLLM. The other tests are skipped where vLLM is not installed."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ TESTS = Path(__file__).parent
 def test_that_nothing_happens_where_the_variable_is_off(monkeypatch, text):
     monkeypatch.setenv(VARIABLE, text)
     assert options() is None
-    plugin.register()  # would import vLLM
+    plugin.register()  # if the variable were on, this would import vLLM
 
 
 @pytest.mark.parametrize("text", ["1", "ON", "true"])
@@ -137,7 +137,7 @@ def test_that_parts_of_a_page_fill_it_without_overlap(dtype, scaled, summary):
     torch = pytest.importorskip("torch")
     from blitz_attn.integrations._vllm.pages import Pages
 
-    widths = (34, 20) if dtype == "uint8" and not scaled else (40, 40)  # the second for one format of rows beside another
+    widths = (34, 20) if dtype == "uint8" and not scaled else (40, 40)  # 34 and 20: rows of two different formats
     pages = Pages(16, 40, widths, getattr(torch, dtype), scaled, summary and torch.float32)
     cache = torch.zeros((3, 2, 16, pages.bytes_per_token), dtype=torch.uint8)
     views = [x for x in pages.views(cache) if x is not None]
@@ -159,7 +159,7 @@ def models(tmp_path_factory):
 
 
 def results(models, model, *cases):
-    """What tests/vllm_runs.py printed for each case, and its log."""
+    """The results that tests/vllm_runs.py printed for the cases, and its log."""
     told = {"model": model, "folder": str(models), "cases": cases}
     env = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"}
     ran = subprocess.run([sys.executable, TESTS / "vllm_runs.py", json.dumps(told)], capture_output=True, text=True, env=env, timeout=800)
@@ -196,7 +196,7 @@ class TestEngine:
         np.testing.assert_allclose(ours["embeddings"], own["embeddings"], atol=2e-5)
 
     def test_two_worker_processes(self, models):
-        """Each has half of the heads."""
+        """Each process has half of the heads."""
         one, two = (results(models, "llama", {"options": "1", "engine": {"tensor_parallel_size": n}})[0][0] for n in (1, 2))
         assert two["tokens"] == one["tokens"]
 
@@ -245,8 +245,8 @@ class TestEngine:
         assert dense["largest_batch"] == 16
 
     def test_a_long_mixed_load(self, models):
-        """Some requests are preempted in the first case. In the second, they would compute their new tokens again all at once, for which
-        other pages are chosen, so that the cache has room for all."""
+        """Some requests are preempted in the first case. In the second case, the cache has room for all requests: a preempted request would
+        compute its new tokens again all at once, and other pages would be chosen for them."""
         engine = {"max_model_len": 640, "max_num_batched_tokens": 128, "max_num_seqs": 16}
         cases = (
             {"options": x, "engine": engine | {"num_gpu_blocks_override": blocks}, "run": "load"}
@@ -271,7 +271,7 @@ class TestEngine:
         assert "error" in cache or "vLLM's own attention runs 3 of 3 layers of a group, because of a cache of fp8_e5m2" in log
 
     def test_a_server(self, models):
-        """The server of `vllm serve`, with processes of its own, asked over HTTP. (The command itself needs a package that is named vllm.)"""
+        """The server of `vllm serve` runs in processes of its own, and is asked over HTTP. (The command itself needs a package that is named vllm.)"""
         (ours,), _ = results(models, "llama", {"options": "1"})
         sys.path.insert(0, str(TESTS))
         from vllm_runs import draw_prompts

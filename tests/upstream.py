@@ -2,8 +2,8 @@
 
 Upstream's sizes take hours on two cores, so each suite runs at a fraction of them by default, and at the full sizes with ``-m full``. Of the
 largest grids only a sample runs, in which every block shape occurs at every shape and sparsity. Problems of up to 1024 tokens are compared
-completely.
-For longer ones, some query tokens of every block row are compared with the float64 reference, and the whole output must be finite.
+completely. For longer problems, some query tokens of every block row are compared with the float64 reference, and the whole output must be
+finite.
 """
 
 import functools
@@ -69,7 +69,7 @@ def lists_for(shape, sparsity, block_shape, frame):
 
 
 def call(q, k, v, sabi, block_shape, lse=True):
-    """(attention_out, softmax_lse) by upstream's interface, or by ours if bfloat16 is plain bits, which upstream's cannot name."""
+    """(attention_out, softmax_lse) by upstream's interface, or by ours if bfloat16 is plain bits, which upstream's interface cannot name."""
     b, h, s, d = q.shape
     if bits_option(q):
         result = blitz_attn.block_sparse_attention(q, k, v, sabi, block_shape=block_shape, return_lse=lse, **bits_option(q))
@@ -92,7 +92,7 @@ def call(q, k, v, sabi, block_shape, lse=True):
 
 
 def sample(tokens, block_q, budget=256):
-    """Query tokens to compare, the same number from each block of queries, and that number."""
+    """Query tokens to compare, and how many of them each block of queries has. Every block has the same number."""
     blocks = -(-tokens // block_q)
     each = min(block_q, max(2, budget // blocks))
     inside = np.linspace(0, block_q - 1, each).astype(int)
@@ -112,12 +112,12 @@ def expected(shape, dtype, sabi, block_shape):
 
 @functools.lru_cache(maxsize=2)
 def expected_dense(shape, dtype):
-    """The reference without a list. One result serves all block shapes, because without a list they must not matter."""
+    """The reference without a list. One result serves all block shapes, because without a list the block shape must not matter."""
     return expected(shape, dtype, None, (128, 128))
 
 
 def assert_close(out, lse, shape, dtype, sabi, block_shape, *, out_atol=None, lse_atol=None, lse_rtol=1e-3):
-    """Upstream's comparison with the given tolerances. None leaves an output out."""
+    """Upstream's comparison with the given tolerances. An output whose tolerance is None is not compared."""
     picked, exact, exact_lse = expected_dense(shape, dtype) if sabi is None else expected(shape, dtype, sabi, block_shape)
     if out_atol is not None:
         values = testing.to_float64(out, dtype)

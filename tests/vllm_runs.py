@@ -21,7 +21,7 @@ GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 64, "max_position_embed
 
 
 def make_model(kind, folder):
-    """Saves a model of this kind with a tokenizer whose words are "w0", "w1" and so on, once. Returns its folder."""
+    """Saves a model of this kind, unless it exists, with a tokenizer whose words are "w0", "w1" and so on. Returns its folder."""
     import torch
     import transformers as t
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -46,7 +46,7 @@ def make_model(kind, folder):
 
 
 def draw_prompts(lengths=(5, 40, 300, 700, 33, 129, 1100), repeated=None, seed=1):
-    """Prompts of these lengths; with `repeated`, each repeats as many tokens, which drafts can be made from."""
+    """Prompts of these lengths. With `repeated`, each prompt repeats that many tokens, so that drafts can be made."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, WORDS) for _ in range(repeated or n)] for n in lengths]
     return [{"prompt_token_ids": (x * n)[:n]} for x, n in zip(prompts, lengths, strict=True)]
@@ -59,7 +59,7 @@ def sampling(tokens=16):
 
 
 def generate(llm, repeated=None, turns=1):
-    """The tokens of some prompts, of the last of some turns."""
+    """The tokens that the last of some turns generates from the same prompts."""
     for _ in range(turns):
         found = llm.generate(draw_prompts(repeated=repeated), sampling(), use_tqdm=False)
     return {"tokens": [x.outputs[0].token_ids for x in found], "cached": [x.num_cached_tokens for x in found]}
@@ -71,7 +71,7 @@ def embed(llm):
 
 
 def alone(llm):
-    """Computes attention of each request of each step a second time, without the others. Returns how many were the same, bit by bit."""
+    """Computes attention of each request of each step a second time, without the others. Returns how many results were the same, bit by bit."""
     import torch
 
     from blitz_attn.integrations._vllm.backend import Layer
@@ -99,7 +99,7 @@ def alone(llm):
 
 
 def load(llm, requests=200, seed=0):
-    """Requests that arrive at drawn steps, some with a common beginning, some of which are cancelled; then each one by itself."""
+    """Runs requests that arrive at drawn steps, and then each request by itself. Some have a common beginning, and some are cancelled."""
     rng = random.Random(seed)
     common = [rng.randrange(3, WORDS) for _ in range(96)]
     prompts = []
@@ -117,7 +117,7 @@ def load(llm, requests=200, seed=0):
         return preempt(*args, **kwargs)
 
     scheduler._preempt_request = count_preemptions
-    stopped = {}  # at which step a request is cancelled
+    stopped = {}  # the step at which a request is cancelled
     while arrived < requests or engine.has_unfinished_requests():
         for _ in range(rng.choice([0, 0, 1, 4])):
             if arrived < requests:
