@@ -178,7 +178,7 @@ def test_upstream_varlen(lengths):
 @pytest.mark.parametrize("size", [16, 64, 100, 200])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype, size, heads, kv_heads):
-    """Many queries that choose the same blocks are attended block by block. Blocks here are longer or shorter than the keys that are attended at a time.
+    """Many queries that choose the same blocks are attended block by block. Blocks here are longer or shorter than a kernel attends at a time.
     A query and its gradients have the same bits alone, with other threads, and together with other queries."""
     rules = {"compress_block_size": size, "num_selected_blocks": 5, "window_size": 16}
     q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype=dtype, batch=2)

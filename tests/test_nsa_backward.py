@@ -209,7 +209,7 @@ def test_gradients_of_weights_are_sums_in_the_order_of_the_blocks(size):
 @pytest.mark.parametrize("weights", [(), WEIGHTS[:3], (*WEIGHTS[:2], "gates")], ids=["none", "weights", "gates"])
 @pytest.mark.parametrize("rules", [*MODES.values(), {**MODES["mslk"], "num_cmp_selected_blocks": 1}], ids=[*MODES, "mslk_groups"])
 def test_pieces_change_nothing(rules, weights, packed, elements, monkeypatch):
-    """Gradients are computed in pieces of some KV heads. Neither small pieces nor a second thread, with which pieces have more heads, change a bit."""
+    """Gradients are computed in pieces of some KV heads. No bit depends on the size of pieces or on threads, which change how many heads a piece has."""
     q, k, v, options = problem(240, 12, 3, 16, 24, batch=1 if packed else 2, weights=weights)
     if packed:
         q, k, v = (x[0] for x in (q, k, v))

@@ -63,7 +63,8 @@ def test_long_sequences_and_many_heads(tokens, heads, dtype, queries, threads):
 @every_mode
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_against_the_reference(mode, dtype):
-    """The reference is given the blocks that the operation selected. In float64, the reference must choose the same blocks, and give the rows of its own whole call."""
+    """The reference is given the blocks that the operation selected. In float64, it must choose these blocks itself, too, and give the rows of its
+    own whole call."""
     rules = ALL_MODES[mode]
     q, k, v, options = problem(150, 4, 2, 16, 24, dtype=dtype, weights=WEIGHTS[:3])
     options |= rules | bits_option(q)

@@ -69,7 +69,7 @@ def test_select_and_attend(kv_layout, method, isa_level):
 
 
 def test_decode_loop():
-    """Tokens come one at a time: each is appended, with summaries, and attends over selected blocks. A budget of at least the length gives dense decode."""
+    """Tokens are appended with summaries, one at a time, and attend to selected blocks. A budget of at least the length gives dense decode."""
     rng = np.random.default_rng(3)
     k_cache, v_cache, high, low = np.full((4, 12, SIZE, 2, DIM), np.nan, np.float32)
     tables, summary_tables = np.array([[7, 2, 9], [1, 11, 4]]), np.array([[5], [8]])

@@ -117,7 +117,7 @@ def test_longer_than_a_chunk():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("block_shape", [(12, 20), (13, 7), (4, 64), (64, 6)])
 def test_names_fit_any_block(name, block_shape):
-    """The sizes of a chooser that is given by name are fitted to the block. The sizes of an instance are not fitted, and are refused where they do not fit."""
+    """The sizes of a chooser that is given by name are fitted to the block. The sizes of an instance are not, and may be refused."""
     q, k = make(1, 2, 1, 100, 110, 16, seed=5)
     options = {"block_shape": block_shape, "density": 0.5, "causal": True, "return_scores": True}
     sabi, scores = blitz_attn.select_blocks_prefill(q, k, chooser=name, **options)
@@ -300,7 +300,7 @@ def test_forced_blocks_of_documents(operation):
 
 @pytest.mark.parametrize("operation", BOTH)
 def test_recent_blocks_before_a_far_diagonal(operation):
-    """If all keys that a query sees are before the diagonal, the last of these keys' blocks are recent. If all are behind the diagonal, no block is."""
+    """If all keys that a query sees are before the diagonal, the last of these keys' blocks are recent. If all are behind it, no block is recent."""
     q, k = make(1, 1, 1, 96, 320, 16)
     sees = np.repeat([(40, 130), (300, 320), (10, 10)], 32, axis=0)
     rows = operation(q, k, block_shape=(32, 32), threshold=1.0, sink=0, kv_ranges=sees)[0, 0]

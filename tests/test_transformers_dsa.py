@@ -82,8 +82,8 @@ def prompt(batch, length, seed=1):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_logits_are_those_of_eager_attention(name, seed, implementation, monkeypatch):
-    """All options are drawn together. The model, and not the configuration, chooses tokens. Chunks are the same in both runs, because the choice among
-    tokens of equal scores (often 0) depends on the other tokens of a chunk."""
+    """All options are drawn together. The model chooses tokens, and the configuration does not. Chunks are the same in both runs, because the
+    choice among tokens of equal scores (often 0) depends on the other tokens of a chunk."""
     rng = random.Random(f"{name} {seed} {implementation}")
     model = small_model(name)
     batch, length = rng.randint(1, 3), rng.randint(12, 40)

@@ -271,7 +271,7 @@ class TestEngine:
         assert "error" in cache or "vLLM's own attention runs 3 of 3 layers of a group, because of a cache of fp8_e5m2" in log
 
     def test_a_server(self, models):
-        """The server of `vllm serve` runs in processes of its own, and is asked over HTTP. (The command itself needs a package that is named vllm.)"""
+        """The server of `vllm serve` has processes of its own, and is asked over HTTP. (The command itself needs a package that is named vllm.)"""
         (ours,), _ = results(models, "llama", {"options": "1"})
         sys.path.insert(0, str(TESTS))
         from vllm_runs import draw_prompts

@@ -31,8 +31,8 @@ def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
     given = np.asarray(values)
     single = given.astype(np.float32)
     bits = single.view(np.uint32) if single.ndim else single.reshape(1).view(np.uint32).reshape(())
-    # To round only once (round to odd): a number between two neighbouring float32 is first replaced by the one of them whose last bit is 1.
-    # This one lies on the same side of every tie between two bfloat16 as the number does.
+    # Rounding twice to the nearest would be wrong, so the first rounding is to odd: a number between two neighbouring float32 becomes the
+    # neighbour whose last bit is 1. Both lie on the same side of every tie between two bfloat16.
     inexact = np.isfinite(given) & (single != given)
     bits = np.where(inexact, (bits - (np.abs(single) > np.abs(given))) | np.uint32(1), bits).astype(np.uint32)
     rounded_bits = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -58,7 +58,7 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
 def float8_values(bits: np.ndarray) -> np.ndarray:
     """The numbers that bits of e4m3 stand for: a sign, 4 bits of exponent with bias 7, and 3 of mantissa.
 
-    There is no infinity. The largest exponent has numbers, too; only if all bits except the sign are 1, they stand for NaN.
+    There is no infinity. The largest exponent has numbers, too. Bits that are all 1, except for the sign, stand for NaN.
     """
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     size = np.where(exponent > 0, (8.0 + mantissa) * 2.0 ** (exponent.astype(int) - 10), mantissa * 2.0**-9)
@@ -69,11 +69,11 @@ ROWS = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # bytes of 32 numbers of llama.cpp'
 
 
 def numbers_of_rows(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers that rows of these formats stand for: factor times integer, in q4_1 plus an offset.
+    """The numbers that rows of these formats stand for. A number is a factor times an integer, to which q4_1 adds an offset.
 
-    For each 32 numbers a row has a float16 factor, in q4_1 then a float16 offset, and then the 32 integers. In q8_0 each is one byte, with
-    a sign. In the other formats they take 16 bytes, whose low halves are the first 16 integers and whose high halves are the last 16; q4_0
-    stores an integer plus 8.
+    For each 32 numbers, a row has a float16 factor, in q4_1 also a float16 offset, and then 32 integers. In q8_0, each integer is a signed
+    byte. In the other formats, the integers take 16 bytes: the low halves are the first 16 integers, and the high halves are the last 16.
+    q4_0 stores each integer plus 8.
     """
     blocks = np.ascontiguousarray(rows).reshape(*rows.shape[:-1], rows.shape[-1] // ROWS[dtype], ROWS[dtype])
     head = 4 if dtype == "q4_1" else 2
@@ -160,12 +160,12 @@ class Placed:
         self.before = buffer.copy()
 
     def check_unchanged(self) -> None:
-        """For inputs, and for outputs of refused calls: no byte may have changed."""
+        """Checks that no byte has changed, of an input or of an output of a refused call."""
         if not np.array_equal(self.buffer, self.before):
             raise Finding(f"{self.name}: {np.count_nonzero(self.buffer != self.before)} bytes were written that should not be")
 
     def check_around(self) -> None:
-        """For outputs: the bytes around the array must not have changed."""
+        """Checks that the bytes around an output have not changed."""
         inside = np.zeros(self.buffer.shape, np.bool_)
         offsets = np.array(self.array.__array_interface__["data"][0] - self.buffer.__array_interface__["data"][0])
         for size, stride in zip(self.array.shape, self.array.strides, strict=True):

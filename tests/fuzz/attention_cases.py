@@ -107,7 +107,7 @@ def draw_ranges(draw: Draw, batch: int, s_q: int, s_kv: int) -> np.ndarray:
     if kind == "chunks":
         size = int(rng.integers(1, max(2, s_kv)))
         return np.stack([place // size * size, place // size * size + size], axis=-1)
-    if kind == "documents":  # a document is a run of keys; most queries belong to the document of the query before, the others to any
+    if kind == "documents":  # a document is a run of keys; most queries belong to the document of the query before, the other queries to any
         cuts = np.concatenate([[0], np.sort(rng.integers(0, s_kv + 1, int(rng.integers(4)))), [s_kv]])
         document = rng.integers(0, len(cuts) - 1, shape)
         stays = rng.random(shape) < 0.95
@@ -170,7 +170,8 @@ def draw_problem(
 
 
 def draw_case(draw: Draw, *, forward_only: bool = False, **how: Any) -> Case:
-    """`forward_only`: with options that only the forward call takes, and with masks that make results NaN; `all_blocks`: lists have all blocks."""
+    """Draws a case. `forward_only` allows options that only the forward call takes, and masks that make results NaN. With `all_blocks`, lists have
+    all blocks."""
     problem, layout, has_q_lens, has_kv_lens = draw_problem(draw, forward_only=forward_only, **how)
     garbage = draw.pick("garbage", (0.0, np.inf, -np.inf), (2, 1, 1)) if draw.flag("garbage.infinite", 0.3) else np.nan
     bad = draw.rng("bad").random(problem.k.shape[:3]) < draw.pick("bad_keys", (0.0, 0.02, 0.3), (3, 1, 1))
@@ -186,7 +187,7 @@ def draw_case(draw: Draw, *, forward_only: bool = False, **how: Any) -> Case:
 
 
 def laid_out(x: np.ndarray, layout: str, lens: np.ndarray) -> np.ndarray:
-    """Brings (B, H, S, D), or (B, H, S) for one number per query, into the layout."""
+    """Brings an array (B, H, S, D), or (B, H, S) with one number per query, into the layout."""
     if layout == "TND":
         runs = [x[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lens)]
         return np.concatenate([np.empty((0, x.shape[1], *x.shape[3:]), x.dtype), *runs])
@@ -306,14 +307,14 @@ class Arguments:
             self.options["alibi_slopes"] = bias_draws.draw_given_slopes(draw, case.problem.slopes)
 
     def array(self, name: str, data: np.ndarray, dtype: str) -> Any:
-        """`data` as an input. If kinds are mixed, it is of another kind than the first array."""
+        """`data` as an input. If kinds are mixed, a kind is drawn for each array but q."""
         placed = arrays.place(self.draw, name, data)
         self.placed.append(placed)
         kind = self.kind
         if self.mixed and name != "q":
             kind = self.kinds[int(self.draw.rng(f"{name}.kind").integers(len(self.kinds)))]
         if kind not in arrays.kinds_for(dtype):
-            kind = "numpy"  # the log-sum-exp for arrays of bfloat16
+            kind = "numpy"  # the log-sum-exp beside arrays of bfloat16
         return arrays.dressed(placed.array, dtype, kind)
 
     def _lists(self) -> Any:
@@ -350,7 +351,7 @@ class Arguments:
 
 
 class Outputs:
-    """The outputs of a call. Those in `given` are drawn views, filled with poison, and the package makes the others."""
+    """The outputs of a call. Outputs in `given` are drawn views, filled with NaN. The package makes the other outputs."""
 
     def __init__(self, made: Arguments, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str], given: Sequence[str]):
         self.made, self.shapes, self.dtypes = made, shapes, dtypes

@@ -1,7 +1,7 @@
 """Block-sparse attention and its gradients, token by token in float64: the definitions of docs/guide/concepts.rst as boolean masks.
 
 Arrays have one form for every layout: queries (B, H, Sq, D), keys and values (B, Hkv, Skv, ...). Entry b holds q_lens[b] queries and
-kv_lens[b] keys, and padding behind them. Values are finite; `Case.bad` marks what is NaN or infinite for the package.
+kv_lens[b] keys, and padding behind them. Values are finite. `Case.bad` marks keys and values that hold NaN or infinity in the package's arrays.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from .checks import EPSILON
 
-HIDES = -2.3e38  # if scores are float32, numbers of a mask below it hide their keys, as -inf does
+HIDES = -2.3e38  # if scores are float32, numbers of a mask below this number hide their keys, as -inf does
 SMALL = 1e-30  # allowed error because numbers below 1e-38 may count as 0 at some levels, before they are multiplied and summed
 
 
@@ -33,7 +33,7 @@ class Attention:
     causal: bool
     window: tuple[int, int] | None
     begin: np.ndarray | None = None  # (B,): token numbers of the first queries; None: the queries are the last tokens
-    total: np.ndarray | None = None  # (B,): number of queries of the call that these are a slice of; no result depends on it
+    total: np.ndarray | None = None  # (B,): the number of queries of the whole call, of which these are a slice; no result depends on it
     softcap: float | None = None
     sinks: np.ndarray | None = None  # (H,)
     ranges: np.ndarray | None = None  # (B, Sq, 2): the first key that each query may see, and the position after the last one
@@ -122,16 +122,16 @@ class Forward(NamedTuple):
 
 
 def weight_error(dtype: str) -> float:
-    """The relative error of a softmax weight, in addition to that of its score: that of the exponential, and of rounding it to the dtype.
+    """The relative error that a softmax weight adds to the error of its score: the error of the exponential, and of rounding the weight.
 
-    Weights of bfloat16 problems may be rounded to bfloat16 before they are multiplied with values; those of float16 problems have the
+    Weights of bfloat16 problems may be rounded to bfloat16 before they are multiplied by values. Weights of float16 problems have the
     precision of float16.
     """
     return EPSILON[dtype] if dtype in ("float16", "bfloat16") else 8 * EPSILON[dtype]
 
 
 def growth(weights: np.ndarray, score_error: np.ndarray, bias_error: np.ndarray) -> np.ndarray:
-    """The allowed error of weights that comes from the biases of their scores, in addition to that from the row's scores."""
+    """The allowed error of weights that comes from the biases of their scores. The error from the row's scores is counted elsewhere."""
     row = np.minimum(2 * score_error[..., None], 600)
     return np.minimum(weights * (np.expm1(np.minimum(row + 2 * bias_error, 600)) - np.expm1(row)), 1e30)
 
@@ -140,13 +140,13 @@ def forward(a: Attention) -> Forward:
     """The definition, and the errors that arithmetic in the promised precision may have.
 
     A score is a sum of D products in float32, times a number: its error is at most (D + 8) eps times the sum of the products' absolute
-    values. The exponential of a score has the same error, relatively, and so has each weight, before and after it is divided by the sum
-    of the row. A result is a sum of n weighted values, with an error of (2 * that + n eps) of the sum of their absolute values, and is
-    rounded to the dtype. The sum of a row has the same error, relatively, and the log-sum-exp absolutely.
+    values. A weight is the exponential of a difference of two scores, so its relative error e follows from the errors of both. A result
+    is a sum of n weighted values, over the sum of the weights: its error is (2 e + n eps) times the sum of the absolute values, and it is
+    rounded to the dtype. The sum of a row's weights has the relative error e + n eps, which is an absolute error of the log-sum-exp.
 
-    The bias of a score is rounded as a number, as its product with log2(e), which is itself rounded, and twice in sums: the score's
-    error grows by 6 eps times the sum of the parts' absolute values. This error is bounded for each key separately, because a number
-    that nearly hides a key may be large.
+    A bias is rounded as a number, and again as its product with log2(e), a factor that is itself rounded. Two sums round it, too. So the
+    score's error grows by 6 eps times the sum of the absolute values of the bias's parts. This error is bounded for each key separately,
+    because a number that nearly hides a key may be large.
     """
     seen, eps = a.seen(), EPSILON[a.real]
     k, v = a.grouped(a.k), a.grouped(a.v)
@@ -174,7 +174,7 @@ def forward(a: Attention) -> Forward:
     with np.errstate(divide="ignore"):
         lse = np.where(some, np.log(total) + shift, -np.inf)
 
-    norms = np.linalg.norm(a.q, axis=-1) * np.linalg.norm(k, axis=-1).max(axis=-1, initial=0)[..., None]  # at least any sum of products
+    norms = np.linalg.norm(a.q, axis=-1) * np.linalg.norm(k, axis=-1).max(axis=-1, initial=0)[..., None]  # no sum of products is larger
     score_error = eps * abs(a.factor) * (a.q.shape[-1] + 8) * norms
     if a.softcap:
         score_error = score_error + 16 * eps * np.abs(np.where(seen, capped, 0)).max(axis=-1, initial=0)
@@ -224,9 +224,9 @@ def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: n
     """The formulas of the operation's docstring with the given `out` and `lse`, and the errors that float32 arithmetic may have.
 
     A probability has the error of its score, of rounding the difference to `lse`, and `weight_error`. dout . v and dout . out are sums
-    of Dv products, so a slope (the gradient of a score) has the relative error of its probability, and (Dv + 4) eps of the products'
-    absolute values; slopes are rounded as probabilities are. Each gradient is a sum of n products of these, rounded to the dtype. The
-    derivative of the softcap, ``1 - tanh(x)^2``, has an error of at most twice that of x and of the tanh.
+    of Dv products, so a slope (the gradient of a score) has the relative error of its probability, and an error of (Dv + 4) eps times the
+    products' absolute values. Slopes are rounded as probabilities are. Each gradient is a sum of n products with slopes or with
+    probabilities, and is rounded to the dtype. The derivative of the softcap, ``1 - tanh(x)^2``, has an error of at most twice that of x and of the tanh.
     """
     eps = EPSILON[a.real]
     k, v = a.grouped(a.k), a.grouped(a.v)

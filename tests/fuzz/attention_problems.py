@@ -1,4 +1,4 @@
-"""`block_sparse_attention`: every list, rule, layout, dtype and kind of array at once."""
+"""Problems of `block_sparse_attention`: lists, rules, layouts, dtypes and kinds of arrays are drawn together."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_numbers(case: Case, out: Any, lse: Any, out_dtype: str) -> None:
 
 
 def masked_blocks(p: Attention) -> np.ndarray:
-    """The lists, with additional blocks in each row: all that are completely behind the last key of every entry that uses the row."""
+    """The lists, with additional blocks in each row: all blocks that lie behind the last key of every batch entry that uses the row."""
     starts = np.arange(p.blocks.shape[3]) * p.block_shape[1]
     lens = p.kv_lens if p.blocks.shape[0] == p.kv_lens.size else p.kv_lens.max(initial=0)[None]
     return p.blocks | (starts >= lens[:, None])[:, None, None]

@@ -141,7 +141,7 @@ def block_sparse_attention_backward(draw: Draw) -> None:
         elif check == "sums":
             check_sums(draw, case, given, found)
         elif check == "threads":
-            mine = found if made.options.get("attn_mask") is None else found[:3]  # a mask may be repeated, and then its gradient is, too
+            mine = found if made.options.get("attn_mask") is None else found[:3]  # a mask may be repeated, and then its gradient is repeated, too
             again = gradients(case, given, rng, draw.pick("other_threads", checks.THREADS), bias_grads)
             for ours, theirs in zip(mine, again, strict=False):
                 if ours is not None:

@@ -36,13 +36,13 @@ except ImportError:  # not on every platform
     resource = None  # type: ignore[assignment]
 
 SECONDS = 10.0  # far more than any call takes, even on a busy machine: this finds calls that do not end, not slow ones
-SECONDS_PER_ELEMENT = 1e-6  # allowed in addition, for results that the call asks to be large
+SECONDS_PER_ELEMENT = 1e-6  # allowed in addition, for results that the arguments make large
 KIBIBYTES = 1 << 20
 VARIETIES = 32
 WEIGHT = 0.03  # per function, so that about a tenth of a campaign's problems are bad calls
 HOW = ("argument", "two arguments", "unknown keyword", "too many positional", "missing argument", "positional", "refusal")
 SENTENCE = re.compile(r"([\w\[\]., ]+): expected .+, got .+", re.DOTALL)
-CALLED = ("chooser", "mask_mod")  # arguments that may be a function of the caller: what Python says of its signature is passed on
+CALLED = ("chooser", "mask_mod")  # arguments that may be the caller's function: Python's error about its signature is passed on
 PLAIN = (np.ndarray, np.generic, str, bool, int, float, type(None))
 
 
@@ -57,7 +57,7 @@ class Call:
         self.positional: tuple[Any, ...] = ()
         self.by_position: list[str] = []  # the names of positional arguments
         self.python_refuses = False
-        self.calls_unusual = False  # whether a function stands for one that the package calls, with arguments that it may not have
+        self.calls_unusual = False  # whether a function was replaced that the package calls, perhaps with arguments that the new one lacks
 
     def value(self, argument: str) -> Any:
         if argument in self.arguments:
@@ -87,7 +87,7 @@ class Call:
         self.calls_unusual |= argument in CALLED and callable(self.arguments[argument])
 
     def refuse(self, row: Refusal) -> None:
-        """Changes arguments by a row of `refusals`. This variety need not refuse them."""
+        """Changes arguments by a row of `refusals`. In this variety, the call need not be refused."""
         try:
             self.arguments = row.apply(self.arguments)
         except Exception as error:
@@ -157,7 +157,7 @@ class Call:
         known = {*parameters(self.good.call), *self.good.names}
         if not all(name in known for name in named):
             raise Finding(f"{where}\nnames something that is not an argument")
-        cast = any(unusual.startswith("this as float") for unusual in self.replaced.values())  # a valid dtype, which the other arguments do not fit
+        cast = any(unusual.startswith("this as float") for unusual in self.replaced.values())  # a valid dtype that the other arguments do not have
         whole = (kind is TypeError and not cast) or (self.replaced and all(unusual in ALIEN for unusual in self.replaced.values()))
         if whole and not any(re.search(rf"\b{argument}\b", text) for argument in (*self.replaced, *self.good.names)):
             raise Finding(f"{where}\ndoes not name the argument")

@@ -20,7 +20,7 @@ LEAST = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": flo
 
 
 def draw_mask(draw: Draw, full: Sequence[int], dtype: str, shown: np.ndarray, *, spoils: bool) -> tuple[np.ndarray, str]:
-    """A mask for arrays of `dtype`, and its own dtype. `full`: its sizes without axes of 1; `shown`: the pairs that the other rules show.
+    """A mask for arrays of `dtype`, and its own dtype. `full`: its sizes if no axis had length 1. `shown`: the pairs that the other rules show.
 
     Some elements of pairs that the other rules hide are NaN. With `spoils`, elements of shown pairs may be NaN, too.
     """
@@ -32,7 +32,7 @@ def draw_mask(draw: Draw, full: Sequence[int], dtype: str, shown: np.ndarray, *,
     hidden = rng.random(shape) < draw.pick("mask.hidden", (0.5, 0.1, 0.9))
     if draw.flag("mask.empty_rows", 0.3):
         hidden[rng.random(shape[:-1]) < 0.3] = True
-    if draw.flag("mask.stretch", 0.3):  # may cover whole blocks
+    if draw.flag("mask.stretch", 0.3):  # hides a stretch of keys, which may cover whole blocks
         first, last = np.sort(rng.integers(0, shape[3] + 1, 2))
         hidden[..., first:last] = True
     if draw.flag("mask.run", 0.2):  # neighbouring queries, as in a panel, see none of the first keys, or of the last

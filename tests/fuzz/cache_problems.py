@@ -23,7 +23,7 @@ LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
 
 
 def quantized(x: np.ndarray, to: str, scale: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers, scales) of float64 (..., D). A number is the nearest one of the format to x / scale, with ties to even bits."""
+    """(numbers, scales) of a float64 array (..., D). Each number is the nearest one of the format to x / scale. Ties go to even bits."""
     if scale is None:
         scale = (np.abs(x).max(axis=-1, initial=0) / LARGEST[to]).astype(np.float32).astype(np.float64)
         scale = np.where(scale == 0, 1, scale)
@@ -100,7 +100,7 @@ def dequantize_kv(draw: Draw) -> None:
     placed_scale = arrays.place(draw, "scale", scale, last_contiguous=False)
     given = placed_scale.array.tolist() if draw.flag("list", 0.2) and scale.size else placed_scale.array
     got = blitz_attn.dequantize_kv(arrays.dressed(placed.array, dtype, kind), given)
-    product = arrays.values_of(placed.array, dtype) * scale.astype(np.float32).astype(np.float64)[..., None]  # exact: rounded once
+    product = arrays.values_of(placed.array, dtype) * scale.astype(np.float32).astype(np.float64)[..., None]  # exact in float64, so rounded only once
     if got.dtype != np.float32:
         raise Finding(f"{got.dtype}, expected float32")
     checks.near("values", got.astype(np.float64), product.astype(np.float32).astype(np.float64), 0)
@@ -144,7 +144,7 @@ class Side:
         return arrays.dressed(given if isinstance(tokens, slice) else np.ascontiguousarray(given), *self.named)
 
     def held(self) -> tuple[np.ndarray, np.ndarray]:
-        """The cache's numbers, and its scales, or ones without scales."""
+        """The cache's numbers and scales. If there are no scales, they are 1."""
         numbers = self.cache.values()
         if self.scale is not None:
             return numbers, self.scale.values()
@@ -239,7 +239,7 @@ class Append:
             self.summaries[name] = Held(draw, name, values, dtype, kind)
 
     def expected_summaries(self, cache: np.ndarray) -> dict[str, np.ndarray]:
-        """The summaries, with those of blocks with new tokens renewed, and with 0 behind a request's last block."""
+        """The summaries after the call. Those of blocks with new tokens are renewed, and 0 stands behind a request's last block."""
         found = {name: x.values() for name, x in self.summaries.items()}
         for b, (n, m) in enumerate(zip(self.lens, self.new, strict=True)):
             t = np.arange(n)

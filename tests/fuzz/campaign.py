@@ -49,7 +49,7 @@ def run_one(name: str, draw: Draw) -> Outcome:
 
 
 class _Told(dict[str, list[Any]]):
-    """Values that shrinking may try. They are sent to the parent as they are drawn, so that it knows the options of a problem that crashes."""
+    """Values that shrinking may try. They are sent to the parent as they are drawn, so that the parent knows the options of a problem that crashes."""
 
     def __init__(self, draw: Draw, pipe: Any) -> None:
         self.draw, self.pipe = draw, pipe
@@ -204,10 +204,10 @@ class Worker:
 
 
 def campaign(seconds: float, seed: int, jobs: int, only: list[str], stop: bool = False) -> int:
-    """Runs problems for `seconds`. If none has passed or failed by then, it waits for the first one, but gives up HANG_SECONDS after the start. With
-    `stop`, it ends at the first failure and does not shrink it.
+    """Runs problems for `seconds`. If none has passed or failed by then, the campaign waits for the first one, but gives up HANG_SECONDS after the
+    start. With `stop`, the campaign ends at the first failure, which is not shrunk.
 
-    Returns the number of different failures; 1 if no problem passed.
+    Returns the number of different failures, or 1 if no problem passed.
     """
     names, _ = _names_and_weights(only)
     print(f"fuzz: {len(names)} operations, {jobs} processes, {seconds:.0f} s, SEED={seed}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The interfaces of upstream's packages: `compat.torch_bsa` against dense masks, `compat.mslk` against `blitz_attn.nsa` in mode "mslk"."""
+"""Upstream's interfaces: `compat.torch_bsa` is compared with dense masks, and `compat.mslk` with `blitz_attn.nsa` in mode "mslk"."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def all_same(names: tuple[str, ...], ones: Any, others: Any) -> None:
 
 
 def stacked(u: Upstream, x: Any, counts: list[int], fill: float) -> Any:
-    """The rows of packed sequences as (sequences, most, ...), with `fill` behind the shorter ones."""
+    """The rows of packed sequences as (sequences, most, ...), with `fill` behind the shorter sequences."""
     most = max(counts, default=0)
     shape = (len(counts), most, *x.shape[1:])
     result = x.new_full(shape, fill) if u.setting.kind == "torch" else np.full(shape, fill, x.dtype)

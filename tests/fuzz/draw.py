@@ -1,7 +1,7 @@
 """Draws the options of a problem.
 
 The value of an option depends only on the problem's seed and on the option's name, and not on what was drawn before. So one option can be
-fixed to another value while all others stay as they are, which is how a failure is replayed and shrunk.
+fixed to another value while all others stay as they are. In this way a failure is replayed and shrunk.
 """
 
 from __future__ import annotations

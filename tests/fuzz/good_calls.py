@@ -1,4 +1,4 @@
-"""A small valid call of every public function, in several varieties. `bad_calls` replaces one of its arguments.
+"""A small valid call of every public function, in several varieties. `bad_calls` replaces arguments of these calls.
 
 All arrays of a call are in one piece of memory (`Arena`), so that one comparison shows what a call has written.
 """

@@ -1,5 +1,5 @@
-"""Valid calls of `blitz_attn.video`, for `good_calls`: functions, the functions that make their arguments, the arguments that they may write to,
-and further names that refusals may use."""
+"""Valid calls of `blitz_attn.video`, for `good_calls`. `VIDEO` has the functions, the functions that make their arguments, the arguments that may
+be written to, and further names that refusals may use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _order() -> video.TokenOrder:
 
 
 def _real(x: Any) -> Any:
-    """Complex numbers, such as those of rotary embeddings, as their parts: no other function of the package returns them."""
+    """Complex numbers, such as rotary embeddings, as their real and imaginary parts. No other function of the package returns complex numbers."""
     return x.view(x.real.dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "c" else x
 
 

@@ -42,7 +42,7 @@ def merge_states(draw: Draw) -> None:
     placed_outs = [arrays.place(draw, f"outs[{i}]", arrays.stored(outs[i], dtype)) for i in range(parts)]
     placed_lses = [arrays.place(draw, f"lses[{i}]", arrays.stored(lses[i], real)) for i in range(parts)]
     given = [arrays.dressed(x.array, dtype, kind) for x in placed_outs]
-    named = "bfloat16" if kind in ("bits", "torch") and dtype == "bfloat16" else None  # torch has no negative strides: these go as bits
+    named = "bfloat16" if kind in ("bits", "torch") and dtype == "bfloat16" else None  # torch has no negative strides: such arrays go as bits
     written = arrays.poisoned(draw, "out", (*shape, dim), dtype) if draw.flag("out") else None
     arguments = {"dtype": named, "out": written and arrays.dressed(written.array, dtype, "numpy" if kind == "dlpack" else kind)}
     if parts == 2 and draw.flag("pair"):

@@ -1,4 +1,4 @@
-"""Measures how quickly the fuzzer finds mistakes. Each is planted in a copy of the tree, which is built and fuzzed until a problem fails.
+"""Measures how quickly the fuzzer finds mistakes. Each mistake is planted in a copy of the tree, which is built and fuzzed until a problem fails.
 
     make fuzz-mistakes            # all mistakes; ARGS="--only window join" for some of them
 """

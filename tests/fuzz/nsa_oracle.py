@@ -1,10 +1,10 @@
-"""Native sparse attention by brute force: one sequence, one dense mask per branch, float64, and an allowed error for every number.
+"""Native sparse attention of one sequence by brute force: a dense mask per branch, in float64, with an allowed error for every number.
 
-A `Near` is an array, and a bound for the difference of the package's value from it. Bounds are computed by running error analysis: a dot
-product of K terms in arithmetic of unit roundoff u adds at most ``(K + c) u`` times the sum of the terms' absolute values, in any order of
-the terms, and the errors of the factors are multiplied by the absolute values of the other factors. No bound is tuned: they contain what the
-package may round (compressed keys and branch results to the dtype, softmax weights of bfloat16 to bfloat16 in dot products of pairs), and
-everything else must agree to within float32 (float64 for float64).
+A `Near` is an array, and a bound for the difference between the package's values and the array. Bounds are computed by running error
+analysis: a dot product of K terms in arithmetic of unit roundoff u adds at most ``(K + c) u`` times the sum of the terms' absolute values, in
+any order of the terms, and the error of each factor is multiplied by the absolute value of the other factor. No bound is tuned. Bounds allow
+for what the package may round: compressed keys and branch results to the dtype, and, in dot products of pairs, softmax weights of bfloat16 to
+bfloat16. Everything else must have the precision of float32, or of float64 for float64.
 
 Arrays of a sequence have the heads first: q ``(H, n, D)``, k ``(Hkv, n, D)``.
 """
@@ -71,7 +71,7 @@ class Near(NamedTuple):
         return Near(self.value.swapaxes(-1, -2), np.swapaxes(self.error, -1, -2) if np.ndim(self.error) > 1 else self.error)
 
     def rounded(self, to: Arithmetic, dtype: str | None = None) -> Near:
-        """After one rounding to the dtype."""
+        """The result of one rounding to the dtype."""
         return Near(self.value, self.error * (1 + EPSILON[dtype or to.dtype]) + EPSILON[dtype or to.dtype] * np.abs(self.value) + to.least)
 
 
@@ -150,7 +150,7 @@ def block_count(tokens: int, block: int, stride: int) -> int:
 
 
 def sees_blocks(tokens: int, rules: Rules) -> np.ndarray:
-    """(tokens, compressed blocks)"""
+    """Bool (tokens, compressed blocks): whether a token sees a block."""
     t = np.arange(tokens)[:, None]
     begin = np.arange(block_count(tokens, rules.block, rules.stride)) * rules.stride
     if not rules.causal:
@@ -159,7 +159,7 @@ def sees_blocks(tokens: int, rules: Rules) -> np.ndarray:
 
 
 def sees_listed(lists: np.ndarray, tokens: int, wide: int, tile: int, causal: bool) -> np.ndarray:
-    """(heads of the lists, tokens, tokens) from (heads of the lists, tiles, places)"""
+    """Bool (heads of the lists, tokens, tokens): whether a token sees a key, by lists (heads of the lists, tiles, places)."""
     blocks = -(-tokens // wide)
     ended = np.logical_or.accumulate(lists < 0, axis=-1)
     listed = np.zeros((*lists.shape[:2], blocks + 1), np.bool_)
@@ -209,8 +209,8 @@ def attend(q: Near, k: Near, v: Near, seen: np.ndarray, scale: float, how: Arith
     sums = p.sum(-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = np.log(sums) + top
-    # A weight is exp(score - lse). Its error comes from the score, from the lse (at most the largest error of a score, and that of the sum)
-    # and from the exponential, whose argument is rounded.
+    # A weight is exp(score - lse). Its error comes from the score, from the lse (at most the largest error of a score plus the error of
+    # the sum), and from the exponential, whose argument is rounded.
     sum_error = (s.shape[-1] + SLACK) * unit + how.exponential
     lse_error = error.max(-1, keepdims=True, initial=0) + sum_error + 2 * unit * (np.abs(top) + np.abs(np.where(np.isfinite(lse), lse, 0)))
     p /= np.where(sums > 0, sums, 1)
@@ -227,7 +227,7 @@ class Gradients(NamedTuple):
 
 
 def attend_backward(a: Attention, dout: Near, kv_heads: int, how: Arithmetic) -> Gradients:
-    """dS = P (dout v^T - dout . out), with the `out` that is rounded to the dtype."""
+    """dS = P (dout v^T - dout . out), where `out` is rounded to the dtype."""
     unit, group = how.unit, a.q.value.shape[0] // kv_heads
     dp = dot(dout, a.v.turned(), unit)
     delta = row_dot(dout, a.out.rounded(how), unit)
@@ -254,7 +254,7 @@ def compress(x: Near, w: Near | None, rules: Rules, how: Arithmetic) -> Near:
 
 
 def block_means(x: Near, rules: Rules, how: Arithmetic) -> Near:
-    """The means of blocks, whose error has the roundings of `block` terms and not of all tokens."""
+    """The means of blocks. Their error has the roundings of `block` terms, and not of all tokens."""
     matrix = pooling(x.value.shape[1], rules.block, rules.stride)
     value, size = matrix.value @ x.value, matrix.value @ np.abs(x.value)
     return Near(value, (rules.block + SLACK) * how.unit * size)
@@ -381,7 +381,7 @@ def group_scores(scores: Scores, how: Arithmetic) -> Scores:
 
 
 def sigmoid_gates(q: Near, weight: Near, how: Arithmetic) -> Near:
-    """(H, n, 3) from q (H, n, D) and weight (H, 3, D)."""
+    """The gates (H, n, 3) from q (H, n, D) and weight (H, 3, D)."""
     logits = dot(q, weight.turned(), how.unit)
     gates = 1 / (1 + np.exp(-logits.value))
     slope = np.minimum(0.25, gates * (1 - gates) * np.exp(np.minimum(logits.error, 50.0)))
@@ -395,12 +395,12 @@ def combine(branches: list[Near], gates: Near, how: Arithmetic) -> Near:
 
 
 def one_gate(gates: Near, c: int) -> Near:
-    """(H, n, 1)"""
+    """The gates of branch c, (H, n, 1)."""
     return Near(gates.value[..., c : c + 1], np.broadcast_to(gates.error, gates.value.shape)[..., c : c + 1])
 
 
 def gates_backward(dout: Near, branches: list[Near], how: Arithmetic) -> Near:
-    """(H, n, 3)"""
+    """The gradients of the gates, (H, n, 3)."""
     parts = [row_dot(dout, o, how.unit) for o in branches]
     return Near(np.concatenate([x.value for x in parts], -1), np.concatenate([x.error for x in parts], -1))
 

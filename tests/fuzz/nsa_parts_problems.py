@@ -209,7 +209,7 @@ class Branch:
         if compressed:
             shapes |= {x: setting.blocks_shape(self.rules, *shapes[x][-2:]) for x in "kv"}
         values = {x: setting.normal(x, *shape) for x, shape in shapes.items()}
-        # Only keys that no query sees may hold any number, so that gradients are defined, too.
+        # Only keys that no query sees may be NaN or infinite, so that gradients are defined, too.
         self.number = draw.pick("unseen", (None, np.nan, np.inf))
         if self.number is not None:
             for x in ("k", "v"):

@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def pieces(draw: Draw) -> Iterator[None]:
-    """Makes the pieces shorter in which the package computes long calls, so that a problem has several."""
+    """Shortens the pieces in which the package computes long calls, so that a problem has several pieces."""
     module = sys.modules["blitz_attn.nsa"]
     before = module.PIECE_ELEMENTS
     module.PIECE_ELEMENTS = draw.pick("piece_elements", (before, 64, 1024, 8192))
@@ -53,7 +53,7 @@ def pieces(draw: Draw) -> Iterator[None]:
 
 
 def draw_call(draw: Draw, poisonous: bool) -> tuple[Call, dict[str, list[np.ndarray]]]:
-    """A call, and masks of where its q, k and v are non-finite, (heads, tokens) for each sequence."""
+    """A call, and for each of q, k and v the masks (heads, tokens) of each sequence's non-finite rows."""
     setting = Setting(draw)
     rules, options = draw_rules(setting)
     contents = draw.pick("contents", ("normal", "integers", "zeros", "large", "near"), (6, 1, 0.5, 1, 1))
@@ -122,7 +122,7 @@ def zeroed(x: np.ndarray) -> Near:
 
 
 def work_off(call: Call, context: NSAContext, bad: dict[str, list[np.ndarray]], how: Arithmetic) -> list[Whole]:
-    """The oracle's results for all sequences, with the selection in the context, which is checked."""
+    """The oracle's results for all sequences. The selection comes from the context, and is checked."""
     setting, rules = call.setting, call.rules
     indices = np.asarray(context.block_indices)
     if call.lists is not None:

@@ -11,7 +11,7 @@ from .attention_oracle import Attention, forward
 
 @dataclass
 class Paged:
-    """One problem. Caches are (pages, page_size, Hkv, dim): the float64 values that their elements and scales stand for."""
+    """One problem. Caches (pages, page_size, Hkv, dim) hold the float64 values that the elements and scales stand for."""
 
     dtype: str
     q: np.ndarray  # (T, H, D): the queries of all requests, in order
@@ -26,7 +26,7 @@ class Paged:
     softcap: float | None
     selected: list[list[np.ndarray]] | None  # [request or query][all heads, KV head or query head] logical blocks
     begin: np.ndarray | None = None  # token numbers of the first queries; None: the queries are the last tokens
-    ranges: np.ndarray | None = None  # (T, 2): the run of tokens that each query sees, in place of those up to itself
+    ranges: np.ndarray | None = None  # (T, 2): the run of tokens that each query sees, in place of all tokens up to itself
     mask: np.ndarray | None = None  # (B or 1, H or 1, queries or 1, tokens or 1): added to the scores; -inf hides a token
     slopes: np.ndarray | None = None  # (H,): subtracted from the score per token of distance
     selected_size: int | None = None  # tokens of a block if each query has a list of its own; None: a page, and one list per request

@@ -26,7 +26,7 @@ class Cache:
     def __init__(self, draw: Draw, name: str, shape: tuple[int, ...], dtype: str, used: np.ndarray, garbage: float, hnd: bool):
         rng = draw.rng(name)
         self.dtype, self.scales = dtype, None
-        self.terms = 0.0  # where a value is a difference of two numbers, as in formats of 4 bits: the largest of these
+        self.terms = 0.0  # if values are differences of two numbers, as in formats of 4 bits: the largest of these numbers
         if dtype in ("int8", "float8_e4m3"):
             bits = rng.integers(0, 256, shape, dtype=np.uint8)
             bits[(bits & 0x7F) == 0x7F] = 0x11
@@ -58,7 +58,7 @@ class Cache:
 
 
 def _ranges(draw: Draw, tokens: np.ndarray) -> np.ndarray:
-    """A run of tokens for each query. `tokens` has the number of tokens of its request. Some runs are empty, and some reach beyond the tokens."""
+    """A run of tokens for each query. `tokens` has, for each query, the number of tokens of its request. Some runs are empty, and some reach beyond the tokens."""
     rng = draw.rng("ranges")
     ends = np.sort(rng.integers(-2, np.maximum(tokens, 1)[:, None] + 3, (len(tokens), 2)), axis=-1)
     if draw.flag("ranges.wide", 0.2):
@@ -180,7 +180,7 @@ class Case:
         }  # fmt: skip
 
     def roundings(self) -> tuple[float, float]:
-        """What the differences that values are made of add to the allowed errors of outputs and of log-sum-exps."""
+        """The errors that outputs and log-sum-exps may have in addition, where values are differences of two numbers."""
         p = self.problem
         sums = np.abs(p.q).sum(axis=-1).max(initial=0)
         score = 2.0**-22 * abs(p.scale) * float(sums) * self.k.terms
@@ -188,7 +188,7 @@ class Case:
         return 4 * score * largest + 2.0**-20 * self.v.terms, 2 * score
 
     def new_options(self) -> dict[str, Any]:
-        """The options that cases for `select_and_attend` do not draw: `q_begin`, which it does not take, and options that change no chosen block."""
+        """The options that cases for `select_and_attend` do not draw: `q_begin`, which that function lacks, and options that change no choice."""
         p = self.problem
         begin = None if p.begin is None else p.begin.tolist()
         return {"q_begin": begin, "kv_split": self.kv_split, "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype}

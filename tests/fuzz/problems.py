@@ -1,7 +1,7 @@
 """The registry of problems.
 
 A problem is a function of a `Draw`. It draws all options together, makes the arguments, calls the package and checks the results. If
-something is wrong, it raises `Finding`, or passes on what the package should not have raised.
+something is wrong, it raises `Finding`, or passes on an exception that the package should not have raised.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Batch:
 
 
 def pages_for(rng: np.random.Generator, blocks: np.ndarray, rows: int, spare: int) -> tuple[list[np.ndarray], int]:
-    """For each request, as many pages of `rows` entries as its blocks need, in random order; and the number of all pages."""
+    """The pages of `rows` entries that the blocks of each request need, in random order, and the number of all pages."""
     needed = [-(-int(n) // rows) for n in blocks]
     order = rng.permutation(sum(needed) + spare)
     return [order[end - n : end] for end, n in zip(np.cumsum(needed), needed, strict=True)], len(order)
@@ -58,7 +58,7 @@ def contents(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, how: 
 
 
 def laid_out(per_request: list[np.ndarray], entry: tuple[int, ...], own: tuple[list[np.ndarray], int], rows: int, garbage: float) -> np.ndarray:
-    """(pages, rows, *entry): the requests' (entries, *entry) on their own pages, and `garbage` everywhere else."""
+    """An array (pages, rows, *entry) with the entries of each request on the request's own pages, and `garbage` everywhere else."""
     pages, count = own
     whole = np.full((count, rows, *entry), garbage)
     for values, these in zip(per_request, pages, strict=True):
@@ -104,7 +104,7 @@ def one_or_each(draw: Draw, name: str, count: int, low: int, high: int, likely: 
 
 
 class Choice:
-    """The options of `select_blocks` for the number of blocks and for those that are always selected, and their meaning for each request."""
+    """Options of `select_blocks`, and their meaning for each request: the number of blocks, and the blocks that are always selected."""
 
     def __init__(self, draw: Draw, lens: np.ndarray, size: int, q_lens: np.ndarray):
         count, most, longest = len(lens), int(-(-lens // size).max(initial=0)), int(lens.max(initial=0))

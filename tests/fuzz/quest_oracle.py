@@ -51,7 +51,7 @@ def summaries(keys: np.ndarray, size: int) -> Summaries:
 
 
 class Scores(NamedTuple):
-    """(rows, blocks) of one request."""
+    """The scores of one request, as arrays (rows, blocks)."""
 
     value: np.ndarray
     error: np.ndarray
@@ -66,7 +66,7 @@ def exact(terms: np.ndarray) -> np.ndarray:
 
 
 def query_rows(q: np.ndarray, kv_heads: int, per_query_head: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, D) and its error: the query heads (H, D) of a request, or the mean of each group."""
+    """Rows (rows, D), and their errors: the query heads (H, D) of a request, or the mean of each group."""
     if per_query_head:
         return q, np.zeros_like(q)
     group = len(q) // kv_heads
@@ -81,7 +81,7 @@ def sum_of_products(q: np.ndarray, q_error: np.ndarray, *sides: np.ndarray) -> t
         products = [q * side for side in sides]
         value = np.maximum(products[0], products[-1]).sum(-1)
     unsure = np.isinf(sides) & (np.abs(q) <= q_error) & (q_error > 0)
-    if len(sides) > 1:  # which of two products is larger is open if one is 0 times infinity
+    if len(sides) > 1:  # the larger of two products is open if one is 0 times infinity
         unsure |= np.isinf(sides) & (q == 0) | np.isinf(q) & (np.asarray(sides) == 0)
     unsure = unsure.any((0, -1))
     numbers = [np.where(np.isfinite(x), x, 0) for x in products]  # if the value is finite, infinite products are the smaller ones
@@ -94,7 +94,7 @@ def sum_of_products(q: np.ndarray, q_error: np.ndarray, *sides: np.ndarray) -> t
 
 
 def score_of_queries(method: str, queries: np.ndarray, per_query_head: bool, sides: tuple[np.ndarray, ...], size: int) -> Scores:
-    """`score` for the queries (n, H, D) of a request, at least one: the largest of their scores, or NaN if one of them is NaN."""
+    """The largest score of a request's queries (n, H, D), or NaN if one of their scores is NaN. There is at least one query."""
     each = [score(method, q, per_query_head, sides, size) for q in queries]
     with np.errstate(invalid="ignore"):
         value = np.max([x.value for x in each], axis=0)

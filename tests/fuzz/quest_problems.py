@@ -99,7 +99,7 @@ class Metadata:
         return {"kv_layout": layout, "k_scale": scale, "dtype": dtype}
 
     def outputs(self, name: str = "") -> dict[str, Held]:
-        """Summaries filled with numbers that show whether they were overwritten."""
+        """Output arrays for summaries. The numbers that fill the arrays show which elements are overwritten."""
         shape = (self.summaries, self.rows, self.batch.kv_heads, self.batch.dim)
         return {
             x: Held(self.batch.draw, f"{x}{name}", arrays.rounded(self.batch.draw.rng("before").integers(100, 200, shape), self.dtype), self.dtype, self.kind)
@@ -302,7 +302,7 @@ def quest_block_select_paged(draw: Draw) -> None:
     k = draw.integer("k", 1, most + 5, likely=(1, 2, 8, 16, most))
     ascending = variant == "plain" and draw.flag("ascending")
     if variant != "plain" and case.group == 1:
-        case.per_query_head = False  # the shape of the result decides
+        case.per_query_head = False  # the shape of the result decides this option
     since = np.full(len(batch.lens), -1)
     sink, given_since = 0, -1
     if variant == "in_out_w":
@@ -388,7 +388,7 @@ def select_blocks(draw: Draw) -> None:
         used = np.array([[rule.used] * case.rows_a_request for rule in choice.rules[rows]], np.int32).reshape(-1, case.rows_a_request)
         if not np.array_equal(np.asarray(counts), used):
             raise Finding(f"counts {np.asarray(counts).tolist()}, expected {used.tolist()}")
-        if rows != slice(None):  # only as wide as this request needs
+        if rows != slice(None):  # these lists are only as wide as the request needs
             return np.pad(selected, [(0, 0), (0, 0), (0, choice.width - selected.shape[2])], constant_values=-1)
         if choice.width not in (None, selected.shape[2]):
             raise Finding(f"{selected.shape[2]} places, expected {choice.width}")

@@ -68,7 +68,7 @@ class Of:
 
 
 def made(make: Callable[..., Any], *args: Any, **options: Any) -> Callable[[Any], Any]:
-    """A change that makes a new object for each call, because a call uses it up."""
+    """A change that makes a new object for each call, because a call uses up the object."""
     return lambda x: make(*args, **options)
 
 
@@ -110,7 +110,7 @@ class Unending:
 
 
 class Raising:
-    """Raises when it is converted to a number or a truth value. A refusal quotes only the first line."""
+    """An object that raises when it is converted to a number or a truth value. A refusal quotes only the first line of the message."""
 
     def _raise(self) -> Any:
         raise RuntimeError("no number\nat all")
@@ -123,8 +123,8 @@ ROW, MEMORY = np.ones((1, 1, 10), np.float32), np.zeros(500, np.float32)
 
 
 def apart(begin: int) -> np.ndarray:
-    """A cache within `MEMORY`. Pages of the same number do not overlap: rows of one lie in gaps of the other. But page 1 of the cache that
-    begins at 0 shares a row with page 0 of the one that begins at 50."""
+    """A cache within `MEMORY`. If one cache begins at 0 and another at 50, pages of the same number do not overlap: rows of one cache lie in
+    gaps of the other. But page 1 of the first cache shares a row with page 0 of the second."""
     return as_strided(MEMORY[begin:], (2, 2, 1, 10), (600, 400, 40, 4))
 
 
@@ -1503,7 +1503,7 @@ REFUSALS: dict[str, list[Refusal]] = {
         type_error("atten_mask: expected a bool array, got Raising", atten_mask=Raising()),
     ],
 }  # fmt: skip
-# The arrays that the dtype is taken from in parts that do not take it from q.
+# Some parts do not take the dtype from q, but from these arrays.
 _FIRST = {"compress_kv": "k", "compress_kv_backward": "k", "gate_and_combine": "o_cmp", "gating_backward": "o_cmp"}
 for _name in (*_FIRST, "compute_gates", *(f"{x}_attention{y}" for x in ("compressed", "selected", "window") for y in ("", "_backward"))):
     _row = type_error(f"{_FIRST.get(_name, 'q')}: expected float16 as dtype says, got float32", dtype="float16")
@@ -1594,8 +1594,8 @@ for _argument in itertools.chain(*OPERATIONS.values()):
 
 
 def by_role(good: Good, alike: bool) -> Iterator[Refusal]:
-    """The rows for all arguments of a function, in the first variety that has the argument: those of masked arrays, and with `alike` also those
-    by role."""
+    """The rows for all arguments of a function, in the first variety that has the argument: the rows of masked arrays, and with `alike` also
+    the rows by role."""
     name, calls = good.call.__name__, [good.make(Arena(v), v) for v in range(17)]
     roles = NAMED | ({x.name: x.role for x in arguments_of(good.call).values()} if name in OPERATIONS else {})
     for argument in parameters(good.call):

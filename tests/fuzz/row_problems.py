@@ -16,7 +16,7 @@ MOST = {"q8_0": 127 * 65504.0, "q4_0": 8 * 65504.0, "q4_1": 65504.0}
 
 
 def block(x: np.ndarray, dtype: str) -> bytes:
-    """The bytes of 32 numbers, one by one, in float32."""
+    """The bytes of a block of 32 numbers, which are computed one by one in float32."""
     x = x.astype(np.float32)
     low, high = np.float32(x[0]), np.float32(x[0])
     largest = np.float32(0)
@@ -41,7 +41,7 @@ def block(x: np.ndarray, dtype: str) -> bytes:
 
 
 def rows_of(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The rows (..., bytes) of float64 (..., D)."""
+    """The rows (..., bytes) of a float64 array (..., D)."""
     blocks = x.reshape(-1, 32)
     made = np.frombuffer(b"".join(block(b, dtype) for b in blocks), np.uint8)
     return made.reshape(*x.shape[:-1], x.shape[-1] // 32 * arrays.ROWS[dtype])
@@ -97,7 +97,7 @@ def dequantize_rows(draw: Draw) -> None:
 
 @problem("append_rows", weight=0.5)
 def append_rows(draw: Draw) -> None:
-    """New tokens become rows in their slots; nothing else is written, and nothing at all where a number is refused."""
+    """New tokens become rows in their slots, and nothing else is written. If a number is refused, nothing at all is written."""
     formats = draw.pick("k.format", tuple(arrays.ROWS)), draw.pick("v.format", tuple(arrays.ROWS))
     dtype, kv_heads = draw.pick("dtype", arrays.FLOATS), draw.integer("kv_heads", 1, 3)
     pages, size, tokens = draw.integer("pages", 1, 4), draw.integer("page_size", 1, 20, likely=(1, 4, 16)), draw.integer("tokens", 0, 9, likely=(1,))

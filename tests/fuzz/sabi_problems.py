@@ -195,7 +195,7 @@ def random_with_frame(draw: Draw) -> None:
         if "frame" not in str(error) or (not wide and forced <= kept):
             raise
         return
-    if sparsity > 0 and frame is not None and (wide or forced > kept):  # with a sparsity of 0, the list is full and the frame not read
+    if sparsity > 0 and frame is not None and (wide or forced > kept):  # with a sparsity of 0, the list is full, and the frame is not read
         raise Finding(f"a frame of {forced} blocks was accepted where {kept} of {rows} x {columns} are kept")
     plan = None if wide else sabi.frame_plan(rows, columns, sparsity, frame)
     if plan and (plan.forced_blocks, plan.kept_blocks) != (forced, kept):

@@ -17,8 +17,8 @@ class Choice:
     """How blocks are scored and kept, for an `Attention` without lists."""
 
     kind: str  # pooled, antidiagonal, sampled_rows, vertical_slash
-    rows: int  # queries pooled to one, stride, or number of queries
-    keys: int  # keys pooled to one
+    rows: int  # pooled: queries in a row; antidiagonal: the stride; otherwise: the number of queries
+    keys: int  # keys in a pooled group
     term: str
     over: str
     budget: str
@@ -187,7 +187,7 @@ def check_lists(p: Attention, c: Choice, scores: np.ndarray, kept: np.ndarray) -
 
 
 def _tails(scores: np.ndarray, free: np.ndarray) -> dict[int, float]:
-    """The sum of scores of each free block and those after it, in the order of falling score and rising column."""
+    """For each free block, the sum of its score and of those after it, in the order of falling score and rising column."""
     order = sorted(np.flatnonzero(free).tolist(), key=lambda j: (-scores[j], j))
     return {j: float(np.sum(scores[order[at:]], dtype=np.float64)) for at, j in enumerate(order)}
 

@@ -22,7 +22,7 @@ NEAR = 1e-5  # error of scores, which add up to 1: float32 rounds sums of produc
 
 
 def draw_choice(draw: Draw, p: Attention) -> tuple[Choice, Any]:
-    """The choice for the oracle, and the chooser for the package. Sets the blocks of the problem."""
+    """The choice for the oracle, and the chooser for the package. Sets the block shape of the problem."""
     kind = draw.pick("chooser", ("pooled", "antidiagonal", "sampled_rows", "vertical_slash"), (3, 1, 1, 1))
     over = draw.pick("over", ("largest", "mean"))
     rows, keys, term = draw.integer("rows", 1, 16, likely=(1, 4, 8)), 1, "mean"

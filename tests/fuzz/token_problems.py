@@ -114,7 +114,7 @@ def select_tokens(draw: Draw) -> None:
 
 
 def _quantised(draw: Draw, like: np.ndarray, kind: str, coarse: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Keys of 8 bits, their scales, and what both stand for."""
+    """Keys of 8 bits, their scales, and the numbers that both stand for."""
     rng = draw.rng("bits")
     bits = rng.integers(0, 256, like.shape, dtype=np.uint8)
     if coarse:
@@ -128,7 +128,7 @@ def _quantised(draw: Draw, like: np.ndarray, kind: str, coarse: bool) -> tuple[n
 
 
 def _paged(draw: Draw, keys: list[np.ndarray], counts: list[int], dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Pages with the keys of each batch entry, and with their scales, NaN where there is none; and tables for so many keys."""
+    """Pages with the keys of each batch entry, and with their scales, and tables for `counts` keys. Unused places hold NaN."""
     size = draw.pick("page_size", (16, 1, 3, 64))
     pages = [-(-n // size) for n in counts]
     order = draw.rng("pages").permutation(sum(pages) + draw.integer("spare pages", 0, 3))
@@ -161,6 +161,6 @@ def _check_row(keys: np.ndarray, scores: np.ndarray, wanted: np.ndarray, slack: 
     if left.size and (wanted[left] - slack[left]).max() > bound:
         raise Finding("a key with a higher score was left out")
     if is_exact:  # all sums are exact, so ties are, too
-        best = np.argsort(-wanted, kind="stable")[:n]  # in which no score is below the least: `surely` is `perhaps`
+        best = np.argsort(-wanted, kind="stable")[:n]  # none of these scores is below the least, because `surely` equals `perhaps`
         if not np.array_equal(np.sort(chosen) if ascending else chosen, np.sort(best) if ascending else best):
             raise Finding(f"keys {chosen} where {best} were expected")

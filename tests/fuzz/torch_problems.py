@@ -198,7 +198,7 @@ def torch_paged(draw: Draw) -> None:
 
 
 def shown_pairs(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
-    """A mask of bool, in some cases one that is read as runs of keys or as blocks."""
+    """A mask of bool, which in some cases is read as runs of keys or as blocks."""
     rng, keys = draw.rng("shown"), np.arange(shape[-1])
     form = draw.pick("shown", ("runs", "runs of entries", "blocks", "gaps", "all"))
     rows = (*shape[:-1], 1) if form == "runs" else (shape[0], 1, *shape[2:-1], 1)

@@ -327,7 +327,7 @@ if HAS_TORCH:
         return tensor
 
     def _quantised(torch: Any) -> Any:
-        with warnings.catch_warnings():  # torch deprecates them
+        with warnings.catch_warnings():  # torch deprecates quantised tensors
             warnings.simplefilter("ignore")
             return torch.quantize_per_tensor(torch.zeros(2, 2), 0.1, 0, torch.qint8)
 

@@ -12,7 +12,7 @@ from blitz_attn import video
 
 
 class Token(NamedTuple):
-    """A token of the model: its grid (None: a plain token), the frames, height and width of that grid, and its place there."""
+    """A token of the model: its grid (None: a plain token), the frames, height and width of that grid, and the token's place in it."""
 
     grid: int | None
     sizes: tuple[int, int, int]
@@ -42,7 +42,7 @@ def cube_of(token: Token, cube: Sequence[int]) -> tuple[tuple[int, ...], tuple[i
 
 
 def order_of(spans: Sequence[Any], cube: Sequence[int]) -> list[int]:
-    """Full cubes by falling size, ragged cubes likewise, each in raster order; then plain tokens."""
+    """Tokens of full cubes by falling size, then of ragged cubes by falling size, both in raster order, and then plain tokens."""
     keys = []
     for n, token in enumerate(tokens_of(spans)):
         if token.grid is None:
@@ -93,7 +93,7 @@ def radial(factor: float, a: Sequence[int], b: Sequence[int], counts: Sequence[i
 
 
 def rule_of(rule: Any) -> Callable[..., bool]:
-    """Whether a cube sees another one: (its place, that of the other, cubes along each axis, frames of a cube)."""
+    """A function of the places of two cubes, the cubes along each axis, and the frames of a cube: whether the first cube sees the second."""
     if isinstance(rule, video.Neighbourhood):
         return lambda *cubes: neighbourhood(rule.radius, *cubes)
     if isinstance(rule, video.SlidingTiles):
@@ -125,8 +125,8 @@ def seen(spans: Sequence[Any], cube: Sequence[int], rule: Any, dense_frames: int
 
 
 def shares(q: np.ndarray, k: np.ndarray, mask: np.ndarray, scale: float, lens: Sequence[int]) -> np.ndarray:
-    """(B, H, S): for each query, the share of its softmax over the first `lens[b]` keys that lies on those of `mask`, (S, S) bool. Arrays are
-    float64 of layout BNSD."""
+    """The share (B, H, S) of each query's softmax over the first `lens[b]` keys that falls to the keys of `mask`, a bool array (S, S). Arrays
+    are float64, of layout BNSD."""
     scores = scale * q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)
     scores = np.where(np.arange(k.shape[2]) < np.asarray(lens)[:, None, None, None], scores, -np.inf)
     weights = np.exp(scores - np.maximum(scores.max(axis=-1, keepdims=True), -1e300))  # without a key, all weights are 0

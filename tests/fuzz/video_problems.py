@@ -18,7 +18,7 @@ MOST_TOKENS = 260
 
 
 def draw_spans(draw: Draw) -> list[Any]:
-    """Grids with ragged edges, plain tokens before, between and after them; at least one token in all."""
+    """Grids with ragged edges, and plain tokens before, between and after the grids. There is at least one token in all."""
     spans: list[Any] = []
     left = MOST_TOKENS
     for n in range(draw.integer("spans", 1, 5)):
@@ -78,7 +78,7 @@ def blocks(draw: Draw) -> None:
 
 @problem("video.choose_rules", weight=0.2)
 def choose_rules(draw: Draw) -> None:
-    """All queries are sampled, so that the masses are known: the chosen rule keeps most. What stands in the padding changes nothing."""
+    """All queries are sampled, so that the mass that each rule keeps is known: the chosen rule keeps most. Padding changes nothing."""
     spans, cube, order = draw_order(draw)
     tokens = order.geometry.num_tokens
     if not order.geometry.grids:
@@ -98,7 +98,7 @@ def choose_rules(draw: Draw) -> None:
     valid = np.arange(tokens) < lens[:, None]  # (B, S)
     masks = [sabi_oracle.blocks_of(video_oracle.seen(spans, cube, rule, **options), shape) for rule in (video.SlidingTiles((1, 1, 1)), *rules)]
     masks = [sabi_oracle.tokens_of(mask, tokens, tokens, shape) for mask in masks]
-    counts = valid & ~masks[0].all(axis=-1)  # where a query's own cube is all it could see, all rules keep all
+    counts = valid & ~masks[0].all(axis=-1)  # a query whose own cube holds all keys keeps all of them by every rule
     kept = [(video_oracle.shares(*(x.astype(np.float64) for x in (q, k)), mask, scale, lens) * counts[:, None]).sum(axis=(0, 2)) for mask in masks[1:]]
     means = np.stack(kept) / max(1, counts.sum())
 

@@ -13,7 +13,7 @@ int64_t fz_head_dim(void) {
 double fz_scale(int64_t head_dim) {
     if (fz_unusual()) return fz_unusual_real();
     if (fz_once_in(8)) return 0.01 * (double)fz_range(-100, 100);
-    return head_dim % 2 ? NAN : ba_default_scale(head_dim); /* two ways to say the same, without a byte of the input */
+    return head_dim % 2 ? NAN : ba_default_scale(head_dim); /* both mean the usual scale; the choice takes no byte of the input */
 }
 
 static int64_t block_size(int64_t tokens) {
@@ -62,7 +62,7 @@ static void fill_row(const ba_tensor *t, int64_t *at, int64_t columns) {
     at[last] = 0;
 }
 
-/* Fills a tensor of 2 to 4 axes with list rows over `columns` columns. Some have an entry that the call must refuse. */
+/* Fills a tensor of 1 to 4 axes with list rows over `columns` columns. Some have an entry that the call must refuse. */
 void fz_fill_lists(const ba_tensor *t, int64_t columns) {
     if (!fz_backed(t) || t->ndim < 1 || t->dtype < BA_UINT16 || t->dtype > BA_INT64 || fz_elements(t) == 0 || fz_elements(t) > 1e5) return;
     int64_t at[BA_MAX_DIMS] = {0};
@@ -111,7 +111,7 @@ static void draw_blocks(ba_block_sparse_args *a, const fz_sizes *s) {
 
 static int64_t sequences(const ba_block_sparse_args *a) { return a->layout == BA_TND ? a->batch : a->q.dims[0]; }
 
-/* The queries as a slice of a longer sequence. */
+/* Makes the queries a slice of a longer sequence, in some calls. */
 static void draw_slice(ba_block_sparse_args *a, const fz_sizes *s) {
     const int64_t batch = sequences(a), rows = a->layout == BA_TND ? a->q.dims[0] : s->q_len;
     if (fz_once_in(6)) a->q_begin = fz_numbers_from(batch, -20, 60);
@@ -216,7 +216,7 @@ void fz_draw_forward(ba_block_sparse_args *a, fz_sizes *s) {
         if (fz_unusual()) a->num_heads = fz_unusual_number();
         if (fz_unusual()) a->num_kv_heads = fz_unusual_number();
     }
-    const int64_t batch = a->q.dims[0]; /* as the input has made it, which may be unusual */
+    const int64_t batch = a->q.dims[0]; /* may be unusual, as the input made it */
     if (s->layout == BA_TND || fz_unusual()) {
         a->batch = fz_unusual() ? fz_unusual_number() : fz_range(0, 4);
         if (a->batch == 0 && (s->q_len || s->kv_len) && !fz_unusual()) a->batch = 1;

@@ -5,7 +5,7 @@
 
 static int64_t rows_of(int64_t tokens, int64_t block) { return tokens > 0 && block > 0 ? (tokens - 1) / block + 1 : 0; }
 
-/* The most blocks of `block` tokens in a sequence. */
+/* The largest number of blocks of `block` tokens that a sequence has. */
 static int64_t most_blocks(const ba_block_sparse_args *a, const fz_sizes *s, const int64_t *cu, int64_t tokens, int64_t block) {
     if (s->layout != BA_TND) return rows_of(tokens, block);
     int64_t most = 0;
@@ -165,7 +165,7 @@ void fz_choose(void) {
     a.kept = fz_tensor(FZ_OUTPUT, BA_INT64, 4, kept, FZ_FREE_LAST);
     a.counts = fz_tensor(FZ_OUTPUT, BA_INT32, 3, kept, FZ_FREE_LAST);
     if (fz_once_in(2)) a.scores = fz_tensor(FZ_OUTPUT, BA_FLOAT32, 4, scores, FZ_FREE_LAST);
-    if (fz_once_in(5)) { /* last, so that past findings stay what they were */
+    if (fz_once_in(5)) { /* drawn last, so that the inputs of past findings keep their meaning */
         const int64_t given[] = {batch, fz_once_in(2) ? lists : s.heads, rows, columns};
         a.given_scores = draw_given(given);
         if (fz_once_in(8)) fz_unseen(&a.given_scores);

@@ -1,8 +1,8 @@
-/* The fuzzer of the C API (make fuzz-c). It turns input bytes into the arguments of one call, or of a few calls that belong together, and runs each
- * under ASan and UBSan, on memory that ends where its tensor ends. It checks what the header promises of every call: a refusal is one sentence and
- * writes nothing; inputs do not change; every element of an output is written, and nothing next to it; the bits are the same for any number of
- * threads. A tensor that lacks the memory it describes must be refused, and so must an output whose elements share memory. A small problem must not
- * run out of memory. Small, tame results are compared with brute force in double (oracle.c). */
+/* The fuzzer of the C API (make fuzz-c). It turns input bytes into the arguments of one call, or of a few calls that belong together, and runs them
+ * under ASan and UBSan. The memory of each tensor ends where the tensor ends. It checks the promises that the header makes for every call: a
+ * refusal is one sentence and writes nothing; inputs do not change; every element of an output is written, and nothing next to it; the bits are the
+ * same for any number of threads. A tensor that lacks the memory it describes must be refused, and so must an output whose elements share memory. A
+ * small problem must not run out of memory. Small, tame results are compared with brute force in double (oracle.c). */
 #ifndef BA_FUZZ_H
 #define BA_FUZZ_H
 
@@ -23,7 +23,7 @@ bool fz_once_in(int n);
 bool fz_unusual(void);
 int64_t fz_unusual_number(void);
 double fz_unusual_real(void);
-/* Pseudo-random numbers, which take no bytes of the input: for contents and entries of lists. fz_seed() takes a byte and starts a new sequence. */
+/* Pseudo-random numbers for contents and entries of lists. Only fz_seed(), which starts a new sequence, takes a byte of the input. */
 void fz_seed(void);
 uint32_t fz_random(void);
 int64_t fz_below(int64_t n); /* 0 .. n-1; 0 for n < 1 */
@@ -38,7 +38,7 @@ typedef enum fz_role {
 
 enum {
     FZ_FREE_LAST = 1, /* the last axis need not be contiguous */
-    FZ_PLAIN = 2,     /* nothing unusual, because another call has just written this tensor */
+    FZ_PLAIN = 2,     /* nothing unusual: the tensor has exactly the given form */
 };
 
 void fz_release_all(void);
@@ -47,7 +47,8 @@ void fz_draw_contents(void);
 bool fz_is_tame(void);
 
 /* A tensor with these axes and with strides that the input chooses. The input may also choose an unusual dtype, rank, axis, stride or pointer. Its
- * memory has exactly the bytes that its axes address. If these are more than the fuzzer allocates, or than can exist, the call must refuse it. */
+ * memory has exactly the bytes that its axes address. If these are more than the fuzzer allocates, or than can exist, the call must refuse the
+ * tensor. */
 ba_tensor fz_tensor(fz_role role, ba_dtype dtype, int ndim, const int64_t *dims, int flags);
 /* An array of `count` elements in memory of its own; NULL if `count` is negative or too large. */
 void *fz_array(int64_t count, size_t size);
@@ -60,7 +61,7 @@ int64_t *fz_cumulative(int64_t batch, int64_t total);
 int64_t *fz_lengths(int64_t count, int64_t most);
 
 void fz_set_role(const ba_tensor *t, fz_role role);
-void fz_unseen(const ba_tensor *t); /* declares that the call does not read this tensor, so that it need not refuse it */
+void fz_unseen(const ba_tensor *t); /* declares that the call does not read, and so need not refuse, this tensor */
 bool fz_backed(const ba_tensor *t); /* whether the tensor has the memory that its axes address */
 /* The number of elements; a huge number if axes are negative or elements are too many to work on. */
 double fz_elements(const ba_tensor *t);
@@ -107,7 +108,7 @@ typedef ba_status (*fz_fn)(const void *args);
  * so, its outputs hold its results. */
 bool fz_run(fz_op op, fz_fn fn, const void *args, int *num_threads);
 void fz_expect_any_order(void); /* for the next call: its results are not compared with those of another run, because two outputs share
-                                 * memory, or because it adds to outputs */
+                                 * memory, or because the call adds to outputs */
 void fz_count_skipped(fz_op op);
 void fz_count_compared(fz_op op);
 void fz_print_counts(void);
@@ -138,7 +139,7 @@ ba_status fz_check_forward(const void *args);
 void fz_fill_lists(const ba_tensor *t, int64_t columns);
 void fz_fill_ranges(const ba_tensor *t, int64_t keys);
 
-/* A mask for calls of these sizes, (batch, heads, queries, keys), whose axes may have length 1, or no mask; and slopes, or none. */
+/* A mask for calls of these sizes, (batch, heads, queries, keys), or none. Axes of the mask may have length 1. fz_slopes: slopes, or NULL. */
 ba_tensor fz_mask(const int64_t *sizes);
 const float *fz_slopes(void);
 

@@ -44,7 +44,7 @@ void fz_release_all(void) {
     fz_block_count = 0;
 }
 
-/* Tensors without memory may be equal in every bit. What the fuzzer records for one of them then applies to all. */
+/* Tensors without memory may be equal in every bit. A record of one such tensor then applies to all of them. */
 static bool is_block_of(const fz_block *b, const ba_tensor *t) { return b->is_tensor && memcmp(&b->tensor, t, sizeof *t) == 0; }
 
 void fz_set_role(const ba_tensor *t, fz_role role) {
@@ -163,7 +163,7 @@ double fz_get(const ba_tensor *t, const int64_t *at) {
 
 /* ---- Tensors ---------------------------------------------------------------------------------------------------------------- */
 
-/* How many elements a tensor's axes and strides reach before and after its first element. */
+/* The numbers of elements that a tensor's axes and strides reach before and after its first element. */
 typedef struct extent {
     bool empty, wrong; /* wrong: a call must refuse the tensor, even if it has enough memory */
     __int128 before, after;
@@ -240,7 +240,7 @@ ba_tensor fz_tensor(fz_role role, ba_dtype dtype, int ndim, const int64_t *dims,
     ba_tensor t = {.dtype = dtype, .ndim = ndim};
     bool none = false;
     for (int i = 0; i < ndim; i++) t.dims[i] = dims[i];
-    if (!(flags & FZ_PLAIN) && fz_unusual()) make_unusual(&t, &none); /* strides follow */
+    if (!(flags & FZ_PLAIN) && fz_unusual()) make_unusual(&t, &none); /* strides are chosen for these axes */
     const int given = t.ndim;
     if (t.ndim < 0 || t.ndim > BA_MAX_DIMS) t.ndim = BA_MAX_DIMS;
     choose_strides(&t, role, flags);

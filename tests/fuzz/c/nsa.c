@@ -90,7 +90,7 @@ void fz_block_means_backward(void) {
     const int64_t more = fz_once_in(3) ? fz_range(0, BA_MOST_SUMMANDS) : 0;
     for (int64_t i = 0; i < more; i++) {
         a.more[i] = draw_rows(FZ_INPUT, &s, s.dtype, s.tokens, s.heads, s.dim);
-        fz_unseen(&a.more[i]); /* the call reads no further summand after the first that is not given */
+        fz_unseen(&a.more[i]); /* the call reads no summand behind the first one that is not given */
     }
     a.num_threads = fz_threads();
     if (too_many(&a.dx) || too_many(&a.dout)) fz_count_skipped(FZ_BLOCK_MEANS_BACKWARD);

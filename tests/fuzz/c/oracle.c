@@ -1,12 +1,11 @@
-/* Computes attention by brute force in double, written from the text of blitz_attn.h and from nothing else. Only for small problems with tame
- * contents. */
+/* Attention by brute force in double, for small problems with tame contents. The code follows the text of blitz_attn.h and nothing else. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
 
 #include "fuzz.h"
 
-/* What the mask and the slopes, if any, add to a score; -infinity if the key is hidden. */
+/* The number that the mask and the slopes, if given, add to a score, or -infinity if the key is hidden. */
 static double bias_of(const ba_tensor *mask, const float *slopes, int64_t batch, int64_t head, int64_t query, int64_t key, int64_t token) {
     const int64_t whole[] = {batch, head, query, key};
     int64_t at[4];
@@ -64,7 +63,7 @@ static double element(const ba_block_sparse_args *a, const ba_tensor *t, int64_t
 static bool is_listed(const ba_block_sparse_args *a, int64_t heads, int64_t kv_heads, int64_t batch, int64_t head, int64_t query, int64_t key) {
     const ba_tensor *t = &a->blocks;
     if (!t->data && t->ndim == 0) return true;
-    const int last = t->ndim - 1; /* columns, before them rows; the axes of heads and of batch entries may be missing */
+    const int last = t->ndim - 1; /* the axis of columns, behind that of rows; the axes of heads and of batch entries may be missing */
     const int64_t row = query / a->block_q + (a->cu_rows ? a->cu_rows[batch] : 0), list_heads = last >= 2 ? t->dims[last - 2] : 1;
     const int64_t list_head = list_heads == heads ? head : list_heads == 1 ? 0 : head / (heads / kv_heads);
     for (int64_t i = 0; i < t->dims[last]; i++) {
@@ -151,7 +150,7 @@ static double cached(const ba_paged_args *a, const ba_tensor *t, const ba_tensor
     return fz_get(t, at) * (scale->data ? fz_get(scale, scale_at) : 1);
 }
 
-/* Whether a list names a token. Lists are of pages, for each request, or with selected_size of blocks, for each query. */
+/* Whether a list names a token. Each request has a list of pages; with selected_size, each query has a list of blocks instead. */
 static bool is_selected(const ba_paged_args *a, int64_t kv_heads, int64_t request, int64_t query, int64_t head, int64_t token, int64_t page_size) {
     const ba_tensor *t = &a->selected;
     if (!t->data && t->ndim == 0) return true;

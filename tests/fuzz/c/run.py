@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# An input is a few hundred choices at most. Outputs of a problem, and a sanitizer's shadow of them, stay far below the limit.
+# An input is a few hundred choices at most. Outputs of a problem, and a sanitizer's shadow of them, stay far below the limit of memory.
 LIMITS = ["-max_len=400", "-len_control=0", "-timeout=25", "-rss_limit_mb=3000"]
 STARTS = 200  # random inputs that a run begins with, in addition to its corpus
 

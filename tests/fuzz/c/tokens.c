@@ -10,7 +10,7 @@ static bool given(const ba_tensor *t) { return t->data != NULL || t->ndim != 0; 
 enum { MOST_KEYS = 2000 };
 
 typedef struct scored {
-    double score[MOST_KEYS], slack[MOST_KEYS]; /* by key, pool or block: the exact score, and how far from it a result may be */
+    double score[MOST_KEYS], slack[MOST_KEYS]; /* by key, pool or block: the exact score, and the allowed distance of a result */
     bool chosen[MOST_KEYS];
     int64_t count;
 } scored;
@@ -114,7 +114,7 @@ static void compare(const ba_select_tokens_args *a) {
 
 /* ---- The call ------------------------------------------------------------------------------------------------------------------ */
 
-/* Finite weights: with others, every call would be refused. */
+/* Fills in finite weights, since every call with other weights would be refused. */
 static void fill_weights(const ba_tensor *t) {
     int64_t at[BA_MAX_DIMS] = {0};
     fz_seed();
