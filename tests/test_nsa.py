@@ -1,5 +1,5 @@
 """Native sparse attention and its parts, forward and backward, agree with the float64 reference at every level and dtype, meet the
-tolerances of upstream's table, and have known outcomes. Tests of gradients alone are in test_nsa_backward.py.
+tolerances of upstream's table, and have the right outcomes in special cases. Tests of gradients alone are in test_nsa_backward.py.
 
 Sizes, options, views, kinds of arrays, threads, pieces, lists, packed and last tokens, NaN and ties are drawn together in
 tests/fuzz/nsa_problems.py and nsa_parts_problems.py, and compared with oracles.
@@ -422,7 +422,7 @@ def test_tokens_of_no_block_need_no_compressed_keys(packed):
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "block_indices", "cu_seqlens"])
 def test_out_must_not_overlap_an_argument(name):
-    """The argument may be read before the first result is written, but the caller or a context may keep it."""
+    """Overlap is refused even if the argument is read before the first result is written: the caller or a context may keep the argument."""
     q, k, v, options = problem([40, 40], 4, 2, 8, 6, packed=True, weights=WEIGHTS)
     options |= {"block_indices": np.zeros((2, 80, 1), np.int32)}
     left_out = "gate_proj_weight" if name == "gates" else "gates"

@@ -53,7 +53,7 @@ def test_last_queries_have_the_bits_of_the_whole(queries, mode, dtype, weights, 
 @pytest.mark.parametrize(("tokens", "heads"), [(9000, (4, 1)), (333, (16, 1)), (333, (40, 2))], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_long_sequences_and_many_heads(tokens, heads, dtype, queries, threads):
-    """Sequences have more compressed keys than a chunk holds, or are attended in parts, or a group of many heads selects together."""
+    """Some sequences have more compressed keys than a chunk holds, some are attended in parts, and in some a group of many heads selects together."""
     q, k, v, _ = problem(tokens, *heads, 16, batch=1, dtype=dtype)
     rules = {"compress_block_size": 4, "num_selected_blocks": 8, "window_size": 40} | bits_option(q)
     out = nsa.nsa(q[:, -queries:], k, v, num_threads=threads, **rules)

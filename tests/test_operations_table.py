@@ -13,7 +13,7 @@ from blitz_attn._operations import ARRAYS, OPERATIONS, arguments_of, naming_all
 
 MADE = "empty"  # a function that makes the results for which the caller gives no array
 STATE = "lse_out"  # public functions take this as the second of a pair, out
-TRIPLE = "indptr last_page_len"  # public functions take these two within a tuple, if block_tables is one
+TRIPLE = "indptr last_page_len"  # public functions take these two within block_tables, if it is a tuple
 TUPLE = "rules"  # a tuple of the last arguments
 INSIDE = "cu_rows routed key_stride key_last"  # only native sparse attention passes these to the core
 
@@ -22,7 +22,7 @@ INSIDE = "cu_rows routed key_stride key_last"  # only native sparse attention pa
 FUNCTIONS = {
     "block_sparse_attention": ("block_sparse_attention", f"{MADE} {STATE} {INSIDE}", ""),
     "block_sparse_attention_backward": ("block_sparse_attention_backward", f"{MADE} {INSIDE} dq dk dv", "grads"),  # grads is dq, dk and dv
-    # The core gets k in the place of v, too. A chooser becomes a name, two sizes, a term and a flag, or scores. A budget becomes a name and numbers.
+    # The core gets k as its v, too. A chooser becomes a name, two sizes, a term and a flag, or scores. A budget becomes a name and numbers.
     "select_blocks_prefill": (
         "select_prefill",
         f"{MADE} v sabi pool_q pool_k term largest budget budgets scores",

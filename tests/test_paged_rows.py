@@ -47,7 +47,7 @@ def test_quantize_rows(dtype, kv_dtype, isa_level):
     blocks = exact.reshape(*exact.shape[:-1], 3, 32)
     step = np.ptp(blocks, axis=-1) / 15 if kv_dtype == "q4_1" else np.abs(blocks).max(axis=-1) / (127 if kv_dtype == "q8_0" else 8)
     error = np.abs(reference.dequantize_rows(rows, kv_dtype) - exact).reshape(blocks.shape).max(axis=-1)
-    most = 1.0 if kv_dtype == "q4_0" else 0.5  # steps: a number whose sign is opposite to the largest may be clipped by one
+    most = 1.0 if kv_dtype == "q4_0" else 0.5  # in steps: a number whose sign is opposite to the largest may be clipped by one step
     assert (error <= most * step + np.abs(blocks).max(axis=-1) * 2.0**-9 + 2.0**-18).all()
 
 
@@ -55,7 +55,7 @@ def test_quantize_rows(dtype, kv_dtype, isa_level):
 def test_ggml_makes_the_same_blocks(kv_dtype):
     quants = pytest.importorskip("gguf.quants")
     x = blocks_of_all_kinds().astype(np.float32)
-    x = np.delete(x, [21, 26], axis=0)  # blocks of -0, which ggml keeps as -0, and of numbers below 2^-126, whose reciprocals are infinite
+    x = np.delete(x, [21, 26], axis=0)  # left out: blocks of -0, which ggml keeps, and blocks of numbers below 2^-126, whose reciprocals are infinite
     with np.errstate(all="ignore"):
         expected = quants.quantize(x, getattr(quants.GGMLQuantizationType, kv_dtype.upper()))
     rows = blitz_attn.quantize_rows(x, kv_dtype)

@@ -1,4 +1,4 @@
-"""`select_and_attend`, the function and the method of a plan, gives the reference's results, and the bits of selecting and then attending.
+"""`select_and_attend`, as a function and as a method of a plan, gives the reference's results, and the bits of selecting and then attending.
 
 Options of choosing and of attention, caches and KV splits are drawn together in tests/fuzz/quest_problems.py.
 """

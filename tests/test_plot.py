@@ -178,5 +178,5 @@ def test_plot_cubes(tmp_path):
     for columns, told in (([0], "25.0%: blue and some of the orange"), ([2], "25.0%: blue"), ([0, 1, 2], "75.0%: blue and orange")):
         title = plot.plot_cubes(frames, np.array([[columns, columns]]), 0, block_shape=(16, 8))._suptitle.get_text()
         assert title == f"16 queries (orange) see {8 * len(columns)} of 32 tokens ({told})"
-    usual = plot.plot_cubes(order, lists)  # row: the block with the token in the middle of the first grid
+    usual = plot.plot_cubes(order, lists)  # by default, row is the block with the middle token of the first grid
     assert np.asarray(usual.axes[2].get_images()[0].get_array())[4, 6] == 2

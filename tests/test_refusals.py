@@ -21,7 +21,7 @@ BLOCK_SPARSE = "block_sparse.block_sparse_attention"
 
 
 def wrong(name, row, **more):
-    """The call that a row describes. The caller makes it."""
+    """The call that a row describes, for a test to make."""
     call = Call(name, valid(name), row.variety)
     call.arguments = row.apply(call.arguments) | more
     return call

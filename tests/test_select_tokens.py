@@ -21,7 +21,7 @@ def problem(dtype="float32", queries=37, keys=150, heads=5, dim=24, batch=2, see
 
 
 def check(q, k, weights, top_k, **options):
-    """The chosen keys and their scores, after a check that these scores are the best ones by the twin."""
+    """The chosen keys and their scores, after a check that these scores are the best scores of the twin."""
     found, scores = select.select_tokens(q, k, weights, top_k, return_scores=True, **options)
     exact_keys, exact = reference.select_tokens(q, k, weights, top_k, return_scores=True, **options)
     bound = 1e-12 if q.dtype == np.float64 else 2e-5

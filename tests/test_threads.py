@@ -34,7 +34,7 @@ def attend(q, k, v, **options):
     return blitz_attn.block_sparse_attention(q, k, v, **options)
 
 
-# ---- What decides their number ------------------------------------------------------------------------------------
+# ---- The number of threads ----------------------------------------------------------------------------------------
 
 TELL = "import blitz_attn._core as c; print(c.get_num_threads(), c.num_threads_source())"
 
@@ -156,7 +156,7 @@ def test_set_refuses(value, error):
     assert blitz_attn.get_num_threads() == before
 
 
-# ---- The result does not depend on them ---------------------------------------------------------------------------
+# ---- Results do not depend on threads -----------------------------------------------------------------------------
 
 
 def test_concurrent_callers():

@@ -95,7 +95,7 @@ def test_repeated_axes_are_cast_once():
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_each_place_of_a_repeated_tensor_has_its_own_gradient(low):
-    """The leaves are expanded tensors: keys over heads, values over the batch, and a mask over both and over queries."""
+    """The leaves are expanded tensors: keys over heads, values over the batch, and a mask over heads, batch and queries."""
     q, k, v = tensors()
     mask = torch.randn(1, 1, 1, 37)
 

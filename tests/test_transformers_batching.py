@@ -20,7 +20,7 @@ from blitz_attn.integrations._transformers.fallbacks import TOLD  # noqa: E402
 from blitz_attn.integrations.transformers import SparseConfig, configure, continuous_batching  # noqa: E402
 from cases_transformers import forward, pytestmark, small_model, tensors  # noqa: E402, F401
 
-KINDS = ("llama", "mistral", "gemma2", "gpt_oss")  # layers: full; of windows; both kinds, with a softcap; both kinds, with sinks
+KINDS = ("llama", "mistral", "gemma2", "gpt_oss")  # layers: full; with windows; both kinds and a softcap; both kinds and sinks
 
 
 def options(new_tokens=8):

@@ -314,7 +314,7 @@ def test_the_part_of_a_mask_that_indexers_take_stays_a_rule():
     assert mask[0].rules is None
 
 
-# ---- Where what is cheaper ------------------------------------------------------------------------------------------
+# ---- The cheaper way to compute -------------------------------------------------------------------------------------
 
 
 def test_what_is_expanded_is_what_costs_less():

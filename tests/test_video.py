@@ -342,7 +342,7 @@ def test_blocks_of_a_chooser_are_added():
 
 def test_keys_of_padding_have_no_share():
     """Queries of the first two frames look at their own frame, and more at padding. If padding counts, both rules keep the same share of these
-    queries. Then the queries of the last two frames decide, which look a little at their own place in all frames."""
+    queries. Then the last two frames decide: their queries look a little at their own place in all frames."""
     order, rules = order_of([(4, 4, 6), 8], (1, 2, 2)), [video.Neighbourhood.spatial(), video.Neighbourhood.temporal()]
     frame, place = np.arange(96) // 24, np.arange(96) % 24
     q, k = np.zeros((2, 1, 1, 104, 32), np.float32)

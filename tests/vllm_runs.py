@@ -59,7 +59,7 @@ def sampling(tokens=16):
 
 
 def generate(llm, repeated=None, turns=1):
-    """The tokens that the last of some turns generates from the same prompts."""
+    """The tokens of the last of `turns` turns over the same prompts."""
     for _ in range(turns):
         found = llm.generate(draw_prompts(repeated=repeated), sampling(), use_tqdm=False)
     return {"tokens": [x.outputs[0].token_ids for x in found], "cached": [x.num_cached_tokens for x in found]}

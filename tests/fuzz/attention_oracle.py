@@ -226,7 +226,8 @@ def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: n
     A probability has the error of its score, of rounding the difference to `lse`, and `weight_error`. dout . v and dout . out are sums
     of Dv products, so a slope (the gradient of a score) has the relative error of its probability, and an error of (Dv + 4) eps times the
     products' absolute values. Slopes are rounded as probabilities are. Each gradient is a sum of n products with slopes or with
-    probabilities, and is rounded to the dtype. The derivative of the softcap, ``1 - tanh(x)^2``, has an error of at most twice that of x and of the tanh.
+    probabilities, and is rounded to the dtype. The derivative of the softcap, ``1 - tanh(x)^2``, has at most
+    twice the error of x and of the tanh.
     """
     eps = EPSILON[a.real]
     k, v = a.grouped(a.k), a.grouped(a.v)

@@ -57,7 +57,7 @@ class Call:
         self.positional: tuple[Any, ...] = ()
         self.by_position: list[str] = []  # the names of positional arguments
         self.python_refuses = False
-        self.calls_unusual = False  # whether a function was replaced that the package calls, perhaps with arguments that the new one lacks
+        self.calls_unusual = False  # whether an unusual function was given, which may not take the arguments that the package passes
 
     def value(self, argument: str) -> Any:
         if argument in self.arguments:

@@ -100,7 +100,7 @@ def dequantize_kv(draw: Draw) -> None:
     placed_scale = arrays.place(draw, "scale", scale, last_contiguous=False)
     given = placed_scale.array.tolist() if draw.flag("list", 0.2) and scale.size else placed_scale.array
     got = blitz_attn.dequantize_kv(arrays.dressed(placed.array, dtype, kind), given)
-    product = arrays.values_of(placed.array, dtype) * scale.astype(np.float32).astype(np.float64)[..., None]  # exact in float64, so rounded only once
+    product = arrays.values_of(placed.array, dtype) * scale.astype(np.float32).astype(np.float64)[..., None]  # exact, so rounded only once
     if got.dtype != np.float32:
         raise Finding(f"{got.dtype}, expected float32")
     checks.near("values", got.astype(np.float64), product.astype(np.float32).astype(np.float64), 0)
@@ -239,7 +239,7 @@ class Append:
             self.summaries[name] = Held(draw, name, values, dtype, kind)
 
     def expected_summaries(self, cache: np.ndarray) -> dict[str, np.ndarray]:
-        """The summaries after the call. Those of blocks with new tokens are renewed, and 0 stands behind a request's last block."""
+        """The summaries after the call. Summaries of blocks with new tokens are renewed, and 0 stands behind a request's last block."""
         found = {name: x.values() for name, x in self.summaries.items()}
         for b, (n, m) in enumerate(zip(self.lens, self.new, strict=True)):
             t = np.arange(n)

@@ -58,7 +58,7 @@ class Cache:
 
 
 def _ranges(draw: Draw, tokens: np.ndarray) -> np.ndarray:
-    """A run of tokens for each query. `tokens` has, for each query, the number of tokens of its request. Some runs are empty, and some reach beyond the tokens."""
+    """A run of tokens for each query. `tokens` has the number of tokens of each query's request. Some runs are empty, and some reach beyond the tokens."""
     rng = draw.rng("ranges")
     ends = np.sort(rng.integers(-2, np.maximum(tokens, 1)[:, None] + 3, (len(tokens), 2)), axis=-1)
     if draw.flag("ranges.wide", 0.2):

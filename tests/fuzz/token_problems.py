@@ -128,7 +128,7 @@ def _quantised(draw: Draw, like: np.ndarray, kind: str, coarse: bool) -> tuple[n
 
 
 def _paged(draw: Draw, keys: list[np.ndarray], counts: list[int], dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Pages with the keys of each batch entry, and with their scales, and tables for `counts` keys. Unused places hold NaN."""
+    """Pages with the keys of each batch entry, and with their scales, and tables for `counts` keys. Unused places hold NaN, or 0x7F in 8-bit keys."""
     size = draw.pick("page_size", (16, 1, 3, 64))
     pages = [-(-n // size) for n in counts]
     order = draw.rng("pages").permutation(sum(pages) + draw.integer("spare pages", 0, 3))
