@@ -31,7 +31,7 @@ def status(name):
 
 
 def peak(call):
-    """The most bytes held during a call, minus those held before it and those of its result."""
+    """The most bytes held during a call, minus the bytes held before the call and the bytes of its result."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets VmHWM, the peak
     before = status("VmRSS")
@@ -55,7 +55,7 @@ def measure(case, axis, times, threads, found, i):
 
 
 def peaks(case, axis, threads=1):
-    """The peaks of a case with one axis at its size, twice and four times that; -1 if a call fails.
+    """The peaks of a case with one axis at its size, twice and four times that. A peak is -1 if the call fails.
 
     The system may reclaim pages of libraries during a call, which hides just as much of the call's memory. So peaks that seem to grow are
     measured again.

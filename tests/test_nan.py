@@ -127,7 +127,7 @@ def test_in_values_beside_a_large_weight(dim, bad, isa_level):
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_values_of_few_queries(dtype, bad, isa_level):
-    """In a decode step of three tokens, the first token does not attend the last two keys, and the second one not the last key."""
+    """In a decode step of three tokens, the first token does not attend the last two keys, and the second token does not attend the last key."""
     q, k, v = testing.make_qkv(2, 4, 2, 3, 100, 20, dtype=dtype)
     clean = attend(q, k, v, causal=True)
     got = attend(q, k, spoilt(v, [(0, 0, 98, 7), (1, 1, 99, 19)], bad), causal=True)

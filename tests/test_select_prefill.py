@@ -39,7 +39,7 @@ def ranges_of(kind):
     place, rng = np.arange(Q) + KV - Q, np.random.default_rng(11)
     if kind == "documents":
         return of_documents([0, 37, 101, 170], [0, 1, 2], Q)
-    if kind == "other order":  # a block row sees documents with others between them
+    if kind == "other order":  # a block row sees documents with other documents between them
         return of_documents([0, 37, 64, 101, 170], [3, 0, 2, 1, 0], Q)
     if kind == "chunks":
         return np.stack([place // 48 * 48, place + 1], axis=-1)

@@ -1,4 +1,4 @@
-"""A paged cache replaces transformers' own: all that models and `generate` read from it, before, between and after steps, is the same."""
+"""A paged cache replaces transformers' own: all that models and `generate` read from it is the same before, between and after steps."""
 
 import copy
 import pickle
@@ -356,7 +356,7 @@ def bytes_held(layer):
 
 @pytest.mark.parametrize("prompt", [1024, 1025, 1087, 1090, 4000, 8100])
 def test_pages_and_summaries_take_little_more_memory_than_a_dynamic_cache(prompt):
-    """They take at most a tenth more in each step, with pages of 64 tokens."""
+    """Pages of 64 tokens and their summaries take at most a tenth more memory than a dynamic cache, in each step."""
     layer, other = PagedLayer(64), cache_utils.DynamicLayer()
     new = [tensors(1, 1, prompt, 2, seed=n) for n in range(2)]
     other.update(*new)

@@ -445,7 +445,7 @@ def test_a_window_on_both_sides_where_queries_and_keys_end_apart(queries, keys):
 
 
 def test_given_values_replace_those_of_pages():
-    """DiffLlama passes the keys of its cache, and other values."""
+    """DiffLlama passes the keys of its cache together with other values."""
     cache = paged_cache(transformers.LlamaConfig(num_hidden_layers=1), page_size=4)
     keys, values, q = tensors(1, 2, 20, 8), tensors(1, 2, 20, 8, seed=1), tensors(1, 4, 1, 8, seed=2)
     configure(SparseConfig(min_tokens=1, decode_budget=1000))

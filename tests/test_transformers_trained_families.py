@@ -252,7 +252,7 @@ def test_a_mask_that_the_caller_made(name):
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_positions_that_begin_again(name):
-    """Positions begin again, as in packed sequences, and skip numbers. They decide which of DeepSeek-V4's entries a query may see."""
+    """Positions begin again, as in packed sequences, and skip numbers. The positions decide which of DeepSeek-V4's entries a query may see."""
     model, ids = small_model(name), prompt(1, 60)
     where = torch.cat([torch.arange(22), torch.arange(30), torch.arange(8) * 3])[None]
     for options in ({"use_cache": False}, {}):

@@ -1,4 +1,4 @@
-"""Runs vLLM's CPU engine, in a process of its own, over a list of cases, and prints one line of JSON per case: tests/test_vllm.py starts it.
+"""Runs vLLM's CPU engine, in a process of its own, over a list of cases, and prints one line of JSON per case. tests/test_vllm.py starts it.
 
     python tests/vllm_runs.py '{"model": "llama", "folder": "...", "cases": [{"options": "1", "engine": {}, "run": "generate"}]}'
 

@@ -32,7 +32,7 @@ def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
     single = given.astype(np.float32)
     bits = single.view(np.uint32) if single.ndim else single.reshape(1).view(np.uint32).reshape(())
     # Rounding twice to the nearest would be wrong, so the first rounding is to odd: a number between two neighbouring float32 becomes the
-    # neighbour whose last bit is 1. Both lie on the same side of every tie between two bfloat16.
+    # neighbour whose last bit is 1. The number and this neighbour lie on the same side of every tie between two bfloat16.
     inexact = np.isfinite(given) & (single != given)
     bits = np.where(inexact, (bits - (np.abs(single) > np.abs(given))) | np.uint32(1), bits).astype(np.uint32)
     rounded_bits = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -43,7 +43,7 @@ class Part:
         return {"dtype": self.setting.named, "num_threads": checks.threads(self.draw)}
 
     def called(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """The results of a call. Half of the time, they are compared with those of another number of threads."""
+        """The results of a call. Half of the time, they are compared with results on another number of threads."""
         results = call(*arguments, **options)
         if self.draw.pick("check", ("oracle", "threads")) == "threads":
             other = call(*arguments, **options | {"num_threads": self.draw.pick("other_threads", checks.THREADS)})
