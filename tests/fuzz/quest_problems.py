@@ -515,7 +515,7 @@ def refused_summaries(draw: Draw) -> None:
 
 @problem("long_blocks", weight=0.4)
 def long_blocks(draw: Draw) -> None:
-    """If blocks are longer than every request, each request has one block, whose summary is the same for any size of blocks."""
+    """If blocks are longer than every request, each request has one block, and the same selection for any size of blocks."""
     batch, heads, dim = (draw.integer(name, 1, most) for name, most in (("batch", 3), ("kv_heads", 3), ("dim", 40)))
     rows = draw.integer("rows", 1, 9, likely=(4, 8))  # its product with a power of two may be 0 in 64 bits
     rng, lens = draw.rng("values"), np.array([draw.integer(f"seq_lens[{b}]", 0, 64) for b in range(batch)], np.int64)
