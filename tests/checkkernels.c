@@ -1,10 +1,10 @@
-/* Checks every kernel of kernels.inc against plain double arithmetic that is written here.
+/* Checks every kernel that kernels.inc lists against plain arithmetic in double precision.
  *
- *     checkkernels [NAME...]                      checks the kernels whose names contain one of the NAMEs; without NAMEs, all
- *     checkkernels --sample N SEED [NAME...]      the same, but of the cases only one in N, which SEED draws
- *     checkkernels --bench [NAME...]              times attend instead
+ *     checkkernels [NAME...]                      checks the kernels whose names contain one of the NAMEs; without NAMEs, all kernels
+ *     checkkernels --sample N SEED [NAME...]      checks only one case in N, which SEED draws
+ *     checkkernels --bench [NAME...]              times attend, and checks nothing
  *
- * checkkernels_promises.c checks what kernels promise to the bit, checkkernels_backward.c checks the backward pass, checkkernels_case.c makes the
+ * checkkernels_promises.c checks the promises that hold to the bit, checkkernels_backward.c checks the backward pass, checkkernels_case.c makes the
  * cases, and checkkernels_base.c has guarded memory, number formats and the report. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "checkkernels.h"
@@ -23,10 +23,10 @@ enum { BA_DTYPE_NUMBERS };
 
 typedef struct listed {
     const char *name;
-    const ba_attend_family *family; /* for a cache: the family of its queries' dtype, float or double */
+    const ba_attend_family *family; /* for a cache: the family of the dtype of its queries, float32 or float64 */
     const ba_cache_kernels *cache;
     ba_dtype dtype;
-    /* for kernels that prefetch into L2: the ones that they replace */
+    /* for kernels that prefetch into L2: the kernels that they replace */
     const ba_attend_family *family_into_l1;
     const ba_cache_kernels *cache_into_l1;
 } listed;
@@ -71,7 +71,7 @@ static const struct {
 };
 enum { LISTED = sizeof list / sizeof *list, PROBES = sizeof probe_list / sizeof *probe_list };
 
-/* Fails to compile when a table gets a new kernel, until this file checks that kernel and names the new size. */
+/* Fails to compile when a table gets a new kernel. Whoever raises the number here adds a check of that kernel. */
 #define FUNCTIONS(entry, first) ((sizeof(entry) - offsetof(entry, first)) / sizeof(void (*)(void)))
 _Static_assert(FUNCTIONS(ba_pack_kernels, keys) == 10 && FUNCTIONS(ba_panel_kernels, attend) == 18 &&
                    FUNCTIONS(ba_few_kernels, attend) == BA_DTYPE_COUNT + 5 && FUNCTIONS(ba_routed_kernels, attend) == 5 &&
@@ -96,15 +96,16 @@ static subject subject_of(const listed *l) {
     return s;
 }
 
-/* Sets `over` to the family's own kernels over a cache of another dtype: for few queries, if it has one, and for panels, if they take scales. Returns
- * whether the family has any. */
+/* Sets `over` to the family's own kernels over a cache of another dtype: the kernel for few queries, if the family has one, and the panel kernels, if
+ * they take scales. Returns whether the family has any such kernel. */
 static bool subject_over(const listed *l, ba_dtype kv_dtype, subject *over) {
     static char name[80];
     subject s = subject_of(l);
     const ba_cache_kernels *cache = ba_kernels_at(l->family->isa)->cache[kv_dtype];
     if (l->cache || kv_dtype == l->dtype) return false;
     s.few = l->family->few->attend[kv_dtype];
-    s.widen = l->family->takes_scales && cache && !l->family_into_l1 ? cache->widen : NULL; /* panels are those of the family that it replaces */
+    s.widen =
+        l->family->takes_scales && cache && !l->family_into_l1 ? cache->widen : NULL; /* families with prefetches into L2 share their panel kernels */
     if (!s.few && !s.widen) return false;
     if (!s.pack_k) s.pack_k = s.widen;
     snprintf(name, sizeof name, "%s_over_%s", l->name, kv_dtype == BA_INT8 ? "int8" : kv_dtype == BA_FLOAT8_E4M3 ? "float8_e4m3" : "another");
@@ -115,7 +116,7 @@ static bool subject_over(const listed *l, ba_dtype kv_dtype, subject *over) {
     return true;
 }
 
-/* Whether these are a family's own kernels over a cache of another dtype. */
+/* Whether `s` holds a family's own kernels over a cache of another dtype. */
 static bool is_over(const subject *s) { return s->kv_dtype != s->dtype && !s->cache; }
 
 static const char *const variant_names[VARIANTS] = {"wide", "narrow", "few", "routed"};
@@ -156,7 +157,7 @@ static void clear_records(void) {
 
 /* ---- attend, and its parts one after the other -------------------------------------------------------------------- */
 
-/* What the previous part of a kernel has left behind: the input of the next part's check. */
+/* The inputs of a part's check: the state before the chunk, and the scores or weights that the part before has computed. */
 static double scores[BA_MAX_CHUNK][BA_MAX_LANES], old_o[BA_MAX_HEAD_DIM][BA_MAX_LANES], old_m[BA_MAX_LANES], old_l[BA_MAX_LANES];
 
 static void check_scores(const test_case *c, const ba_chunk *chunk, int64_t first, const void *row_max) {
@@ -221,7 +222,7 @@ static void run_parts(const test_case *c, const ba_panel *panel, const ba_chunk 
     check_values(c, panel, chunk, first, alpha);
 }
 
-/* finish_reals writes what `finish` has rounded into `out_rows`. */
+/* Checks that the numbers of finish_reals, once rounded, have the bits that `finish` has written to `out_rows`. */
 static void check_finish_reals(const test_case *c, const ba_panel *panel, void *const *out_rows) {
     static double reals[BA_MAX_LANES][BA_MAX_HEAD_DIM];
     void *rows[BA_MAX_LANES];
@@ -323,7 +324,7 @@ static void check_attend(test_case *c) {
 
 /* ---- Formats ------------------------------------------------------------------------------------------------------ */
 
-/* A case with one query, which is 1, and one key: the maximum is then the element of K, and the output is V. */
+/* Makes a case of one key, and one query whose only element is 1: the largest score is the element of K, and the output is V. */
 static void make_single(test_case *c, int64_t v_dim) {
     make_case(c, EQUAL, NO_MASK, 1, 1, 1, v_dim);
     c->scale = 1;
@@ -333,12 +334,12 @@ static void make_single(test_case *c, int64_t v_dim) {
 
 static double visible_number(const test_case *c, double x) { return fabs(x) < tiny(c) ? 0 : x; }
 
-/* Checks that every bit pattern of K and V is read as the number that it stands for: K exactly, V up to the rounding of its weight. A weight of 1
- * has no rounding: m is then the maximum itself, and there is no scale. */
+/* Checks that every bit pattern of K and V is read as the number that it stands for. Where m is the maximum, it equals the element of K, and the
+ * weight of V is 1. */
 static void check_patterns_in(test_case *c) {
     const int64_t patterns = patterns_of(c->s.kv_dtype), size = ba_dtype_size(c->s.kv_dtype);
     const bool packs = c->variant != FEW && c->s.pack_k;
-    const bool is_whole = c->variant != FEW && c->s.f->has_cuts; /* m is then an integer near the maximum, not the maximum itself */
+    const bool is_whole = c->variant != FEW && c->s.f->has_cuts; /* m is an integer near the maximum instead of the maximum */
     make_single(c, 1);
     ba_panel panel = open_panel(c);
     for (int64_t bits = 0; bits < patterns; bits++) {
@@ -374,8 +375,8 @@ static void check_patterns_in(test_case *c) {
     }
 }
 
-/* The place where pack_few and order_few put element d of a query. The kernel takes groups of 8, 4, 2 or 1 queries together; in a group, vectors of
- * the queries alternate. Where the family has order_few, the even-numbered elements of each two whole vectors come before the odd-numbered ones. */
+/* The place where pack_few and order_few put element d of a query. The kernel takes groups of 8, 4, 2 or 1 queries together; in a group, the
+ * vectors of its queries alternate. With order_few, the even-numbered elements of every two whole vectors come before the odd-numbered ones. */
 static int64_t place_of_few(const test_case *c, int64_t query, int64_t d) {
     const int64_t vector = c->s.f->lanes[1];
     for (int64_t first = 0, together;; first += together) {
@@ -389,7 +390,8 @@ static int64_t place_of_few(const test_case *c, int64_t query, int64_t d) {
     }
 }
 
-/* Checks pack_queries by way of `scores`, with unit vectors as keys: each score is then one packed element, whatever the family's format is. */
+/* Checks pack_queries. Packed queries of few kernels are read in place. Those of panels are read by way of `scores`, with unit vectors as keys: each
+ * score is then one packed element, in whatever format the family packs. */
 static void check_pack_queries(test_case *c) {
     record *r = &records[PACK_QUERIES];
     const int64_t lanes = most_queries(c);
@@ -403,7 +405,7 @@ static void check_pack_queries(test_case *c) {
         const ba_chunk chunk = open_chunk(c, 0, c->keys);
         const double *got = NULL;
         if (few_are_own(c)) {
-            got = NULL; /* the packed format is the family's own, and only the check of attend can tell whether it is right */
+            got = NULL; /* the format is the family's own: only the check of attend can tell whether the packing is right */
         } else if (c->variant == FEW) {
             for (int64_t i = 0; i < c->queries; i++)
                 for (int64_t d = 0; d < c->keys; d++) scores[d][i] = real_at(c, panel.q, place_of_few(c, i, d));
@@ -423,8 +425,8 @@ static void check_pack_queries(test_case *c) {
     }
 }
 
-/* For n = 0, 1, 2, .., four numbers for each bit pattern: its own number, the midpoint to the next pattern's number, and the floats just above and
- * just below the midpoint. */
+/* Returns number n of a sequence with four numbers for each bit pattern: the pattern's own number, the midpoint to the next pattern's number, and the
+ * floats just above and just below the midpoint. */
 static double near_pattern(ba_dtype dtype, int64_t n) {
     const int patterns = patterns_of(dtype), bits = (int)(n / 4 % patterns);
     const double here = decode(dtype, bits), next = decode(dtype, (bits + 1) % patterns);
@@ -433,7 +435,8 @@ static double near_pattern(ba_dtype dtype, int64_t n) {
     return n % 4 == 0 ? here : n % 4 == 1 ? (double)middle : (double)nextafterf(middle, n % 4 == 2 ? INFINITY : -INFINITY);
 }
 
-/* Checks `finish` by itself. With l = 1 the output is o, rounded to the dtype of the output: ties, their neighbours, subnormals, overflow, NaN. */
+/* Checks `finish` by itself. With l = 1 the output is o, rounded to the output's dtype; the numbers include ties, their neighbours, subnormal
+ * numbers, overflow and NaN. */
 static void check_finish(test_case *c) {
     record *r = &records[FINISH];
     const ba_dtype dtype = c->s.dtype;
@@ -553,7 +556,7 @@ static void check_add(test_case *c, record *r) {
 
 /* ---- Kernels that only caches have -------------------------------------------------------------------------------- */
 
-/* Compares element `at` of what a kernel gave with what the kernel that it replaces gives. */
+/* Compares element `at` of the results of a kernel that prefetches into L2 (`got`), and of the kernel that it replaces (`replaced`). */
 static void compare_with_replaced(record *r, ba_dtype dtype, const void *got, const void *replaced, int64_t at) {
     const double a = get_element(dtype, got, at), b = get_element(dtype, replaced, at);
     require(r, (isnan(a) && isnan(b)) || (a == b && !signbit(a) == !signbit(b)), "the kernel that prefetches into L1 gives another number [.][at]",
@@ -606,16 +609,16 @@ static void check_probabilities(test_case *c) {
                 const double x = s.value - m[i], got = (double)sums[j * c->lanes + i];
                 if (!sees(c, i, j)) compare(r, got, 1, 0, "unseen [key][lane]", j, i);
                 else if (isnan(x)) require(r, isnan(got), "NaN [key][lane]", j, i);
-                else if (x < 60) /* above, even a small error of the score makes a large error of 2^score */
+                else if (x < 60) /* above 60, even a small error of the score makes a large error of 2^score */
                     compare(r, got, 1 + exp2(x), unit(c) * (1 + exp2(x)) + 2 * weight_error(c, x) + exp2(x) * expm1(0.7 * fmin(s.error, 100)),
                             "sum [key][lane]", j, i);
             }
     }
 }
 
-/* The keys are cut into two chunks, anywhere or where the family can. A block that is cut is continued in the second chunk. Families without the
- * kernel scores find references, above which no weight is large, and not the largest scores; lanes with a score that is not finite are left out then.
- */
+/* The keys are cut into two chunks: anywhere if the family has the kernel `scores`, otherwise at a multiple of key_align. The second chunk continues
+ * a block that the cut divides. In a family without `scores`, m is not the largest score, but a reference that no score exceeds by much; lanes with a
+ * score that is not finite are left out then. */
 static void check_block_sums(test_case *c) {
     static double errors[BA_MAX_CHUNK][BA_MAX_LANES];
     record *r = &records[BLOCK_SUMS];
@@ -704,7 +707,7 @@ static void check_join_lanes(test_case *c) {
     }
 }
 
-/* Lanes are the keys of an indexer, and the keys of the case the heads of its queries. */
+/* The lanes are the keys of an indexer, and the keys of the case are the heads of the indexer's queries. */
 static void check_head_sums(test_case *c) {
     record *r = &records[HEAD_SUMS];
     const int64_t real = c->s.f->real_size;
@@ -777,8 +780,8 @@ static void check_move_better(const test_case *c) {
         double score[MOST + 1];
         int64_t expected = 0;
         bool seen[MOST + 1] = {false};
-        memset(all, 0xff, (size_t)bytes); /* what is between the members may be anything */
-        for (int64_t i = 0; i < n; i++) { /* all keys but the pivot's */
+        memset(all, 0xff, (size_t)bytes); /* the bytes between the members may be anything */
+        for (int64_t i = 0; i < n; i++) { /* all keys except the pivot's */
             all[i].key = (int32_t)(i + (i >= pivot.key));
             all[i].score = score[all[i].key] = pick(9) ? floor(4 * uniform()) / 4 : -INFINITY;
             expected += is_better(all[i], pivot);
@@ -795,8 +798,8 @@ static void check_move_better(const test_case *c) {
     }
 }
 
-/* The next block to choose among those that are not taken yet: one that is always chosen, else the one with the highest score; -1 if no block is
- * left. */
+/* Returns the next block to choose among those that are not taken yet: a block that is always chosen, or else the block with the highest score.
+ * Returns -1 if no block is left. */
 static int64_t next_choice(const ba_choice *choice, const double *score, const bool *taken, int64_t row) {
     int64_t best = -1;
     for (int64_t b = 0; b < choice->hi[row]; b++) {
@@ -852,8 +855,8 @@ static void check_choose(test_case *c) {
     }
 }
 
-/* q and k hold the heads of a row side by side. The first half of k's rows is one side, the second half the other side. With two sides, the larger of
- * the two products counts, and NaN where either product is NaN. */
+/* Rows of q and k hold their heads side by side. The first half of k's rows is the first side, and the second half is the second side. With two
+ * sides, each element contributes the larger of its two products, or NaN if either product is NaN. */
 static void check_score_heads(test_case *c) {
     static double replaced[20 * 20 * BA_FEW_QUERIES + 16];
     record *r = &records[SCORE_HEADS];
@@ -894,7 +897,7 @@ static void check_score_heads(test_case *c) {
     }
 }
 
-/* The pooled numbers of rows whose mean, largest and smallest elements are known, and the error of that mean. */
+/* Checks the pooled numbers of rows. `known` has the mean, the largest and the smallest element of each dim, and the error of the mean. */
 static void check_pool(const test_case *c, const void *const *rows, const double (*known)[BA_MAX_HEAD_DIM]) {
     record *r = &records[POOL];
     const ba_dtype dtype = c->s.kv_dtype;
@@ -927,7 +930,7 @@ static void check_summarise(test_case *c) {
         if (!is_drawn()) continue;
         make_case(c, n % FILLS, NO_MASK, 1, 1 + pick(n % 7 ? 20 : 200), 1, dim_at(n / FILLS % DIMS));
         const void **rows = place_rows(c, V_ROWS, V_POINTERS, &v, 0, c->keys, c->v_dim);
-        void *to[3]; /* largest, smallest, mean; NULL, in some cases: not computed */
+        void *to[3]; /* largest, smallest and mean; NULL: not computed */
         for (int i = 0; i < 3; i++) to[i] = pick(8) ? place_row(OUT_ROWS, i, c->v_dim * ba_dtype_size(dtype)) : NULL;
         c->s.cache->summarise(rows, c->keys, c->v_dim, to[0], to[1], to[2]);
         require(r, neighbours_untouched(), "wrote beside a buffer", -1, -1);
@@ -1002,11 +1005,11 @@ static void check_subject(const subject *s) {
         return;
     }
     for (int variant = WIDE; variant < VARIANTS; variant++) {
-        if (variant != FEW && s->cache && !s->pack_k) continue; /* these variants run the family's own kernels on K and V of its own dtype */
+        if (variant != FEW && s->cache && !s->pack_k) continue; /* this variant would only repeat the check of the family's kernels */
         if (variant == FEW && !s->few) continue;
         const bool over = is_over(s);
         if (over && variant != FEW && !s->widen) continue;
-        if (variant != FEW && s->few_into_l1 && !s->cache) continue; /* its other kernels are checked with the family that it copies */
+        if (variant != FEW && s->few_into_l1 && !s->cache) continue; /* all other kernels are those of the family that it replaces */
         if (variant == ROUTED && (s->cache || over || !s->f->routed)) continue;
         clear_records();
         c = (test_case){.s = *s, .variant = variant};
@@ -1049,8 +1052,8 @@ static void check_probe(void *context) {
     }
 }
 
-/* Checks that each level's table has, for each dtype, the highest kernel of the list that the level and the CPU allow, and of two kernels that differ
- * in prefetches the one whose prefetches the CPU carries out. */
+/* Checks that each level's table has, for each dtype, the highest kernel of the list that the level and the CPU allow. Kernels that prefetch into L2
+ * are in the table only if the CPU carries such prefetches out. */
 static void check_dispatch(void) {
     clear_records();
     record *r = &records[0];
@@ -1090,15 +1093,15 @@ static double now(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-enum { SLICES = 10 }; /* the fastest counts, because anything else that the machine does only makes a slice slower */
+enum { SLICES = 10 }; /* the fastest slice counts, because other work of the machine can only slow a slice down */
 
-/* Times attend over one chunk that stays in cache, on one thread: an upper bound on the speed that a driver can reach. */
+/* Times attend over one chunk that stays in cache, on one thread. No driver can be faster. */
 static void bench(const subject *s) {
     static test_case c;
     if (ba_cell_bytes(s->kv_dtype)) return; /* make_case() draws elements */
     for (int variant = WIDE; variant < VARIANTS; variant++)
         for (int64_t dim = 64; dim <= 128; dim *= 2) {
-            if (variant != FEW && s->cache) continue; /* packed, these are rows of the family's own dtype */
+            if (variant != FEW && s->cache) continue; /* packed rows of a cache are like the family's own */
             if (variant == FEW && !s->few) continue;
             if (variant != FEW && (s->few_into_l1 || (s->kv_dtype != s->dtype && !s->widen))) continue;
             if (variant == ROUTED && (s->widen || !s->f->routed)) continue;
@@ -1126,7 +1129,7 @@ static void bench(const subject *s) {
         }
 }
 
-/* Each argument is a part of the names of kernels to check (no argument: all), or, after a dash, of kernels to leave out. */
+/* Each argument is a part of the names of kernels to check or, after a dash, of kernels to leave out. With none to check, all are. */
 int main(int argc, char **argv) {
     const bool timing = argc > 1 && strcmp(argv[1], "--bench") == 0;
     const bool sampled = argc > 3 && strcmp(argv[1], "--sample") == 0;

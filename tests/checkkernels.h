@@ -1,4 +1,4 @@
-/* The base of the kernel checks: guarded memory, element types in plain arithmetic, random numbers, the report, cases. */
+/* The common parts of the kernel checks: guarded memory, element types in plain arithmetic, random numbers, the report, and cases. */
 #ifndef CHECKKERNELS_H
 #define CHECKKERNELS_H
 
@@ -8,7 +8,7 @@
 /* ---- Guarded memory ----------------------------------------------------------------------------------------------- */
 
 /* Every buffer lies between two protected pages: its end touches the page behind it, or, after flip_side(), its beginning touches the page
- * before it. The buffer, and the unprotected bytes beside it, are filled with ones (NaN, -1, an invalid pointer). */
+ * before it. The buffer, and the unprotected bytes beside it, are filled with bits of 1 (NaN, -1, or an invalid pointer). */
 typedef enum buffer {
     PANEL_Q,
     PANEL_O,
@@ -49,17 +49,17 @@ typedef enum buffer {
 void *place(buffer which, int64_t bytes);                      /* aligned to BA_ALIGN */
 void *place_tight(buffer which, int64_t bytes, int64_t align); /* aligned to `align` only, so that no gap is left before the guard page */
 
-/* Rows, each between guard pages of its own. Of two neighbours, one touches the page behind it and the other the page before it. */
+/* Rows, each between guard pages of its own. Of two neighbouring rows, one touches the page behind it, and the other touches the page before it. */
 typedef enum row_pool { Q_ROWS, K_ROWS, V_ROWS, OUT_ROWS, ROW_POOLS } row_pool;
 void *place_row(row_pool pool, int64_t index, int64_t bytes);
 
 void flip_side(void);
-bool neighbours_untouched(void); /* whether the bytes beside everything that was placed since forget_places() are as they were */
+bool neighbours_untouched(void); /* whether the bytes beside the buffers and output rows placed since forget_places() are unchanged */
 void forget_places(void);
 
 /* ---- Elements ----------------------------------------------------------------------------------------------------- */
 
-/* float16, bfloat16 and float8_e4m3, written down from the definitions of the formats, without the shortcuts that the library takes. */
+/* Conversions from and to float16, bfloat16 and float8_e4m3, by the definitions of the formats, without the shortcuts that the library takes. */
 double decode(ba_dtype dtype, int bits);
 int encode(ba_dtype dtype, double value); /* to nearest, ties to even */
 int patterns_of(ba_dtype dtype);          /* how many bit patterns the dtype has; 0: too many to try all of them */
@@ -72,21 +72,21 @@ double unit_of(ba_dtype dtype);
 double smallest_of(ba_dtype dtype);
 double largest_of(ba_dtype dtype);
 ba_dtype real_of(const ba_attend_family *family);
-bool is_vector(const ba_attend_family *family); /* its packed rows are reals, and it has gradients */
+bool is_vector(const ba_attend_family *family); /* whether its packed rows are reals; only such families have gradients by panel */
 
 /* How a family rounds, which bounds the errors that its checks allow. */
 typedef struct rounding {
-    double weight_unit;     /* weights are off by up to this, relative, where they are multiplied with values; 0: by reals' roundings only */
-    double few_weight_unit; /* the same in the family's own kernels for few queries */
-    double exp_unit;        /* exp2 is off by up to this, relative; not in kernels for few queries */
+    double weight_unit;     /* largest relative error of weights that multiply values; 0: only roundings of reals */
+    double few_weight_unit; /* weight_unit in the family's own kernels for few queries */
+    double exp_unit;        /* largest relative error of exp2, except in kernels for few queries */
     bool flushes;           /* inputs, products and o below real's normal range count as 0 */
 } rounding;
 const rounding *rounding_of(const ba_attend_family *family);
 
 /* ---- Random numbers, and samples ------------------------------------------------------------------------------------ */
 
-/* From now on one case in `one_in` is checked, and `seed` decides which cases, and what numbers they have. Without it all cases are checked, with the
- * same numbers in every run. */
+/* After this call, one case in `one_in` is checked, and `seed` draws these cases and their numbers. Without this call, all cases are checked, with
+ * the same numbers in every run. */
 void sample_cases(int64_t one_in, const char *seed);
 bool is_drawn(void); /* whether the next case is in the sample */
 
@@ -116,27 +116,27 @@ void require(record *r, bool holds, const char *what, int64_t row, int64_t lane)
 void report(const char *family, const char *variant, record *records, int count);
 int report_total(void); /* prints the last line; returns 0 where all checks passed */
 
-/* Runs `run(context)`. Where it faults, that is a failure of `r`. */
+/* Runs `run(context)`. A fault in it is a failure of `r`. */
 void guarded_run(void (*run)(void *context), void *context, record *r);
 
 /* ---- A case (checkkernels_case.c) --------------------------------------------------------------------------------- */
 
-/* What is checked: a family with K and V of its own dtype, or with a cache of another dtype, run by the cache's kernels or by the family's own. */
+/* The kernels to check: those of a family, with K and V of its own dtype, or those over a cache of another dtype, of the cache or of the family. */
 typedef struct subject {
     const char *name;
     const ba_attend_family *f;
     const ba_cache_kernels *cache; /* NULL: the family's kernels */
     ba_dtype dtype, kv_dtype;      /* of queries and output; of K and V */
     ba_pack_rows_fn pack_k, pack_v;
-    ba_pack_rows_fn widen; /* rows of a quantised cache are widened before they are packed; NULL: they are packed as they are */
+    ba_pack_rows_fn widen; /* widens the rows of a quantised cache before they are packed; NULL: rows are packed as they are */
     int64_t pack_bytes;
     ba_attend_few_fn few;
     ba_attend_few_fn few_into_l1;          /* if `few` prefetches into L2: the kernel that it replaces, whose bits it returns */
-    const ba_cache_kernels *cache_into_l1; /* the same of all kernels of a cache */
+    const ba_cache_kernels *cache_into_l1; /* likewise, for all kernels of a cache */
 } subject;
 
-/* The variants of attention: WIDE and NARROW are panels of the two widths in kernels.h, FEW is the kernel for few queries, ROUTED the kernel
- * for routed lists, whose queries each have a state of their own. */
+/* The variants of attention: WIDE and NARROW are panels of the two widths in kernels.h, FEW is the kernel for few queries, and
+ * ROUTED is the kernel for routed lists, in which every query has a state of its own. */
 enum { WIDE, NARROW, FEW, ROUTED, VARIANTS };
 
 enum { MAX_CHUNKS = 3, MAX_KEYS = MAX_CHUNKS * BA_MAX_CHUNK, ROW_BYTES = BA_MAX_HEAD_DIM * sizeof(double) };
@@ -148,7 +148,7 @@ typedef struct test_case {
     subject s;
     int variant;
     int64_t lanes, queries; /* lanes of the panel, and how many of these hold queries */
-    int64_t named_lanes;    /* what the panel says of that: see ba_panel */
+    int64_t named_lanes;    /* `lanes` of the panel: see ba_panel */
     int64_t head_dim, v_dim, keys;
     fill fill;
     mask mask;
@@ -171,11 +171,11 @@ extern operand q, k, v;
 
 extern const double specials[3]; /* NaN and the infinities */
 
-bool in_rows(const test_case *c); /* FEW and ROUTED, whose o is [query][dim] */
-/* Draws everything of a case except the kernel, the variant and the sizes. Forgets what was placed before. */
+bool in_rows(const test_case *c); /* whether the variant is FEW or ROUTED, whose o is [query][dim] */
+/* Draws everything of a case except the kernel, the variant and the sizes. Forgets all placed buffers. */
 void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim);
 void set_variant(test_case *c, int variant, int64_t queries);
-void drop_options(test_case *c); /* neither a softcap, nor scales, nor a bias */
+void drop_options(test_case *c); /* removes the softcap, the scales and the bias */
 void set_operand(const test_case *c, operand *x, int64_t row, int64_t d, double value);
 void draw_range(test_case *c, int64_t lane);
 bool sees(const test_case *c, int64_t lane, int64_t key);
@@ -187,14 +187,14 @@ void **place_out_rows(const test_case *c);
 ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l);
 ba_panel open_panel(const test_case *c);
 ba_chunk open_chunk(const test_case *c, int64_t first, int64_t keys);
-/* The same, with rows that are longer than the part that the kernel reads. */
+/* Like open_chunk(), but with rows of k_dim and v_dim elements, of which the kernel reads the first. */
 ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t k_dim, int64_t v_dim);
-ba_bias place_bias(const test_case *c, int64_t first, int64_t keys); /* without numbers where there is none */
+ba_bias place_bias(const test_case *c, int64_t first, int64_t keys); /* without numbers if the case has no bias */
 void attend(const test_case *c, ba_panel *panel, const ba_chunk *chunk);
 
 /* Marks a panel with an empty state as fresh and fills its sums with NaN, in most cases; does nothing if the family takes no fresh panels. */
 void refresh(const test_case *c, ba_panel *panel);
-/* What the driver does with a panel that has attended nothing: its sums become 0. */
+/* Sets the sums of a panel that is still fresh to 0, as the driver does for a panel that has attended nothing. */
 void close_fresh(const test_case *c, ba_panel *panel);
 
 ba_dtype real_dtype(const test_case *c);
@@ -202,13 +202,13 @@ double real_at(const test_case *c, const void *data, int64_t index);
 int64_t o_stride(const test_case *c);
 int64_t o_index(const test_case *c, int64_t d, int64_t lane);
 
-/* The dims that checks go through: all short ones, then some long ones. */
+/* The head dims that checks go through: all short dims, then some long ones. */
 enum { SHORT_DIMS = 40, DIMS = SHORT_DIMS + 8 };
 int64_t dim_at(int64_t i);
 
-/* The results of plain arithmetic, and by how much those of a kernel may differ. */
+/* The results of plain arithmetic, and the errors that a kernel's results may have. */
 double unit(const test_case *c);                       /* the relative error of one operation in real */
-bool few_are_own(const test_case *c);                  /* FEW packs queries in a format of its own */
+bool few_are_own(const test_case *c);                  /* whether the variant is FEW, and packs queries in a format of its own */
 double tiny(const test_case *c);                       /* a number below this may count as 0 */
 double exp_unit(const test_case *c);                   /* the relative error of exp2, in addition to unit */
 double weight_unit(const test_case *c);                /* the relative error of a weight when it multiplies a value, in addition to unit */
@@ -221,7 +221,7 @@ typedef struct plain_number {
 } plain_number;
 plain_number score_of(const test_case *c, int64_t lane, int64_t key); /* in units of log2 */
 plain_number rate_of(const test_case *c, int64_t lane,
-                     int64_t key); /* the derivative of the score by what the softcap is applied to; 1 if there is none */
+                     int64_t key); /* the derivative of the score by the score before the softcap; 1 without a softcap */
 
 typedef struct plain_row {
     double lse, lse_error;
@@ -289,7 +289,7 @@ void check_backward(const subject *s);
 
 /* ---- Dot products of pairs (checkkernels_pairs.c) ---------------------------------------------------------------------- */
 
-/* Checks that the emulation of VDPBF16PS gives the instruction's bits. Does nothing where the CPU lacks the instruction. */
+/* Checks that the emulation of VDPBF16PS gives the instruction's bits. The CPU must have the instruction. Does nothing in builds without it. */
 void check_dot_pairs(void);
 
 #endif

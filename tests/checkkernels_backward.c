@@ -12,7 +12,7 @@ static record gradient_records[PARTS];
 static operand dout;
 static double lse[BA_MAX_LANES], delta[BA_MAX_LANES];
 
-/* An element of dout. Where the operands are huge, dout is small, so that products of both stay in range. */
+/* An element of dout. Where the operands are huge, dout is small, so that their products with dout stay in range. */
 static double random_like(const test_case *c) {
     const double small = c->s.dtype == BA_FLOAT64 ? 0x1p-400 : c->s.dtype == BA_FLOAT16 ? 0x1p-10 : 0x1p-60;
     return c->fill == TINY ? uniform() * 1e-3 : c->fill == EXACT_HUGE ? (double)(pick(5) - 2) * small : uniform() * 2;
@@ -26,7 +26,7 @@ static void fill_dout(const test_case *c, operand *x, int64_t rows, int64_t dim)
 
 /* ---- A panel ------------------------------------------------------------------------------------------------------ */
 
-/* The log-sum-exp of the keys that a lane sees, as the forward pass gives it. One lane in 16 is made one that has attended no key. */
+/* The log-sum-exp of the keys that a lane sees, as the forward pass gives it. One lane in 16 gets the value of a lane that has attended no key. */
 static double lane_lse(const test_case *c, int64_t lane) {
     double top = -INFINITY, sum = 0;
     for (int pass = 0; pass < 2; pass++)
@@ -86,7 +86,7 @@ static void draw_numbers(test_case *c) {
     }
 }
 
-/* `of_bias`: without dq, the slopes are those of the bias. */
+/* With `of_bias`, the panel has no dq, and the slopes are those of the bias. */
 static void check_panel(const test_case *c, bool of_bias) {
     const int64_t real = c->s.f->real_size, keys = c->keys;
     ba_gradient_panel panel = open_gradients(c);
@@ -150,8 +150,8 @@ static void check_panels(void *context) {
 
 enum { MAX_PANELS = 3 };
 
-/* Checks add_rows on the rows of a tile of several panels, the last of which is wide or narrow. Some panels have weights for a part of the keys
- * only. */
+/* Checks add_rows, and pack_tile, on a tile of up to MAX_PANELS panels. The last panel is wide or narrow, and the others are wide. Some panels have
+ * weights for only a part of the keys. */
 static void check_add_rows(test_case *c, record *r, record *packing, int64_t keys, int64_t dim, bool careful) {
     const ba_attend_family *f = c->s.f;
     const int64_t real = f->real_size;
@@ -166,7 +166,7 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
         weights[n] = (ba_weights){data, width, used, 0, keys};
         if (!pick(3)) weights[n].end = pick(keys + 1);
         if (!pick(3)) weights[n].begin = pick(weights[n].end + 1);
-        const bool none = weights[n].begin == weights[n].end; /* no key has weights: they stay NaN, and must not be read */
+        const bool none = weights[n].begin == weights[n].end; /* no key has weights: the panel's array stays NaN, and must not be read */
         for (int64_t at = 0; !none && at < keys * width; at++) {
             const bool inside = at / width >= weights[n].begin && at / width < weights[n].end;
             set_element(real_dtype(c), data, at, inside && pick(4) ? uniform() : 0);
@@ -217,7 +217,7 @@ static void check_add_rows(test_case *c, record *r, record *packing, int64_t key
 enum { TILE_DQ, TILE_DK, TILE_DV, TILE_PARTS };
 static record tile_records[TILE_PARTS], joined_record;
 
-/* The right value of a sum, and by how much a kernel's may differ. Weights below the range of real count as 0. */
+/* The right value of a sum, and the error that a kernel's sum may have. Weights below the range of float count as 0. */
 typedef struct plain_sum {
     double value, size, error;
 } plain_sum;
@@ -234,7 +234,7 @@ static void compare_sum(const test_case *c, record *r, double got, const plain_s
     compare(r, got, sum->value, sum->error + sum_error(c, terms) * sum->size + tiny(c) * (double)(terms + 5), what, row, column);
 }
 
-/* Places rows of sums, each by itself or all side by side. */
+/* Places rows of sums: each row apart from the others, or all rows side by side. */
 static void **place_sums(const test_case *c, bool apart, buffer pointers, int64_t dim) {
     void **to = place_tight(pointers, c->keys * (int64_t)sizeof *to, sizeof *to);
     const int64_t bytes = ba_round_up(dim, BA_PACK_PAD) * c->s.f->real_size;
@@ -254,7 +254,7 @@ static const void **pack_for_tile(const test_case *c, ba_pack_rows_fn pack, cons
     return to;
 }
 
-/* Places the rows of K and V, packs them as the family wants them, and returns the chunk of them without key_index. */
+/* Places the rows of K and V, packs them as the family wants them, and returns their chunk, without key_index. */
 static ba_chunk open_tile_chunk(const test_case *c, ba_gradient_tile *tile) {
     const ba_pack_kernels *pack = c->s.f->pack;
     const void **k_rows = place_rows(c, K_ROWS, K_POINTERS, &k, 0, c->keys, c->head_dim);
@@ -357,7 +357,7 @@ static void check_tiles(void *context) {
 
 enum { JOINED = 5, JOINED_KEYS = 100, JOINED_DIM = 144, JOINED_PLACE = BA_MAX_LANES * JOINED_DIM * sizeof(double) };
 
-/* Operands and results of the panels that are joined. The kernels' other checks have guarded memory; here only bits count. */
+/* The operands of the panels that are joined. Unlike in the other checks of these kernels, they are not in guarded memory: only bits are compared. */
 static struct {
     char q[JOINED][JOINED_PLACE], dout[JOINED][JOINED_PLACE], q_rows[JOINED][JOINED_PLACE], dout_rows[JOINED][JOINED_PLACE];
     char bias[JOINED][JOINED_KEYS * BA_MAX_LANES * sizeof(double)];
@@ -390,7 +390,7 @@ static void draw_joined_panel(const test_case *c, int n, const void *const *q_ro
     panel->panel = (ba_gradient_panel){.q = joined.q[n], .dout = joined.dout[n], .lse = joined.lse[n], .delta = joined.delta[n]};
     panel->q_rows = joined.q_rows[n];
     panel->dout_rows = joined.dout_rows[n];
-    if (pick(3)) { /* bounds for each lane; keys outside [begin, end) are seen by none */
+    if (pick(3)) { /* bounds for each lane; no lane sees keys outside [begin, end) */
         panel->begin = pick(c->keys);
         panel->end = panel->begin + pick(c->keys - panel->begin + 1);
         const int32_t least = c->key_index[panel->begin], most = panel->end ? c->key_index[panel->end - 1] + 1 : 0;
@@ -407,7 +407,7 @@ static void draw_joined_panel(const test_case *c, int n, const void *const *q_ro
     panel->panel.bias = (ba_bias){joined.bias[n], true};
 }
 
-/* Numbers that sums start from, in rows that are evenly spaced or not. */
+/* Sets the numbers that sums start from. The rows are evenly spaced or not. */
 static void start_rows(const test_case *c, char *data, void **rows, int64_t dim, bool even) {
     const int64_t room = ba_round_up(dim, BA_PACK_PAD);
     for (int64_t j = 0; j < c->keys; j++) {
@@ -439,7 +439,7 @@ static void same_sums(const test_case *c, record *r, void *a, void *b, int64_t n
     }
 }
 
-/* With joins_tiles, the panels of several query tiles give the same bits together as one after another. */
+/* Promise of families with joins_tiles: panels of several query tiles get the same bits in one tile as in tiles of their own, one after another. */
 static void check_joined(const test_case *c, record *r) {
     const ba_attend_family *f = c->s.f;
     const int panels = 2 + (int)pick(JOINED - 1);
@@ -545,7 +545,7 @@ void check_backward(const subject *s) {
         guarded_run(check_joined_tiles, &c, &joined_record);
         report(s->name, "", &joined_record, 1);
     }
-    if (!is_vector(s->f)) return; /* the family has no kernels for gradients */
+    if (!is_vector(s->f)) return; /* the family has no kernels for gradients by panel */
     for (int variant = WIDE; variant <= NARROW; variant++) {
         for (int i = 0; i < PARTS; i++) gradient_records[i] = (record){.name = names[i]};
         c = (test_case){.s = *s, .variant = variant};

@@ -123,7 +123,7 @@ int encode(ba_dtype dtype, double value) {
     if (size >= ldexp(1, f.greatest_exponent + 1)) return sign | infinity;
     const int exponent = ilogb(size) < f.least_exponent ? f.least_exponent : ilogb(size);
     const double steps = rint(ldexp(size, f.mantissa_bits - exponent)); /* rint: ties to even */
-    /* Where rounding carries out of the mantissa, the carry raises the exponent field by one: that gives the next power of two, or infinity. */
+    /* Where rounding carries out of the mantissa, the carry raises the exponent field by one, which gives the next power of two, or infinity. */
     const int pattern = (exponent - f.least_exponent) * one + (int)steps;
     return sign | (pattern < infinity ? pattern : infinity);
 }
@@ -154,7 +154,8 @@ double set_element(ba_dtype dtype, void *data, int64_t index, double value) {
 ba_dtype real_of(const ba_attend_family *family) { return family->real_size == 8 ? BA_FLOAT64 : BA_FLOAT32; }
 bool is_vector(const ba_attend_family *family) { return family->gradient && family->gradient->gradient[0]; }
 
-/* The tile kernel for few queries multiplies a second piece of each weight, which holds what rounding cut off: the square of the error is left. */
+/* The tile kernel for few queries also multiplies a second piece of each weight, the part that rounding has cut off. What remains is the square of
+ * the rounding error. */
 const rounding *rounding_of(const ba_attend_family *family) {
     static const struct {
         const char *in_name;
@@ -165,7 +166,7 @@ const rounding *rounding_of(const ba_attend_family *family) {
                  {"_pairs", {.weight_unit = 0x1p-8, .few_weight_unit = 0x1p-8, .flushes = true}},
                  {"_neon_bf16_", {.flushes = true}},
                  {"", {.flushes = false}}};
-    static const ba_attend_family *last; /* remembered, because this is called for every element of a reference */
+    static const ba_attend_family *last; /* remembered, because this function is called for every element of a reference */
     static int i;
     if (family != last) {
         last = family;
@@ -204,7 +205,7 @@ double largest_of(ba_dtype dtype) {
 
 static uint64_t state = 0x9e3779b97f4a7c15u;
 static const char *sample_seed = "";
-static int64_t sample_one_in = 1, place_in_group; /* of each group of so many cases, one is checked */
+static int64_t sample_one_in = 1, place_in_group; /* one case in each group of sample_one_in cases is checked */
 
 void sample_cases(int64_t one_in, const char *seed) {
     sample_one_in = one_in;

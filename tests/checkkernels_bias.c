@@ -1,11 +1,11 @@
-/* Checks what masks and slopes add to scores. (checkkernels.c says how to run the checks.) */
+/* Checks the biases that masks and slopes add to scores. (checkkernels.c says how to run the checks.) */
 #include "checkkernels.h"
 
 #include <math.h>
 
 enum { MASK_KEYS = 200, MASK_STRIDE = 3, ROW_ELEMENTS = MASK_KEYS * MASK_STRIDE };
 
-/* The numbers of a mask: of any size, all 0, all -inf, 0 and -inf with few other numbers, or special ones. */
+/* The numbers of a mask: of any size, all 0, all -inf, -inf with few other numbers, or mostly not finite. */
 typedef enum kind { ANY, ZEROS, HIDDEN, FEW_NUMBERS, SPECIALS, KINDS } kind;
 
 static double draw(kind kind) {
@@ -51,7 +51,7 @@ void check_fill_bias(test_case *c) {
                 if (dtype == BA_BOOL) row[d] = kind == ZEROS ? 1 : kind == HIDDEN ? 0 : (unsigned char)(pick(2) * (1 + pick(255)));
                 else set_element(dtype, row, d, draw(kind));
             rows[i] = row;
-            slopes[i] = (float)(pick(8) ? uniform() : pick(2) ? 0 : -1.5e38); /* two tokens away, the last one adds more than float holds */
+            slopes[i] = (float)(pick(8) ? uniform() : pick(2) ? 0 : -1.5e38); /* two tokens away, the slope -1.5e38 adds more than float holds */
             places[i] = (int32_t)(pick(4) ? pick(2 * MASK_KEYS) - 20 : INT32_MAX - pick(2));
         }
         const ba_bias_source source = {

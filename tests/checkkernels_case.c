@@ -1,4 +1,4 @@
-/* Cases: draws their inputs, places these in guarded memory, and computes the results in plain double arithmetic. */
+/* The cases: their inputs are drawn, placed in guarded memory, and attended in plain arithmetic in double precision. */
 #include "checkkernels.h"
 
 #include <math.h>
@@ -31,7 +31,7 @@ static double draw(const test_case *c, const operand *x) {
     switch (c->fill) {
     case SPREAD: return uniform() * (x == &v && dtype != BA_FLOAT8_E4M3 ? 1000 : 12);
     case TINY: return (double)(pick(2047) - 1023) * smallest_of(dtype);
-    case EXACT_HUGE: /* small integers times a power of two: every sum is exact, all weights are 0 or 1 */
+    case EXACT_HUGE: /* small integers times a power of two: every sum is exact, and all weights are 0 or 1 */
         switch (dtype) {
         case BA_FLOAT64: return (double)(pick(5) - 2) * (x == &v ? 0x1p900 : 0x1p400);
         case BA_FLOAT16: return (double)(pick(5) - 2) * (x == &v ? 0x1p13 : 0x1p12);
@@ -58,7 +58,7 @@ void draw_range(test_case *c, int64_t lane) {
     if (c->mask == RANGES) {
         if (pick(8)) lo = first - 2 + (int32_t)pick(span + 2);
         if (pick(8)) hi = ba_max(lo, first - 2) + (int32_t)pick(span + 3); /* some ranges are empty */
-    } else if (c->mask == STAIRS) {                                        /* the first lanes see no key, the last lanes see all */
+    } else if (c->mask == STAIRS) {                                        /* the first lanes see no key, and later lanes see more and more keys */
         lo = 0;
         hi = first + (int32_t)((lane - 2) * ba_max(1, span / c->lanes));
     } else if (c->mask == NONE_SEEN) {
@@ -98,7 +98,7 @@ void drop_options(test_case *c) {
     c->biased = false;
 }
 
-/* Draws biases for all lanes: numbers in log2 units, and -inf. If sums must be exact, only 0 and -inf. */
+/* Draws biases for all lanes: numbers in log2 units, and -inf. If sums must be exact, all numbers are 0. */
 static void draw_bias(test_case *c, bool exact) {
     c->biased = c->variant != ROUTED && pick(4) == 0;
     const bool hides = pick(3) > 0;
@@ -277,7 +277,7 @@ void attend(const test_case *c, ba_panel *panel, const ba_chunk *chunk) {
     if (c->variant == FEW) {
         c->s.few(panel, c->queries, chunk, 1);
     } else if (c->variant == ROUTED) {
-        int32_t lanes[BA_MAX_LANES]; /* in another order */
+        int32_t lanes[BA_MAX_LANES]; /* in reverse order */
         for (int64_t i = 0; i < c->queries; i++) lanes[i] = (int32_t)(c->queries - 1 - i);
         c->s.f->routed->attend(panel, place_copy(ROW_LANES, lanes, c->queries, sizeof *lanes), c->queries, chunk);
     } else c->s.f->panel->attend[c->variant](panel, chunk);
@@ -293,20 +293,20 @@ void **place_out_rows(const test_case *c) { /* one row for each query, and none 
 /* ---- The results of plain arithmetic ------------------------------------------------------------------------------ */
 
 double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* for double, the reference rounds, too */
-/* Whether the kernel for few queries packs them in a format of its own. For a cache, the queries are packed as reals. */
+/* Whether the kernel for few queries packs queries in a format of its own. A cache's kernels take queries that are packed as reals. */
 bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && ba_tuning_at(c->s.f->isa)->few_least_heads[c->s.kv_dtype] > 0; }
 double tiny(const test_case *c) {
     return (c->variant != FEW || few_are_own(c)) && rounding_of(c->s.f)->flushes ? 0x1p-126 : smallest_of(real_dtype(c));
 }
-/* The relative errors, in addition to the roundings of reals, of weights when they multiply values, and of exp2. Kernels for few queries of a cache
+/* The relative errors of weights when they multiply values, and of exp2, in addition to the roundings of reals. A cache's kernels for few queries
  * compute in reals. */
 double weight_unit(const test_case *c) {
     return c->variant != FEW ? rounding_of(c->s.f)->weight_unit : few_are_own(c) ? rounding_of(c->s.f)->few_weight_unit : 0;
 }
 double exp_unit(const test_case *c) { return c->variant != FEW ? rounding_of(c->s.f)->exp_unit : 0; }
 
-/* A sum of n terms is wrong by at most n - 1 units of the sum of the terms' absolute values, in any order of summation, and each term by a few units
- * more. */
+/* In any order of summation, a sum of n terms is wrong by at most n - 1 units of the sum of the terms' absolute values. Each term may be wrong by a
+ * few more units. */
 double sum_error(const test_case *c, int64_t n) { return (double)(n + 5) * unit(c); }
 
 static double k_factor(const test_case *c, int64_t key) { return c->scaled ? c->k_scale[key] : 1; }
@@ -347,16 +347,16 @@ plain_number rate_of(const test_case *c, int64_t lane, int64_t key) {
     return (plain_number){1 - t * t, fmin(2 * fabs(t) * s.error / c->softcap, 2) + 32 * unit(c)}; /* the error of an infinite score is infinite */
 }
 
-/* The error of a weight 2^x, where x is a score minus the maximum: the error of the polynomial, and that of the subtraction. */
+/* The error of a weight 2^x, where x is a score minus the maximum: the errors of the polynomial and of the subtraction. */
 double weight_error(const test_case *c, double x) {
     return exp2(x) * (unit(c) * (4 + fmin(fabs(x), 2000)) + exp_unit(c)) + (c->s.f->real_size == 4 ? 0x1p-126 : 0x1p-1022);
 }
 
-/* The largest error of a weight that is multiplied by the scale of its value before it is rounded: products of tiles read subnormal numbers as 0. */
+/* The largest additional error of a weight that is multiplied by the scale of its value: tile products read a subnormal result as 0. */
 static double flushed_weight(const test_case *c) { return c->scaled ? tiny(c) : 0; }
 
-/* Computes the attention of one lane over all keys of the case, and by how much a kernel's may differ: an error of a score becomes a relative error
- * of its weight, and errors of weights change the weighted mean of the values. */
+/* Computes the attention of one lane over all keys of the case, and the errors that a kernel's result may have. An error of a score becomes a
+ * relative error of its weight, and errors of weights change the weighted mean of the values. */
 void attend_plainly(const test_case *c, int64_t lane, plain_row *r) {
     static double weight[MAX_KEYS], slack[MAX_KEYS];
     static int64_t seen[MAX_KEYS];

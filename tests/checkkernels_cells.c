@@ -5,13 +5,13 @@
 #include <math.h>
 #include <string.h>
 
-enum { MOST_HEADS = 4, MOST_KEYS = 144, STATE = BA_FEW_QUERIES * (BA_MAX_HEAD_DIM + 2) }; /* keys and dims: multiples of 16 */
+enum { MOST_HEADS = 4, MOST_KEYS = 144, STATE = BA_FEW_QUERIES * (BA_MAX_HEAD_DIM + 2) }; /* MOST_KEYS and all dims are multiples of 16 */
 
 static const int64_t dims[] = {32, 64, 96, 128, 160, 576};
 
 /* ---- Rows ----------------------------------------------------------------------------------------------------------- */
 
-/* K or V of all heads: the bytes, and the numbers that they stand for. */
+/* K or V of all heads: its bytes, and the numbers that these bytes stand for. */
 typedef struct cell_rows {
     ba_dtype dtype;
     int64_t dim, bytes; /* of a head's row */
@@ -26,7 +26,7 @@ static double half_at(const unsigned char *at) {
     return decode(BA_FLOAT16, bits);
 }
 
-/* The number of a dim, by the definition of the format. */
+/* The number at dim d of a row, by the definition of the format. */
 static double number_at(ba_dtype dtype, const unsigned char *row, int64_t d) {
     const unsigned char *cell = row + d / 32 * ba_cell_bytes(dtype), *integers = cell + (dtype == BA_Q4_1 ? 4 : 2);
     const int64_t i = d % 32;
@@ -40,7 +40,7 @@ static void set_half(unsigned char *at, double value) {
     memcpy(at, &bits, sizeof bits);
 }
 
-/* Draws the rows of `keys` keys. Those whose factors are not finite are marked in `bad`. */
+/* Draws the rows of `keys` keys, and marks in `bad` the keys with factors that are not finite. */
 static void draw_rows(cell_rows *x, row_pool pool, ba_dtype dtype, int64_t keys, int64_t heads, int64_t dim, bool *bad, bool draw_bad) {
     x->dtype = dtype;
     x->dim = dim;
@@ -86,11 +86,11 @@ static void check_pack(const subject *s) {
     }
 }
 
-/* A cell as ggml's reference makes it. */
+/* Quantises a cell as ggml's reference does. */
 static void quantise_plainly(ba_dtype dtype, const double *x, unsigned char *cell) {
     float low = (float)x[0], high = (float)x[0], most = 0;
     for (int i = 0; i < 32; i++) {
-        low = (float)x[i] < low ? (float)x[i] : low; /* of 0 and -0, the first */
+        low = (float)x[i] < low ? (float)x[i] : low; /* of 0 and -0, the first one counts */
         high = (float)x[i] > high ? (float)x[i] : high;
         if (fabsf((float)x[i]) > fabsf(most)) most = (float)x[i];
     }
@@ -137,7 +137,7 @@ static void check_quantise_cells(const subject *s) {
 
 static float q_rows[MOST_HEADS][BA_FEW_QUERIES][BA_MAX_HEAD_DIM];
 
-/* The results of plain arithmetic for one query of one head over the keys that it sees, and by how much those of a kernel may differ. */
+/* The results of plain arithmetic for one query of one head over the keys that it sees, and the errors that a kernel's results may have. */
 static void attend_cells_plainly(const ba_chunk *chunk, const ba_panel *panel, int64_t h, int64_t g, int64_t v_dim, plain_row *out) {
     static double score[MOST_KEYS];
     double largest = -INFINITY, sum = 0, error = 0;
@@ -156,7 +156,7 @@ static void attend_cells_plainly(const ba_chunk *chunk, const ba_panel *panel, i
         largest = fmax(largest, score[j]);
     }
     for (int64_t j = 0; j < chunk->keys; j++) sum += exp2(score[j] - largest);
-    error = 2 * error + 64 * 0x1p-24; /* of a weight, relative */
+    error = 2 * error + 64 * 0x1p-24; /* the relative error of a weight */
     out->lse = largest + log2(sum);
     out->lse_error = error + fabs(out->lse) * 0x1p-22;
     for (int64_t d = 0; d < v_dim; d++) {
@@ -208,7 +208,7 @@ static void check_few_cells(const subject *s) {
         draw_rows(&keys_of, K_ROWS, s->kv_dtype, keys, heads, k_dim, bad, hides);
         draw_rows(&values_of, V_ROWS, v_dtype, keys, heads, v_dim, bad, hides);
         for (int64_t j = 0; j < keys; j++) key_index[j] = (int32_t)(3 * j + 5);
-        for (int64_t g = 0; g < BA_FEW_QUERIES; g++) { /* all see one run of keys whose factors are finite */
+        for (int64_t g = 0; g < BA_FEW_QUERIES; g++) { /* all queries see the same run of keys with finite factors, and some see less of it */
             int64_t first = 0, end;
             while (hides && first < keys && bad[first]) first++;
             for (end = first; end < keys && !(hides && bad[end]);) end++;

@@ -1,4 +1,4 @@
-/* Checks that vec/vec.h's generic form of a dot product of pairs, which builds without the instruction run, gives the bits of VDPBF16PS. */
+/* Checks that the dot product of pairs in generic C (vec/vec.h), for builds without the instruction VDPBF16PS, gives the bits of the instruction. */
 #undef __AVX512F__ /* or vec/vec.h would take the instruction */
 #define BA_LANES 16
 #define BA_SUFFIX pairs_in_c
@@ -17,8 +17,8 @@ static void dot_by_instruction(uint32_t *sum, const uint32_t *a, const uint32_t 
 static bool is_nan(uint32_t bits) { return (bits & 0x7fffffff) > 0x7f800000; }
 static uint32_t draw(void) { return (uint32_t)pick(1 << 16) << 16 | (uint32_t)pick(1 << 16); }
 
-/* Operands: bits at random; numbers of similar sizes near 1, near the smallest and near the largest number; and numbers whose sums end next to
- * the smallest normal number. */
+/* Operands: random bits; numbers whose products are near 1, near the smallest or near the largest number; and numbers whose sums end next to the
+ * smallest normal number. */
 static const struct {
     uint32_t keep, a, b, sum;
 } kinds[] = {{0xffffffff, 0, 0, 0},

@@ -1,4 +1,4 @@
-/* Checks what kernels promise to the bit. (checkkernels.c says how to run the checks.) */
+/* Checks the promises of kernels that hold to the bit. (checkkernels.c says how to run the checks.) */
 #include "checkkernels.h"
 
 #include <math.h>
@@ -47,7 +47,7 @@ static void same_bits(record *r, int64_t lane, const char *what) {
     require(r, memcmp(&whole[lane], &changed[lane], sizeof *whole) == 0, what, -1, lane);
 }
 
-/* Promise: what a key holds does not matter to a lane that does not see the key. */
+/* Promise: the contents of a key do not matter to a lane that does not see the key. */
 static void check_unseen(test_case *c, const key_range *ranges) {
     static const double worst[] = {NAN, INFINITY, -INFINITY, 0x1.fcp127, -0x1.fcp127};
     const int64_t j = pick(c->keys), some = pick(c->head_dim), some_v = pick(c->v_dim);
@@ -69,8 +69,8 @@ static void check_unseen(test_case *c, const key_range *ranges) {
     c->v_scale[j] = v_scale;
 }
 
-/* Promise: keys that no lane sees may be left out at the end of a chunk, and multiples of step_of() of them at its beginning; and a chunk may be cut
- * in two at any multiple of step_of() without changing a bit of the lanes that see keys on one side of the cut only. */
+/* Two promises. Keys that no lane sees may be left out of a chunk: any number of keys at its end, and a multiple of step_of() at its beginning. And
+ * if a chunk is cut in two at a multiple of step_of(), no bit changes in a lane whose visible keys are all on one side of the cut. */
 static void check_cuts(const test_case *c, const key_range *ranges) {
     const int64_t step = step_of(c), begin = ranges[1].begin;
     int64_t first = c->keys, end = begin;
@@ -138,7 +138,7 @@ static void check_alone(test_case *c, const key_range *ranges) {
     for (int64_t i = 0; i < c->lanes; i++) same_bits(r, i, "[.][lane] changes with a mask that hides nothing");
 }
 
-/* Promise of families with has_cuts: a chunk may be cut in two after BA_CUT_KEYS keys, also where lanes see keys on both sides. */
+/* Promise of families with has_cuts: a chunk may be cut in two after BA_CUT_KEYS keys, even if lanes see keys on both sides of the cut. */
 static void check_long_cuts(test_case *c) {
     for (int n = 0; n < 12; n++) {
         if (!is_drawn()) continue;
@@ -167,8 +167,7 @@ void check_promises(test_case *c) {
     }
 }
 
-/* Whether two results have the same bits, with all NaN equal: which of two NaN a sum keeps depends on the order of operands that the compiler has
- * chosen. */
+/* Whether two results have the same bits. All NaN count as equal, because the compiler's order of operands decides which of two NaN a sum keeps. */
 static bool same_state(const test_case *c, const void *a, const void *b, int64_t reals) {
     const int64_t real = c->s.f->real_size;
     for (int64_t i = 0; i < reals; i++)
@@ -178,8 +177,7 @@ static bool same_state(const test_case *c, const void *a, const void *b, int64_t
     return true;
 }
 
-/* Promise of attend_many: several panels that are attended together, each with visible keys of its own, have the same bits as when they are attended
- * one after the other. */
+/* Promise of attend_many: several panels, each with keys of its own, get the same bits in one call as in calls of attend, one after the other. */
 void check_together(test_case *c) {
     enum { PANELS = 5, STATE = (BA_MAX_HEAD_DIM + 2) * BA_MAX_LANES };
     static float states[2][PANELS][STATE] __attribute__((aligned(BA_ALIGN)));
@@ -233,8 +231,8 @@ void check_together(test_case *c) {
     }
 }
 
-/* Promise of the kernel for few queries: heads that attend a chunk together have the same bits as each head alone. It does not matter what lies
- * between their rows, whether rows are prefetched and into which cache, or whether they are gathered first. */
+/* Promise of the kernel for few queries: heads that attend a chunk together have the same bits as each head alone. The bits do not
+ * depend on the bytes between the heads' rows, on prefetches or the cache that they go into, or on whether the rows are gathered first. */
 void check_heads(test_case *c) {
     enum { HEADS = 5, STATE = BA_FEW_QUERIES * (BA_MAX_HEAD_DIM + 2) };
     static double states[3][HEADS][STATE] __attribute__((aligned(BA_ALIGN)));
@@ -247,7 +245,7 @@ void check_heads(test_case *c) {
         const int64_t k_dim = common ? 128 + pick(2) : 1 + pick(SHORT_DIMS), v_dim = common ? 128 + pick(2) : 1 + pick(SHORT_DIMS);
         make_case(c, n % FILLS, pick(MASKS), 1 + pick(BA_FEW_QUERIES), keys, heads * k_dim, heads * v_dim);
         const int64_t k_step = c->head_dim / heads,
-                      v_step = c->v_dim / heads; /* a row holds all heads, and in most cases further bytes behind them */
+                      v_step = c->v_dim / heads; /* a row holds all heads; in half of the cases, each head has an unused element behind it */
         c->head_dim = k_step - (k_step > 1 ? pick(2) : 0);
         c->v_dim = v_step - (v_step > 1 ? pick(2) : 0);
         const ba_panel empty = open_panel(c);
