@@ -1,11 +1,11 @@
-"""What the operator suites share: levels, poisoned outputs, comparison with the reference."""
+"""Common parts of the operator suites: levels, poisoned outputs, and comparison with the reference."""
 
 import numpy as np
 
 import blitz_attn
 from blitz_attn import reference, testing
 
-# A level without kernels of its own runs those of the level below, so it needs no test.
+# A level without kernels of its own runs the kernels of the level below, and needs no test.
 ISA_LEVELS = tuple(level for level in blitz_attn.isa_levels(available=True) if level in blitz_attn.kernels(level).values())
 DTYPES = ["float32", "float16", "bfloat16", "float64"]
 LAYOUTS = ["BNSD", "BSND", "BSH", "TND"]
@@ -20,12 +20,12 @@ def dtype_of(x):
 
 
 def bits_option(x):
-    """The keyword argument that names bfloat16 if `x` holds its bits, as without ml_dtypes."""
+    """The keyword argument `dtype` if `x` holds bits of bfloat16, as it does without ml_dtypes."""
     return {"dtype": "bfloat16"} if x.dtype == np.uint16 else {}
 
 
 def poisoned(shape, like):
-    """An array of NaN in the dtype of `like`, so that elements that an operation does not write show."""
+    """An array of NaN in the dtype of `like`. NaN stays where an operation writes nothing."""
     return testing.round_to(np.full(shape, np.nan), dtype_of(like))
 
 

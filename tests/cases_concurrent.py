@@ -13,7 +13,7 @@ def bits(result):
 
 
 def appended(case):
-    """8-bit caches, after the tokens of the case's first pages were appended to them again."""
+    """8-bit caches, to which the tokens of the case's first pages were appended."""
     tokens = case.k_cache[:8].reshape(-1, *case.k_cache.shape[2:])
     caches = [np.zeros(case.k_cache.shape, np.int8) for _ in range(2)]
     blitz_attn.append_paged_kv(tokens, tokens, *caches, slot_mapping=np.arange(len(tokens)), k_scale=0.03, v_scale=0.02)

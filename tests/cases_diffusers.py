@@ -1,4 +1,4 @@
-"""What the tests of `integrations.diffusers` share: small random models of five classes, their inputs, and attention under a token mask."""
+"""Common parts of the tests of `integrations.diffusers`: small models of five classes, their inputs, and attention under a token mask."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
     pytest.mark.usefixtures("one_torch_thread"),
 ]
-logged: list[str] = []  # what the integration has logged during a test
+logged: list[str] = []  # messages that the integration has logged during a test
 logging.getLogger("blitz_attn.integrations.diffusers").addFilter(lambda record: logged.append(record.getMessage()) or True)
 
 MODELS = {
@@ -48,7 +48,7 @@ TEXT_FIRST, TEXT_LAST = ("cog", "flux"), ("hunyuan",)
 
 @functools.cache
 def small_model(name):
-    """A model with random weights, large enough for attention to be far from uniform. Every model has two layers of self-attention."""
+    """A model with random weights, which are so large that attention is far from uniform. Every model has two layers of self-attention."""
     kind, options = MODELS[name]
     torch.manual_seed(0)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def small_model(name):
 
 
 def grid_for(name, grid):
-    """The grid of a model: images have one frame."""
+    """The grid of a model's tokens. The model of images has a single frame."""
     return (1, grid[0] * grid[1], grid[2]) if name == "flux" else grid
 
 
@@ -70,7 +70,7 @@ def geometry_of(name, grid, text):
 
 
 def inputs(name, grid=(3, 5, 7), batch=1, text=6, timestep=500.0, seed=0, lengths=None):
-    """The arguments of a forward call. `lengths`: valid tokens of the text of each batch entry, for models that take a mask of them."""
+    """The arguments of a forward call. For models with a text mask, `lengths` has the number of valid text tokens of each batch entry."""
     torch.manual_seed(seed)
     t, h, w = grid_for(name, grid)
     tokens = t * h * w
@@ -108,7 +108,7 @@ def forward(model, given):
 
 
 def token_mask(lists, order, block_shape):
-    """What a list of blocks in the order of cubes lets tokens see, in the model's order: bool (B or 1, H or 1, S, S)."""
+    """The token mask of a list of blocks, bool (B or 1, H or 1, S, S). The list is in the order of cubes, the mask in the model's."""
     tokens = order.geometry.num_tokens
     seen = torch.from_numpy(sabi.to_token_mask(lists, tokens, tokens, block_shape))
     inverse = torch.from_numpy(order.inverse.copy())
@@ -116,7 +116,7 @@ def token_mask(lists, order, block_shape):
 
 
 def under_masks(monkeypatch, model, given, tokens, masks):
-    """A forward call by torch, in which self-attention n over `tokens` tokens is that under the n-th mask; None: no mask."""
+    """A forward call by torch. Its n-th self-attention over `tokens` tokens has the n-th mask, or no mask where `masks` has None."""
     own, count = torch.nn.functional.scaled_dot_product_attention, [0]
 
     def attend(query, key, value, attn_mask=None, **options):
@@ -140,7 +140,7 @@ def close(found, expected):
 
 @pytest.fixture(autouse=True)
 def _defaults():
-    """No backend chosen, nothing logged."""
+    """Every test begins and ends with no backend chosen and nothing logged."""
 
     def reset():
         TOLD.clear()

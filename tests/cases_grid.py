@@ -6,7 +6,7 @@ import pytest
 from blitz_attn import testing
 from cases import DTYPES, LAYOUTS, random_lists
 
-# Two batch entries, sizes with tails in every direction; blocks of 16 x 24.
+# Two batch entries. No length is a multiple of the size of its blocks.
 B, Q_LEN, KV_LEN, BLOCK_SHAPE = 2, 77, 131, (16, 24)
 ROWS, COLUMNS = 5, 6
 

@@ -18,7 +18,7 @@ BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.skipif(not HAS_ML_DTYPES, 
 
 
 def kept(rng, *shape):
-    """True for most keys; some queries see none."""
+    """True for most keys. Some queries see no key."""
     mask = rng.random(shape) < 0.7
     return mask & (rng.random((*shape[:-1], 1)) > 0.1)
 
@@ -49,7 +49,7 @@ def mask_of(name, batch=B, q_len=Q, kv_len=KV):
 
 
 def bias_of(mask):
-    """What a mask adds to scores, in float64."""
+    """The numbers that a mask adds to scores, in float64."""
     return np.where(mask, 0.0, -np.inf) if mask.dtype == bool else testing.to_float64(mask)
 
 
@@ -81,7 +81,7 @@ def score_gradients(p, out, v, dout, dlse=0.0):
 
 
 def expected(q, k, v, bias, dout=None, softcap=None, sinks=None):
-    """Output, log-sum-exp and, with dout, the gradients, in float64. A bias of -inf hides a key."""
+    """Output and log-sum-exp in float64, or, with dout, the gradients of q, k and v. A bias of -inf hides a key."""
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     p, out, lse = softmax_of(q, k, v, bias, softcap, sinks)

@@ -35,7 +35,7 @@ every_mode = pytest.mark.parametrize("mode", list(MODES))
 # Tolerances of the upstream suite for each of its comparisons.
 UPSTREAM = {
     "compress_float32": 1e-5,
-    "compress_bfloat16": 1e-3,  # its fused kernel against its plain computation; in that suite, all inputs are multiplied by 0.1
+    "compress_bfloat16": 1e-3,  # upstream's fused kernel against its plain computation; all inputs of that suite are multiplied by 0.1
     "compress_bfloat16_against_float32": 1e-2,
     "gating_bfloat16_max": 0.05,
     "gating_bfloat16_mean": 5e-3,
@@ -66,7 +66,7 @@ def tensors(shape, *, dtype="float32", seed=0, size=1.0):
 
 
 def problem(tokens, heads=4, kv_heads=2, dim=16, v_dim=None, *, batch=2, packed=False, dtype="float32", seed=0, size=1.0, weights=()):
-    """q, k, v and a dictionary of the arrays that `weights` names. If `packed`, `tokens` is a list of lengths, and cu_seqlens is in it too."""
+    """q, k, v and a dictionary of the arrays that `weights` names. If `packed`, `tokens` is a list, and cu_seqlens is another array."""
     v_dim = v_dim or dim
     leading = (sum(tokens),) if packed else (batch, tokens)
     rng = np.random.default_rng(seed)
@@ -102,7 +102,7 @@ def sequences(q, options):
 
 
 def alone(n, q, k, v, options, routing=None):
-    """Arguments of a call of sequence n alone, from those of a packed call."""
+    """Arguments of a call of sequence n alone, from the arguments of a packed call."""
     part = sequences(q, options)[n]
     own = {name: x for name, x in options.items() if name not in ("cu_seqlens", "gates")}
     if "gates" in options:
@@ -136,9 +136,9 @@ def errors_close(values, exact, rough, dtype, factor, what):
 def check(q, k, v, *, levels=ISA_LEVELS, **options):
     """Compare the result and all gradients with the float64 reference, by the error rule, at every instruction set level.
 
-    Of blocks whose scores differ by less than rounding, either may be chosen, so the reference attends the blocks that the operation chose.
-    In float64 it must choose the same. Factors are those of `cases.check`, and 3 for gradients. Returns (result, gradients) of the highest
-    level.
+    If the scores of two blocks differ by less than rounding, either block may be chosen. So the reference attends the blocks that the
+    operation chose. In float64, the reference must choose the same blocks. The factors of the rule are those of `cases.check`, and 3 for
+    gradients. Returns (result, gradients) of the highest level.
     """
     dtype, bits = dtype_of(q), bits_option(q)
     previous = None

@@ -12,7 +12,7 @@ from blitz_attn.compat.torch_bsa import blitz_sparse_attention
 
 
 class Operation(NamedTuple):
-    """`call()` returns what the operation returns. `outs` are the arrays given to it for its results, if any."""
+    """`call()` returns the operation's result. `outs` are the arrays that it is given for results, if any."""
 
     call: Callable[[], Any]
     outs: tuple[np.ndarray, ...] = ()
@@ -456,5 +456,5 @@ GROUPS = (block_sparse, choosing, paged, quest, merging, native, compatible, set
 
 
 def operations(threads=1):
-    """All operations by name: the name of the function, or of the class and method, and in some cases a comma and a remark."""
+    """All operations by name: that of the function, or of the class and method. In some names, a comma and a remark follow."""
     return {name: operation for group in GROUPS for name, operation in group(threads).items()}

@@ -1,4 +1,4 @@
-"""What the suites of the paged operations share: calls that write into poisoned outputs, and comparison with the reference."""
+"""Common parts of the suites of paged operations: calls that write into poisoned outputs, and comparison with the reference."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from cases import DTYPES, ISA_LEVELS, LSE_TOLERANCE, poisoned
 
 CACHE_DTYPES = ["float32", "float16", "bfloat16", "int8", "float8_e4m3"]
 PAIRS = [(d, c) for d in DTYPES for c in (CACHE_DTYPES if d != "float64" else ["float64"])]  # dtypes of queries, and of the caches that they may read
-# Lengths and new tokens of requests. With four query heads per KV head, a KV head has 12, 20, 8, 32, 0 and 36 queries.
+# Lengths and new tokens of six requests. With four query heads per KV head, a KV head has 12, 20, 8, 32, 0 and 36 queries in them.
 DRAFT_LENS, DRAFTS = [1400, 2200, 700, 2100, 30, 2400], [3, 5, 2, 8, 0, 9]
 
 

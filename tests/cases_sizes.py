@@ -17,20 +17,20 @@ class Sized(NamedTuple):
 
     make: Callable[[int, int, int, int], Callable[[], Any]]
     small: tuple[int, int, int]  # tokens, queries and requests of a quick call
-    long: tuple[int, int, int]  # those of a call of about a second
-    # The sizes that grow, each in its own runs: "t" tokens, "q" queries, "r" requests, "s" tokens and queries together. A call whose arrays are a
-    # grid of queries and tokens anyway has "t" and "q" instead of "s".
+    long: tuple[int, int, int]  # tokens, queries and requests of a call of about a second
+    # The sizes that grow, each in its own runs: "t" tokens, "q" queries, "r" requests, "s" tokens and queries together. A call whose memory
+    # may grow with the product of queries and tokens has "t" and "q" instead of "s".
     grows: str = "tq"
 
 
 def reals(*shape, dtype=np.float32):
-    """Random numbers, of which 65536 are drawn and repeated."""
+    """Random numbers: 65536 of them are drawn, and repeated to fill the shape."""
     drawn = np.random.default_rng(sum(shape)).standard_normal(1 << 16).astype(dtype)
     return np.resize(drawn, shape)
 
 
 def zeros(*shape, dtype=np.float32):
-    """Zeros in memory that is already resident. np.zeros would leave it to the first write."""
+    """Zeros in memory that is already resident. Memory of np.zeros becomes resident when it is first written."""
     array = np.empty(shape, dtype)
     array[...] = 0
     return array
@@ -205,7 +205,7 @@ def cache_of(pages, dtype=np.float32):
 
 
 def eight_bit(pages):
-    """Keys, values and their scales in 8 bits."""
+    """Keys and values in 8 bits, and their scales."""
     values = np.resize(np.arange(-127, 128).astype(np.int8), (pages, PAGE, KV_HEADS, DIM))
     scale = zeros(pages, PAGE, KV_HEADS)
     scale[...] = 0.01
@@ -476,7 +476,7 @@ def built(of):
 
 
 def over_list(of, heads=1):
-    """Makes a call of `of(list, columns, tokens)`, where the list has a row per block of queries and a column per block of tokens."""
+    """Makes a call of `of(list, columns)`. The list has a row for each block of queries, and `columns` counts the blocks of tokens."""
 
     def make(tokens, queries, requests, threads):
         lists, columns = window_list(tokens, queries, requests * heads, 16), -(-tokens // BLOCK)

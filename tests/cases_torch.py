@@ -1,4 +1,4 @@
-"""What the tests of `integrations.torch` share: tensors of every layout, and a list of blocks."""
+"""Common parts of the tests of `integrations.torch`: tensors of every layout, and a list of blocks."""
 
 import numpy as np
 import pytest

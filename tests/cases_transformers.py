@@ -1,4 +1,4 @@
-"""What the tests of `integrations.transformers` share: small models, calls of the attention functions, and dense attention in float64."""
+"""Common parts of the tests of `integrations.transformers`: small models, calls of attention functions, and dense attention in float64."""
 
 import functools
 import itertools
@@ -40,7 +40,7 @@ MODELS = {
 
 @functools.cache
 def small_model(name):
-    """A model with random weights, large enough for attention to be far from uniform."""
+    """A model with random weights, which are so large that attention is far from uniform."""
     kind, options = MODELS[name]
     suffix = "Text" if name in ("gemma3", "llama4", "minimax_m3") else ""
     prefix = {"gemma3": "Gemma3ForCausalLM", "minimax_m3": "MiniMaxM3SparseForCausalLM"}.get(name, f"{kind}ForCausalLM")
@@ -144,7 +144,7 @@ def tensors(*shape, seed=0):
 
 
 def eager(q, k, v, mask, bias=0.0, scale=None, softcap=None, sinks=None):
-    """Attention in float64 with a bool mask, a bias that is added to scores, and sinks: per head, a score that has no value."""
+    """Attention in float64 with a bool mask, a bias that is added to scores, and sinks: for each head, a score without a value."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q.double() @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -155,7 +155,7 @@ def eager(q, k, v, mask, bias=0.0, scale=None, softcap=None, sinks=None):
 
 
 def seen_by_calls(mask):
-    """The keys that each query sees in the calls that a mask becomes, by the alignment that the operations document."""
+    """The keys that each query sees in the calls that stand for a mask, if calls are aligned as the operations document it."""
     batch, _, queries, keys = mask.shape
     rules, seen = mask.rules, np.zeros((batch, queries, keys), bool)
     left, right = rules.window or (-1, -1)

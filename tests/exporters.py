@@ -59,7 +59,7 @@ _KINDS = {"f": FLOAT, "i": INT, "u": UINT, "c": COMPLEX}
 class Dlpack:
     """Exports a NumPy array by ``__dlpack__`` only, and counts calls of its deleter. Further keyword arguments overwrite fields of the tensor.
 
-    `deletes=False` exports no deleter: for tests in which NumPy might call it while an exception is set, when Python code must not run.
+    `deletes=False` exports no deleter. NumPy might call a deleter while an exception is set, when Python code must not run.
     `version=None` exports the structure from before DLPack 1.0 and, as exporters of that time do, does not accept ``max_version``.
     """
 
@@ -113,7 +113,7 @@ class Dlpack:
 
     @property
     def names(self):
-        """The present names of the capsules that were handed out. A consumer renames those it takes."""
+        """The present names of the capsules that were handed out. A consumer renames the capsules that it takes."""
         return [_capsule_name(capsule).decode() for capsule in self.capsules]
 
 

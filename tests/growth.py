@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Calls every operation many times, and as many times with an argument that it refuses: memory must not grow. Prints a line per operation.
+"""Calls every operation many times, and as many times with an argument that it refuses: memory must not grow. Prints a line for the calls
+of an operation, and one for its refused calls.
 
     make growth                             # a million calls and a million refusals of each: an hour on one core
     make growth CALLS=1000 ARGS="--only nsa"
 
 `RSS` is the memory of the process in KiB, after some calls to warm up and at the end. `Blocks` and `bytes` are the growth per call, of the blocks
-that Python's allocator has handed out and of the bytes that malloc has (glibc only). The smallest possible leaks would show as 1 and 16.
+that Python's allocator has handed out and of the bytes that malloc has (glibc only). The smallest possible leaks would show as 1 block and
+as 16 bytes per call.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import sys
 from cases_operations import operations
 
 ENOUGH = 1 << 20  # bytes by which resident memory may grow over any number of calls
-SPARE_BLOCKS, SPARE_BYTES = 300, 4096  # what the interpreter and NumPy may keep for reuse, such as free tuples
+SPARE_BLOCKS, SPARE_BYTES = 300, 4096  # which the interpreter and NumPy may keep for reuse, as free tuples for example
 
 
 class Mallinfo2(ctypes.Structure):
@@ -48,7 +50,7 @@ def resident():
 
 
 def refusing(call):
-    """A call that expects `call` to be refused, and returns then."""
+    """A function that calls `call`, and expects it to be refused."""
 
     def refused():
         try:
@@ -91,7 +93,7 @@ def main():
             continue
         kinds = {"called": operation.call} | ({"refused": refusing(operation.refused)} if operation.refused else {})
         for kind, call in kinds.items():
-            for _ in range(3):  # a leak grows each time; pages that the system took from the process and gives back grow once
+            for _ in range(3):  # a leak grows each time; pages that the system had taken from the process come back only once
                 before, after, blocks, size = measure(call, args.calls)
                 wrong = after - before > ENOUGH or blocks > SPARE_BLOCKS + args.calls // 100 or size > SPARE_BYTES + args.calls // 10
                 if not wrong:

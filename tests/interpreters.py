@@ -1,4 +1,4 @@
-"""Runs Python in a process of its own, to test what is decided once per process: environment variables, affinity, fork."""
+"""Runs Python in a process of its own, for tests of environment variables, affinity and forks, which take effect once per process."""
 
 import os
 import subprocess

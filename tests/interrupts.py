@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Interrupts every operation by a signal, and prints how long it takes to return, in a line per operation.
+"""Interrupts every operation by a signal, and prints how long it takes to return: a line for each operation and number of threads.
 
     python tests/interrupts.py                        # the whole table: some 20 minutes
     python tests/interrupts.py --only append --threads 1 --at 0.05

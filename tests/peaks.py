@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the memory of every operation and option beyond its inputs and outputs, while tokens, queries or requests double twice.
+"""Prints the memory that every operation and option takes beyond inputs and outputs, while tokens, queries or requests double twice.
 
     python tests/peaks.py                    # the whole table
     python tests/peaks.py --only backward
@@ -50,7 +50,7 @@ def measure(case, axis, times, threads, found, i):
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # freed memory goes back to the system, so that the heap has none to reuse
     call = case.make(*sizes_of(case, axis, times), threads)
     gc.collect()
-    libc.malloc_trim(0)  # gives back what the parent process had freed or left to the garbage collector, for the same reason
+    libc.malloc_trim(0)  # gives back memory that the parent process had freed, or left to the garbage collector
     found[i] = max(found[i], peak(call))
 
 

@@ -16,7 +16,7 @@ SUMMARIES = ("maxblocks", "minblocks", "meanblocks")
 
 
 def empty_like(case, fill=7):
-    """The case's caches and scales without their tokens; `fill` shows where nothing was written."""
+    """Caches and scales like the case's, without tokens. Scales that nothing writes keep `fill`."""
     caches = [np.zeros_like(x) for x in case[1:3]]
     scales = {name: np.full_like(case.options[name], fill) for name in ("k_scale", "v_scale") if name in case.options}
     return caches, scales
@@ -32,7 +32,7 @@ def new_tokens(count, dtype="float32", seed=0):
 
 
 def append_both(tokens, case, **options):
-    """Caches and scales after the operation, which are compared with the reference's."""
+    """Caches and scales after the operation, which has been compared with the reference."""
     results = []
     for op in (blitz_attn.append_paged_kv, reference.append_paged_kv):
         caches, scales = empty_like(case)
@@ -46,7 +46,7 @@ def append_both(tokens, case, **options):
 @pytest.mark.parametrize("kv_dtype", [*CACHE_DTYPES, "float64"])
 @pytest.mark.parametrize("q_lens", [[1, 0, 37, 20], [0, 0, 5, 1], [1, 0, 9, 0]], ids=str)
 def test_by_tables(q_lens, kv_dtype, kv_layout):
-    """The newest tokens of each request; the rest of the cache stays."""
+    """The newest tokens of each request are written, and the rest of the cache stays."""
     case = testing.make_paged(4, 4, KV_HEADS, [1, 0, 37, 20], 8, DIM, V_DIM, kv_dtype=kv_dtype, kv_layout=kv_layout)
     where = {"block_tables": case.block_tables, "seq_lens": case.seq_lens, "q_lens": q_lens}
     written = append_both(new_tokens(sum(q_lens)), case, **where)
@@ -135,7 +135,7 @@ def test_given_scales(scale, kv_dtype, kv_layout, isa_level):
 
 @pytest.mark.parametrize(("kv_dtype", "tie"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
 def test_float64_is_rounded_once(kv_dtype, tie):
-    """A float64 that float32 would round to a tie between two 16-bit numbers is no tie itself, and is rounded to the nearer one."""
+    """A float64 that float32 would round to a tie between two 16-bit numbers is no tie itself, and is rounded to the nearer of the two."""
     numbers = [1 + tie, 1 + tie + 2.0**-40, 1 + 3 * tie - 2.0**-40, -1 - tie - 2.0**-40, 2.0**-149, -(2.0**-149), 1e300, -1e-300, np.inf]
     k = np.resize(numbers, (3, KV_HEADS, DIM))
     cache = np.zeros((1, 8, KV_HEADS, DIM), np.uint16 if kv_dtype == "bfloat16" else np.float16)
@@ -222,7 +222,7 @@ def test_a_plan_of_stretches_appends_nothing(summarised):
 
 
 def parts_of_slots(parts, pages=5, heads=2):
-    """Views of one array of bytes in which each page and head has a slot, and each slot the given parts, one after the other: (shape, dtype)."""
+    """Views of one array of bytes. Each page and head has a slot there, which holds the given parts (shape, dtype), one after the other."""
     sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in parts]
     slots = np.zeros((pages, heads, sum(sizes)), np.uint8)
     ends = np.cumsum(sizes)

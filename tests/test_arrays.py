@@ -17,7 +17,7 @@ FLOATS = ["float32", "float16", "float64"]
 
 
 def problem(dtype="float32"):
-    """A small call with grouped heads, and its block list."""
+    """The arrays of a small call with grouped heads, and its options, with a block list."""
     q, k, v = testing.make_qkv(2, 4, 2, 40, 56, 24, 16, dtype=dtype)
     sabi = np.array([[[[0, 2, -1], [3, -1, -1], [1, 0, 3]]]], np.int32)
     return q, k, v, {"sabi": sabi, "block_shape": (16, 16), "causal": True, "return_lse": True}
@@ -80,7 +80,7 @@ def test_strides_of_axes_of_length_one_do_not_matter():
 
 
 def test_nothing_is_copied():
-    """The memory of Python's allocator grows by the results, not by the inputs, even if they are strided."""
+    """The memory of Python's allocator grows by the results, and not by the inputs, even if the inputs are strided."""
     q, k, v = testing.make_qkv(1, 2, 2, 64, 16384, 64)
     k, v = k[:, ::-1, ::-1], v[:, ::-1, ::-1]
     tracemalloc.start()
@@ -257,7 +257,7 @@ def written_arrays(torch):
     ],
 )
 def test_torch_notices_what_is_written(name):
-    """A call raises the version of the tensors that it writes, and a call that is refused does not."""
+    """A call raises the versions of the tensors that it writes, but a refused call does not."""
     torch = pytest.importorskip("torch")
     call, bad, arrays = written_arrays(torch)[name]
     before = [x._version for x in arrays]

@@ -1,5 +1,5 @@
-"""Objects change atomically: if an exception of a signal handler or of an allocation ends a method at any point, the object is as before the call
-or as after it, and the call can be made again."""
+"""Objects change atomically: if an exception of a signal handler or of an allocation ends a method at any point, the object is as it was
+before the call, or as the whole call would leave it. The call can then be made again."""
 
 import ast
 import gc
@@ -141,7 +141,7 @@ class Stopped(BaseException):
     pass
 
 
-# The files that change the objects of the cases. An exception in a function that they call arrives at the bytecode of the call.
+# The files that change the objects of the cases. An exception in a function that these files call arrives at the bytecode of the call.
 WATCHED = ("blitz_attn/nsa.py", "_nsa/store.py", "_transformers/cache.py", "_transformers/steps.py", "transformers/cache_utils.py")
 
 
@@ -150,7 +150,7 @@ def watched(filename):
 
 
 def traced(at, call, *arguments):
-    """Makes the call. Before each bytecode of the watched files runs, calls `at` with its location."""
+    """Makes the call. Before each bytecode of the watched files runs, calls `at` with the bytecode's location."""
 
     def trace(frame, event, argument):
         if not watched(frame.f_code.co_filename):
@@ -279,7 +279,7 @@ def test_summaries_of_a_cropped_layer_are_those_of_a_layer_that_never_had_more()
 
 # ---- No object is forgotten ---------------------------------------------------------------------------------------
 
-# Classes whose methods change their object but that need no case above, and the reason.
+# Classes whose methods change their objects, but which need no case above, and the reasons.
 OF_ONE_CALL = "is made by a call and ends with it"
 NEED_NO_CASE = {
     "_nsa/call.py Room": OF_ONE_CALL,
@@ -342,6 +342,6 @@ def test_every_method_that_changes_its_object_has_a_case():
 
 
 def test_no_value_is_computed_under_a_lock_of_python():
-    """A child that is forked while another thread holds such a lock would wait for it forever: see blitz_attn/distributed/_lazy.py."""
+    """A child that is forked while another thread holds a lock would wait for the lock forever: see blitz_attn/distributed/_lazy.py."""
     named = [path.name for path in PACKAGE.rglob("*.py") if "import cached_property" in path.read_text()]
     assert named == []

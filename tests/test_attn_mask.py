@@ -45,7 +45,7 @@ from cases_masks import (
     [(300, 362, 300, 289), (450, 512, 450, 301), (96, 128, 512, 90), (64, 96, 512, 37), (64, 96, 512, 5)],
 )
 def test_gradients_beside_queries_that_see_nothing_of_a_chunk(first, last, key, window, dtype, isa_level):
-    """A mask hides all keys of a chunk from some queries of a tile, but not from the others. With a sink, those queries have a log-sum-exp."""
+    """A mask hides all keys of a chunk from some queries of a tile. With a sink, queries that see no key have a finite log-sum-exp."""
     q, k, v = testing.make_qkv(1, 1, 1, 512, 512, 32, dtype=dtype)
     dout = testing.make_qkv(1, 1, 1, 512, 512, 32, dtype=dtype, seed=1)[0]
     mask = np.ones((512, 512), bool)
@@ -65,7 +65,7 @@ def test_gradients_beside_queries_that_see_nothing_of_a_chunk(first, last, key, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MASKS)
 def test_against_softmax(name, dtype, layout, isa_level):
-    """Results, and gradients of all inputs."""
+    """Results, and gradients of all inputs, are those of softmax attention."""
     arrays, exact, options = problem(dtype, layout)
     mask = mask_of(name)
     options |= {"attn_mask": mask, "alibi_slopes": SLOPES / 8}
@@ -167,7 +167,7 @@ def test_numbers_that_are_as_good_as_infinite(isa_level):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [1, 40])
 def test_a_hidden_key_stays_hidden_whatever_its_distance_adds(q_len, dtype, kind, isa_level):
-    """To a token at distance 2, the slope adds more than float32 holds, but the mask hides that token. It adds finite numbers to the other tokens."""
+    """To a token at distance 2, the slope adds more than float32 holds, but the mask hides that token."""
     if kind == "least" and dtype == "float64":
         kind = "-inf"  # a number like others there
     q, k, v = testing.make_qkv(1, 1, 1, q_len, 3, D, dtype=dtype)
@@ -238,7 +238,7 @@ def test_a_view_of_a_mask_has_a_gradient_of_its_shape():
 @pytest.mark.parametrize("shape", [(16, 8), (2, 16, 8), (16, 1), (1, 8)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_places_behind_short_sequences_add_nothing(shape, dtype, isa_level):
-    """Packed sequences of different lengths, with a large bias of the shorter one's last query, and NaN in a key that it does not see."""
+    """Packed sequences differ in length. The last query of a short one has a large bias, and no query sees the key that holds NaN."""
     q_cuts, kv_cuts = [0, 16, 19, 19], [0, 8, 16, 20]
     q, k, v = testing.make_qkv(1, 2, 1, 19, 20, 16, 16, dtype=dtype)
     dout = testing.make_qkv(1, 2, 2, 19, 19, 16, dtype=dtype, seed=9)[0]
@@ -271,7 +271,7 @@ def test_places_behind_short_sequences_add_nothing(shape, dtype, isa_level):
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.1), ("float64", 1e-12)])
 def test_the_same_precision_rounds_what_is_added(dtype, most):
-    """The error of the plain computation in the same precision, with a mask, is as large as its dtype suggests."""
+    """The error of the plain computation in the same precision, with a mask, is no larger than its dtype suggests."""
     arrays, _, options = problem(dtype)
     options |= {"attn_mask": mask_of("all axes"), "alibi_slopes": SLOPES}
     exact, rounded = (f(*arrays, **options) for f in (reference.block_sparse_attention, reference.dense_same_precision))

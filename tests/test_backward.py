@@ -56,7 +56,7 @@ def check(q, k, v, lists=None, *, levels=ISA_LEVELS, with_dlse=True, **options):
             results = forward_and_back(q, k, v, lists, with_dlse, **options)
         for name, ours, theirs, right in zip(NAMES, results, plain, exact, strict=True):
             error, allowed = testing.error_of(ours, right, dtype), testing.error_of(theirs, right)
-            if right.size < 100:  # so few elements of the dense result may be exact by chance, as with some BLAS if a row has one key
+            if right.size < 100:  # so few elements of the dense result may be exact by chance, as they are with some BLAS if a row has one key
                 allowed = testing.Errors(max(allowed.relative, 2.0**-23), max(allowed.largest, 2.0**-23 * allowed.peak), allowed.peak)
             assert testing.meets_error_rule(error, allowed, dtype, FACTOR), (
                 f"{level}, {name}: error {error}, of the dense computation {allowed}"
@@ -124,7 +124,7 @@ def test_every_head_dim_is_right(dtype, n):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_block_shapes(dtype, block_shape, heads):
-    """Each head has a list of its own, or heads share one, over several tiles, items and chunks."""
+    """Each head has a list of its own, or all heads share a list. The lists span several tiles, items and chunks."""
     q_len, kv_len = (150, 260) if min(block_shape) < 8 else (430, 600)
     q, k, v = testing.make_qkv(1, 4, 2, q_len, kv_len, 48, dtype=dtype)
     grid = -(-q_len // block_shape[0]), -(-kv_len // block_shape[1])
@@ -160,7 +160,7 @@ def test_same_bits_for_any_number_of_threads(dtype, heads, kv_heads, options, de
     if density is not None:
         sizes = 1 if block_q == 1 else heads, -(-tokens // block_q), -(-tokens // block_kv)
         lists = random_lists(np.random.default_rng(5), 1, *sizes, share=density, empty=0.1)
-        lists[:, :, 0] = np.arange(lists.shape[-1])  # one row sees all
+        lists[:, :, 0] = np.arange(lists.shape[-1])  # one block row lists all columns
     expected = forward_and_back(q, k, v, lists, num_threads=1, **options)
     for num_threads in (2, 3, 4, 8):
         assert all(map(same_bits, forward_and_back(q, k, v, lists, num_threads=num_threads, **options), expected))
@@ -184,7 +184,7 @@ PACKED = {"layout": "TND", "cu_seqlens_q": [0, 200, 201, 330], "cu_seqlens_kv": 
     "options", [{}, {"window": (200, 0)}, {"causal": True, "q_begin": [390]}, PACKED], ids=["all", "window", "part", "packed"]
 )
 def test_many_queries_of_one_kv_head(options):
-    """For so many queries, keys are packed once, under a window from a later key on. The last keys do not fill a group."""
+    """For so many queries, keys are packed once. Under a window, the first packed key is a later one. The last keys do not fill a group."""
     q, k, v = testing.make_qkv(1, 16, 1, 330, 701, 40, dtype="bfloat16")
     if options is PACKED:
         q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1))[:700] for x in (q, k, v))
@@ -279,7 +279,7 @@ def test_unseen_is_nothing(dtype, bad):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nonfinite_queries_reach_what_they_see(dtype):
-    """A NaN in a query's row of q, or of dout, reaches its own dq and the gradients of the keys that it sees. No other bit changes."""
+    """A NaN in a query's row of q, or of dout, reaches the query's dq and the gradients of the keys that it sees. No other bit changes."""
     q, k, v = testing.make_qkv(1, 2, 2, 140, 140, 24, dtype=dtype)
     dout, _ = rest_of(q, v)
     for level, which in itertools.product(ISA_LEVELS, ("q", "dout")):
@@ -322,7 +322,7 @@ def test_nonfinite_values_reach_the_same_elements_as_in_the_reference(which, bad
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_nonfinite_value_in_a_long_sequence(dtype, which):
-    """A NaN lies in one of several query tiles, or groups of keys, that are computed together. The others are right."""
+    """A NaN lies in one of several query tiles, or groups of keys, that are computed together. The other results are right."""
     arrays = dict(zip("qkv", testing.make_qkv(1, 1, 1, 420, 300, 32, dtype=dtype), strict=True))
     arrays["dout"], _ = rest_of(arrays["q"], arrays["v"])
     arrays[which][0, 0, 200, 3] = testing.round_to(np.array(np.nan), dtype)

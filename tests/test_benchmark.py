@@ -31,7 +31,7 @@ import peers  # noqa: E402
 import plot  # noqa: E402
 import roofline  # noqa: E402
 
-UNDER_ASAN = "asan" in os.environ.get("LD_PRELOAD", "")  # other libraries do what AddressSanitizer reports
+UNDER_ASAN = "asan" in os.environ.get("LD_PRELOAD", "")  # AddressSanitizer would report errors of other libraries
 FIRST_COLUMNS = ("block_shape", "operation", "dtype", "cell", "context", "N", "pattern")
 
 TINY = "-S 200 -H 2 -D 16 --block-shapes 32x32 64x32 --sparsities 0 0.5 --repeats 1 --threads 1"
@@ -100,7 +100,7 @@ def test_a_script_prints_its_table_and_its_figure_is_drawn(script, options, coun
 
 
 def test_a_script_runs_by_its_name(tmp_path):
-    """In a pipe, as README says. Upstream's columns come first, and at sparsity 0 the shares follow from the latencies."""
+    """Scripts work in a pipe, as README says. Upstream's columns come first, and at sparsity 0 the shares follow from the latencies."""
     pytest.importorskip("matplotlib")
     one = subprocess.run([sys.executable, str(BENCHMARK / "benchmark.py"), *TINY.split()], capture_output=True, text=True, check=True)
     for table, code, files in (("no table\n", 1, []), (one.stdout, 0, ["benchmark.png"])):
@@ -137,7 +137,7 @@ def test_where_memory_lands():
 
 
 def wrong(function, name="out"):
-    """The function with results that are wrong by a tenth."""
+    """The function, with 0.1 added to its results."""
 
     def call(*arguments, **options):
         result = function(*arguments, **options)
@@ -209,7 +209,7 @@ def test_a_stopped_run_goes_on(tmp_path, capsys):
 
 
 def test_upstreams_options_and_all_files(tmp_path, monkeypatch, capsys):
-    """The options that change what is printed (outputs, masks, frames, order, layout, KV heads), and the files that store it."""
+    """The options that change the printed output (outputs, masks, frames, order, layout, KV heads), and the files that store the output."""
     monkeypatch.setattr(_bench, "RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["folder/benchmark.py", "--quick", "--save", "other"])
     options = (
@@ -253,7 +253,7 @@ def test_a_record_of_speeds_is_compared_with(small_operations, tmp_path, capsys)
 
 
 def test_tiles_are_measured_before_and_after_each_sample(small_operations, tmp_path, capsys, monkeypatch):
-    """A share of the tiles' rate says that it is of the sustained one, and is not compared with an old record's share of P."""
+    """A share of the tiles' rate is marked as a share of the sustained rate, and is not compared with a share of P in an old record."""
     events = []
 
     def call():

@@ -1,5 +1,6 @@
-"""The library for C programs: what make install-lib installs, what the library exports, and the example, compiled as its comment says. Also calls
-that only C programs can make: with NULL and other values that the package never passes, and while another thread changes the level."""
+"""The library for C programs: the files that make install-lib installs, the functions that the library exports, and the example, compiled
+as its comment says. Also calls that only C programs can make: with NULL and other values that the package never passes, and while another
+thread changes the level."""
 
 import os
 import re
@@ -36,7 +37,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The folder in which make install-lib has installed the library, PREFIX. The library is made from the objects of the build in place."""
+    """The folder PREFIX, in which make install-lib has installed the library. Its objects are those of the build in place."""
     pytest.importorskip("setuptools")
     compiler("CC")
     if not shutil.which("make"):
@@ -76,7 +77,7 @@ def test_the_shared_library_exports_the_header_and_nothing_else(installed):
 
 
 def test_no_two_sources_have_one_name():
-    """The static library would lose one of them: an archive replaces a member by a later one of the same name."""
+    """The static library would lose one of two such sources: an archive replaces a member by a later one of the same name."""
     names = sorted(path.name for folder in ("core", "kernels", "ops") for path in (ROOT / "csrc" / folder).rglob("*.c"))
     assert names == sorted(set(names))
 
@@ -147,7 +148,7 @@ int main() {
 
 
 def null_calls():
-    """(parameter, call) of each function, with NULL for that pointer to a struct, and zeros for everything else."""
+    """(parameter, call) of each function. The call passes NULL for the parameter, a pointer to a struct, and zeros for all others."""
     for result, name, parameters in declared():
         if result != "ba_status":
             continue
@@ -450,7 +451,7 @@ CALLS = {
     "merge": "ba_merge_states(1, &a.q, &g.forward.lse, &out, &lse)",
     "quantize": "ba_quantize_kv(&rows, &bytes, &scale, 1)",
 }
-WRONG = [  # call, changes, sentence; from Python, earlier checks would refuse these
+WRONG = [  # call, changes, sentence; from Python, earlier checks would refuse these calls
     ("a", "a.q.ndim = -1", "q: expected shape (B, H, Sq, D) for layout BNSD, got -1 axes"),
     ("a", "a.q.dtype = BA_INT8", "q: expected float32, float16, bfloat16 or float64, got int8"),
     ("a", "a.q.strides[3] = 2", "q: expected a contiguous last axis, got stride 2 elements"),

@@ -70,7 +70,7 @@ def test_readme_example(block_shape, flag):
 
 
 def test_readme_cpp_example():
-    """Upstream's C++ example: all ones, float16, (1, 8, 512, 128). It prints out 0x3C00 and expects an lse of 17.5520."""
+    """Upstream's C++ example: all ones, float16, (1, 8, 512, 128). The example prints the output 0x3C00, and expects an lse of 17.5520."""
     ones = np.ones((1, 8, 512, 128), np.float16)
     sabi = np.tile(np.arange(4, dtype=np.uint16), (1, 8, 4, 1))
     out, lse = bnsd(ones, ones, ones, sabi=sabi, scale_value=1 / math.sqrt(128))
@@ -82,7 +82,7 @@ def test_readme_cpp_example():
 
 
 def test_defaults():
-    """Layout BSH with one head, scale 1, no lse, blocks of 128 by 128."""
+    """The defaults are layout BSH with one head, scale 1, no lse, and blocks of 128 by 128."""
     q, k, v = (x[:, 0] for x in qkv(heads=1, kv_len=260))
     sabi = np.array([[[[1], [0], [2]]]], np.int16)
     out, lse = torch_bsa.blitz_sparse_attention(q, k, v, sabi=sabi)

@@ -47,7 +47,7 @@ def test_argument_order():
 
 
 def test_references():
-    """The references return gradients by upstream's names, and take its fixed block indices."""
+    """The references return gradients by upstream's names, and take fixed block indices, as upstream's do."""
     q, k, v, options = problem(100, 4, 2, 8, dtype="float64", weights=WEIGHTS[:3])
     chosen = mslk.compute_block_indices_reference(q, k, 16, 3, options["w_k_compress"], q_tile_size=32)
     assert chosen.dtype == np.int64
