@@ -56,7 +56,7 @@ def check(q, k, v, lists=None, *, levels=ISA_LEVELS, with_dlse=True, **options):
             results = forward_and_back(q, k, v, lists, with_dlse, **options)
         for name, ours, theirs, right in zip(NAMES, results, plain, exact, strict=True):
             error, allowed = testing.error_of(ours, right, dtype), testing.error_of(theirs, right)
-            if right.size < 100:  # so few elements of the dense result may be exact by chance, as they are with some BLAS if a row has one key
+            if right.size < 100:  # all elements of the dense result may be exact by chance, as with some BLAS if a row has one key
                 allowed = testing.Errors(max(allowed.relative, 2.0**-23), max(allowed.largest, 2.0**-23 * allowed.peak), allowed.peak)
             assert testing.meets_error_rule(error, allowed, dtype, FACTOR), (
                 f"{level}, {name}: error {error}, of the dense computation {allowed}"

@@ -1,4 +1,4 @@
-"""The backend "blitz_attn" of diffusers gives the results and gradients of the backend "native", or leaves a call to it."""
+"""The backend "blitz_attn" of diffusers gives the results and gradients of the backend "native", or leaves a call to that backend."""
 
 import random
 import textwrap
@@ -26,7 +26,7 @@ from cases_diffusers import (  # noqa: E402
 )
 from interpreters import python  # noqa: E402
 
-DISPATCHED = [name for name in MODELS if name != "cog"]  # its processor calls torch's attention, whatever the backend
+DISPATCHED = [name for name in MODELS if name != "cog"]  # CogVideoX's processor calls torch's attention, whatever the backend
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def _registered():
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The calls of attention that are computed here."""
+    """The calls of attention that this library computes."""
     calls, own = [], backend.computed
 
     def count(*arguments, **options):
@@ -86,7 +86,7 @@ def test_the_name_is_a_member_like_the_others():
 
 
 def in_python(text, **environment):
-    """What a program in a process of its own prints."""
+    """The words that a program prints in a process of its own."""
     return python("-W", "ignore", "-c", textwrap.dedent(text), **environment).split()
 
 
@@ -128,7 +128,7 @@ def test_other_arguments_are_refused(monkeypatch):
         register()
 
 
-# ---- What is computed here ----------------------------------------------------------------------------------------------
+# ---- Calls that this library computes -----------------------------------------------------------------------------------
 
 
 def draw(seed):
@@ -218,7 +218,7 @@ def test_tensors_are_read_where_they_lie(monkeypatch):
     (given, options), = seen
     assert [x.data_ptr() for x in given] == [x.data_ptr() for x in (q, k, v)]
     assert options["layout"] == "BSND"
-    assert out.is_contiguous()  # models view it as (B, S, H * D)
+    assert out.is_contiguous()  # models view the output as (B, S, H * D)
 
 
 def test_autocast_casts_as_torch_does():
@@ -230,7 +230,7 @@ def test_autocast_casts_as_torch_does():
 
 
 def test_threads_use_their_own_contexts_at_once(computed):
-    """Calls from several threads at once are those of one thread."""
+    """Calls of several threads at once have the results of one thread's calls."""
     calls = [draw(seed) for seed in range(8)]
     expected = [dispatch_attention_fn(q, k, v, backend="blitz_attn", **options) for q, k, v, options in calls]
     found = [None] * len(calls)
@@ -263,7 +263,7 @@ def test_a_compiled_model_has_attention_in_its_graph(name):
     assert close(found, expected)
     names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert any("blitz_attn.block_sparse_attention" in text for text in names)
-    assert sum("scaled_dot_product_attention" in text for text in names) == (name == "hunyuan")  # that of the text alone is not dispatched
+    assert sum("scaled_dot_product_attention" in text for text in names) == (name == "hunyuan")  # attention of text alone is not dispatched
     torch._dynamo.reset()
 
 
@@ -300,7 +300,7 @@ def test_dropout_is_left_to_torch(computed, caplog):
     ],
 )
 def test_reasons_to_leave_a_call_to_native(change, reason, monkeypatch, computed):
-    """The call arrives there as it is."""
+    """The call arrives at the native backend as it was made."""
     tensors, options = change(torch.randn(2, 30, 4, 1), torch.randn(2, 30, 4, 1), torch.randn(2, 30, 4, 16))
     arrived = []
     monkeypatch.setitem(

@@ -1,4 +1,4 @@
-"""`sparse_video`: a model gets its own attention back, and what is not sparse is said once."""
+"""`sparse_video`: a model gets its own attention back, and attention that is left dense is logged once."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ CHOSEN = SparseVideo(density=0.3, **SMALL)
 
 
 def state(model):
-    """What a model is: its attributes and those of all its modules, by identity."""
+    """The state of a model: the attributes of all its modules, by identity."""
     return {
         name: {key: (id(x) if not isinstance(x, dict) else {k: id(y) for k, y in x.items()}) for key, x in vars(module).items()}
         for name, module in model.named_modules()
@@ -124,7 +124,7 @@ def test_a_layer_that_a_model_uses_twice_is_changed_once(computed):  # noqa: F81
 
 
 def test_lists_go_with_the_statement(computed):  # noqa: F811
-    """Of all threads. The step and the share that the handle shows stay."""
+    """The lists of all threads are freed. The handle still shows the step and the share of the blocks."""
     model, config = small_model("wan"), SparseVideo(density=0.3, schedule=Schedule(refresh_every=9), **SMALL)
     with sparse_video(model, config) as handle:
         work = threading.Thread(target=lambda: forward(model, inputs("wan")))
@@ -148,7 +148,7 @@ def test_lists_go_with_the_statement(computed):  # noqa: F811
 
 
 def test_rules_for_each_head_need_the_number_of_heads(computed):  # noqa: F811
-    """Some models (Krea 2) have layers that do not say it. One rule works for them."""
+    """Some models (Krea 2) have layers that do not say this number. A single rule works for these models."""
     model, given = copy.deepcopy(small_model("wan")), inputs("wan")
     expected = run("wan", SparseVideo(LOCAL, **SMALL), given)
     heads = {layer: layer.heads for layer in (block.attn1 for block in model.blocks)}
@@ -159,7 +159,7 @@ def test_rules_for_each_head_need_the_number_of_heads(computed):  # noqa: F811
         sparse_video(model, SparseVideo([LOCAL, FULL], **SMALL))
     with sparse_video(model, SparseVideo([LOCAL], **SMALL)):
         for layer, number in heads.items():
-            layer.heads = number  # the processor reads it
+            layer.heads = number  # the processor reads the number
         assert torch.equal(forward(model, given), expected)
 
 
@@ -241,7 +241,7 @@ def test_models_do_not_disturb_each_other():
 
 
 def test_a_model_that_calls_another_one_goes_on_with_its_own():
-    """As a control network would be called."""
+    """The other model is called in a layer, as a control network would be."""
     outer, given = copy.deepcopy(small_model("wan")), inputs("wan")
     expected = run("wan", SparseVideo(LOCAL, **SMALL), given)
     own = outer.blocks[1].forward
@@ -251,7 +251,7 @@ def test_a_model_that_calls_another_one_goes_on_with_its_own():
 
 
 def test_threads_count_their_own_steps():
-    """Two threads make two videos with one model at once, each with as many steps as the other has not."""
+    """Two threads make two videos with one model at once. The videos have different numbers of steps."""
     model, schedule = small_model("wan"), Schedule(dense_steps=1, refresh_every=2)
     config = SparseVideo(LOCAL, density=0.2, schedule=schedule, **SMALL)
     works = [[inputs("wan", (3, 5, 7), seed=n, timestep=t) for t in range(9, 9 - 3 - n, -1)] for n in range(2)]
@@ -275,7 +275,7 @@ def test_threads_count_their_own_steps():
             thread.start()
         for thread in threads:
             thread.join()
-        assert handle.step is None  # of this thread
+        assert handle.step is None  # this thread has made no step
     assert steps == [2, 3]
     assert all(torch.equal(x, y) for n in range(2) for x, y in zip(found[n], expected[n], strict=True))
 
@@ -374,7 +374,7 @@ def test_inference_mode():
 
 
 def test_a_given_geometry_replaces_what_the_model_says(computed, monkeypatch):  # noqa: F811
-    """Here, half of the frames are another clip. A model of no known class needs one."""
+    """Here, the last frame is another clip. A model of an unknown class needs a given geometry."""
     geometry, config = Geometry([(2, 5, 7), (1, 5, 7)]), SparseVideo(LOCAL, geometry=Geometry([(2, 5, 7), (1, 5, 7)]), **SMALL)
     order = video.cube_order(geometry, config.cube)
     monkeypatch.setattr(sys.modules["test_diffusers_video"], "geometry_of", lambda *arguments: geometry)
@@ -385,7 +385,7 @@ def test_a_given_geometry_replaces_what_the_model_says(computed, monkeypatch):  
 
 
 def test_patches_of_several_frames(monkeypatch):
-    """CogVideoX 1.5."""
+    """A patch of CogVideoX 1.5 has two frames."""
     shape = MODELS["cog"][1] | {"patch_size_t": 2}
     torch.manual_seed(0)
     model, given = diffusers.CogVideoXTransformer3DModel(**shape).eval(), inputs("cog", (2, 5, 7))
@@ -398,7 +398,7 @@ def test_patches_of_several_frames(monkeypatch):
 
 
 def test_images_of_flux_are_grids(computed, monkeypatch):  # noqa: F811
-    """A reference image stands behind the image, with another first number."""
+    """A reference image stands behind the image, and its img_ids begin with another number."""
     rows = torch.arange(24)
     first, second = (torch.stack([torch.full((24,), n), rows // w, rows % w], 1).float() for n, w in ((0, 6), (1, 4)))
     given = inputs("flux", (1, 6, 8)) | {"img_ids": torch.cat([first, second])}
@@ -414,7 +414,7 @@ def test_images_of_flux_are_grids(computed, monkeypatch):  # noqa: F811
 
 
 def share_of(lists, tokens, config):
-    """The mean share of the blocks in lists, from the entries that are no padding."""
+    """The mean share of the blocks that lists keep, without padding."""
     counts = [(x.numpy() >= 0).sum(-1).mean() / -(-tokens // config.block_shape[1]) for x in lists]
     return sum(counts) / len(counts)
 
@@ -432,7 +432,7 @@ def share_of(lists, tokens, config):
     ],
 )  # fmt: skip
 def test_what_runs_is_said_once_for_each_statement(options, what, steps, computed, caplog):  # noqa: F811
-    """After the first forward call that is sparse, with the share of the blocks that this call attended to."""
+    """The line is logged after the first sparse forward call, with the share of the blocks that this call attended to."""
     config, model = SparseVideo(**options, **SMALL), small_model("cog")
     step = config.schedule.dense_steps
     for _ in range(2):
@@ -474,7 +474,7 @@ def left(name, given, reason, config=None):
 
 
 def test_loops_whose_timesteps_rise_are_said_to_stay_dense():
-    """As for inversion. A second video, and one after a single call, are none."""
+    """Inversion has such loops. A second video is no such loop, and neither is a video after a single call."""
     model = small_model("wan")
     for schedule, timesteps, count in (
         (Schedule(dense_steps=1), (1, 1, 2, 2), 0),
@@ -530,7 +530,7 @@ def test_a_geometry_of_other_tokens_is_refused(name, tokens, options):
 
 
 def test_further_attention_in_a_layer_is_left_as_it_is(monkeypatch):
-    """Such as that of an adapter to an image, after attention of the geometry's tokens."""
+    """An adapter, for example, attends to an image after the layer has attended to the geometry's tokens."""
     model, given, seen = copy.deepcopy(small_model("wan")), inputs("wan"), []
     own = model.blocks[0].attn1.forward
 
@@ -567,7 +567,7 @@ def test_what_other_processors_ask_for(change, reason, monkeypatch):
 
 
 def test_another_backend(monkeypatch):
-    """One that calls no attention of torch."""
+    """The backend calls no attention of torch."""
 
     def attend(query, key, value, attn_mask=None):
         weights = torch.einsum("bqhd,bkhd->bhqk", query, key / query.shape[-1] ** 0.5).softmax(-1)
@@ -724,6 +724,6 @@ print(dense // MIB, sparse // MIB)
 
 
 def test_nothing_has_an_element_for_each_pair_of_tokens():
-    """16384 tokens: a mask of bool would take 256 MiB."""
+    """There are 16384 tokens, for which a mask of bool would take 256 MiB."""
     dense, sparse_too = map(int, python("-W", "ignore", "-c", PEAK).split())
     assert sparse_too < dense + 100, (dense, sparse_too)

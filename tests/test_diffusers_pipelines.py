@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers", minversion="0.42")
-pytest.importorskip("transformers")  # pipelines of diffusers import its tokenizers
+pytest.importorskip("transformers")  # pipelines of diffusers import tokenizers of transformers
 
 from blitz_attn.integrations._diffusers.steps import Job  # noqa: E402
 from blitz_attn.integrations.diffusers import SparseVideo, sparse_video  # noqa: E402
@@ -26,7 +26,7 @@ PIPELINES = {  # pipeline, scheduler and its options, embeddings, other argument
         "HunyuanVideoPipeline", "FlowMatchEulerDiscreteScheduler", {}, TEXT | {"pooled_prompt_embeds": (1, 8)},
         {"num_frames": 9, "prompt_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}, 1,
     ),
-    "cog": ("CogVideoXPipeline", "CogVideoXDPMScheduler", {}, GUIDED, {"num_frames": 9}, 1),  # both prompts are one batch, as in the next one
+    "cog": ("CogVideoXPipeline", "CogVideoXDPMScheduler", {}, GUIDED, {"num_frames": 9}, 1),  # both prompts are one batch, as in ltx
     "ltx": (
         "LTXPipeline", "FlowMatchEulerDiscreteScheduler", {"use_dynamic_shifting": True}, GUIDED,
         {"num_frames": 17, "prompt_attention_mask": torch.ones(1, 6), "negative_prompt_attention_mask": torch.ones(1, 6)}, 1,

@@ -40,7 +40,7 @@ def choices(monkeypatch):
 @pytest.mark.parametrize("calls", [1, 2], ids=["alone", "guided"])
 @pytest.mark.parametrize("kind", ["FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler", "DDIMScheduler", "CogVideoXDPMScheduler"])
 def test_steps_are_those_of_a_scheduler(kind, calls, choices, computed):  # noqa: F811
-    """Two videos one after the other. Guidance calls the model twice with a timestep, and each of both calls has lists of its own."""
+    """Two videos are made in sequence. Guidance calls the model twice with each timestep, and each call has lists of its own."""
     scheduler = getattr(diffusers, kind)()
     scheduler.set_timesteps(9)
     schedule = Schedule(dense_steps=2, densities=(0.5, 0.4, 0.3), refresh_every=3)
@@ -64,7 +64,7 @@ def test_steps_are_those_of_a_scheduler(kind, calls, choices, computed):  # noqa
 
 
 def test_a_call_that_failed_is_the_same_one_when_it_is_repeated(computed):  # noqa: F811
-    """Two prompts, whose lists differ. The call that fails may be of the first or the second prompt, in a step with or without new lists."""
+    """The lists of two prompts differ. The failing call may have the first or the second prompt, in a step with or without new lists."""
     model, prompts = copy.deepcopy(small_model("wan")), [inputs("wan", seed=n) for n in range(2)]
 
     def stop(*_):
@@ -120,7 +120,7 @@ def test_a_call_whose_tokens_cannot_be_told_is_no_step(monkeypatch):
     ],
 )
 def test_all_blocks_are_kept_as_other_lists_are(schedule, chosen_in, computed):  # noqa: F811
-    """Whether a step attends to all blocks is said by the step that chose, as for any other density."""
+    """A step that chooses decides whether all blocks are attended until the next choice, as with any other density."""
     model, fresh = small_model("wan"), {}
     with sparse_video(model, SparseVideo(schedule=schedule, **SMALL)):
         for step, source in enumerate(chosen_in):
@@ -135,7 +135,7 @@ def test_all_blocks_are_kept_as_other_lists_are(schedule, chosen_in, computed): 
 
 
 def test_a_handle_can_be_told_that_a_video_begins():
-    """Of models that make a video in one step, every one has the same timestep."""
+    """A model that makes a video in one step gets the same timestep for every video."""
     model, given = small_model("wan"), inputs("wan")
     with sparse_video(model, SparseVideo(density=0.3, schedule=Schedule(refresh_every=4), **SMALL)) as handle:
         for timestep, step in ((9, 0), (9, 0), (8, 1), (8, 1), (7.5, 2)):
@@ -148,7 +148,7 @@ def test_a_handle_can_be_told_that_a_video_begins():
 
 
 def test_the_largest_timestep_of_all_tokens_counts():
-    """A first frame that is given has the timestep 0 (Wan 2.2)."""
+    """The tokens of a given first frame have the timestep 0 (Wan 2.2)."""
     model, given = small_model("wan"), inputs("wan")
     with sparse_video(model, SparseVideo(LOCAL, **SMALL)) as handle:
         for timestep, step in ((900, 0), (900, 0), (700, 1), (950, 0)):

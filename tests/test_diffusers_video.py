@@ -33,13 +33,13 @@ SMALL = {"cube": (2, 2, 3), "block_shape": (12, 8), "min_tokens": 1}  # cubes an
 
 
 def reasons():
-    """What was logged beside the lines that say what runs."""
+    """The logged lines, except those that describe sparse layers."""
     return {text for text in logged if "of the blocks of" not in text}
 
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The lists of all calls of self-attention; None: all blocks."""
+    """The lists of all calls of self-attention. None stands for all blocks."""
     lists, own = [], sparse.dense.computed
 
     def keep(*arguments, **options):
@@ -56,7 +56,7 @@ def run(name, config, given):
 
 
 def masks_of(name, config, grid, text=6, layers=2):
-    """The masks of the layers of a model under a configuration that chooses nothing."""
+    """The masks of a model's layers under a configuration that chooses no blocks."""
     order = video.cube_order(geometry_of(name, grid, text), config.cube)
     lists = video.blocks(order, config.rule, config.block_shape, dense_frames=config.dense_frames)
     mask = token_mask(lists, order, config.block_shape)
@@ -90,7 +90,7 @@ def draw(name, seed):
     """A configuration, a grid and the arguments of a forward call, all drawn together."""
     rng = random.Random(f"{name} {seed}")
     grid, batch, text = tuple(rng.randint(1, 6) for _ in range(3)), rng.randint(1, 2), rng.randint(1, 9)
-    text += text == math.prod(grid)  # else the mask below would not tell self-attention from attention to the text
+    text += text == math.prod(grid)  # otherwise, under_masks() would not tell self-attention from attention to the text
 
     def rule():
         kind = rng.choice((Neighbourhood, SlidingTiles, Radial))
@@ -118,7 +118,7 @@ def test_results_are_those_under_a_token_mask(name, seed, monkeypatch):
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_rules_leave_tokens_out(name):
-    """The results under a mask differ from those without it by more than rounding, and so would those of lists that are not used."""
+    """A rule changes results by more than rounding, so the tests above would notice lists that are not used."""
     given = inputs(name)
     assert (run(name, SparseVideo(LOCAL, **SMALL), given) - forward(small_model(name), given)).abs().max() > 0.05
 
@@ -173,7 +173,7 @@ def test_heads_get_the_rule_that_keeps_most(name, monkeypatch):
 
 
 def test_the_choice_of_rules_is_by_mass(monkeypatch):
-    """Heads get the spatial rule if queries and keys depend on their frame alone, and the temporal rule if on their place in it alone."""
+    """Heads get the spatial rule if queries and keys depend on their frame alone, and the temporal rule if on their place in it."""
     geometry = Geometry([(4, 4, 6)])
     order = video.cube_order(geometry, (1, 2, 2))
     frame, place = torch.arange(96) // 24, torch.arange(96) % 24
@@ -185,7 +185,7 @@ def test_the_choice_of_rules_is_by_mass(monkeypatch):
 
 
 def test_the_text_padding_of_hunyuan_video_is_left_out(computed, monkeypatch):
-    """What stands in the padding changes nothing, and costs no mask."""
+    """The contents of the padding change nothing, and leaving the padding out needs no mask."""
     seen, own = [], sparse.dense.computed
     monkeypatch.setattr(sparse.dense, "computed", lambda *given, **options: seen.append(options) or own(*given, **options))
     given = inputs("hunyuan", batch=2, lengths=[6, 2])
@@ -198,7 +198,7 @@ def test_the_text_padding_of_hunyuan_video_is_left_out(computed, monkeypatch):
 
 
 def test_keys_with_gaps_are_left_out(monkeypatch):
-    """A mask of keys that is no padding at the end: the text padding of HunyuanVideo, moved."""
+    """A mask may hide keys anywhere, and not only padding at the end. Here it replaces the text mask of HunyuanVideo."""
     given, tokens = inputs("hunyuan", batch=2), geometry_of("hunyuan", (3, 5, 7), 6).num_tokens
     shown = torch.rand(2, 1, 1, tokens) < 0.6
     shown[..., 0] = True

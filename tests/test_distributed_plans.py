@@ -37,7 +37,7 @@ class Fake:
 
 
 def lists_of(rng, batch, heads, rows, columns, density=0.4):
-    """Lists with empty rows, in random order."""
+    """Lists in random order, some of them empty."""
     mask = rng.random((batch, heads, rows, columns)) < density
     mask[rng.random((batch, heads, rows)) < 0.2] = False
     lists = np.full((batch, heads, rows, columns), -1, np.int32)
@@ -85,7 +85,7 @@ def sequences_of(given):
 
 
 def seen(given, sequence, head, queries, keys):
-    """A mask (queries, keys) of what each query sees by the token rules and the list of its head, restated from `block_sparse_attention`."""
+    """The mask (queries, keys) of the token rules and of the head's list, by the definitions of `block_sparse_attention`."""
     i, j = np.arange(queries)[:, None] + keys - queries, np.arange(keys)
     mask = np.ones((queries, keys), bool)
     if given["causal"]:
@@ -107,7 +107,7 @@ def seen(given, sequence, head, queries, keys):
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("seed", range(24))
 def test_each_listed_block_arrives_once(seed, dispatch):
-    """Of each KV head, a rank receives exactly the blocks that its rows see, each token once, from the rank that holds the token."""
+    """For each KV head, a rank receives exactly the blocks that its rows see: each token once, from the rank that holds the token."""
     given = problem_of(seed)
     size = [1, 2, 3, 4, 8, 50][seed % 6]
     arguments = dict(given, size=size, dispatch=dispatch)
@@ -158,7 +158,7 @@ def test_each_listed_block_arrives_once(seed, dispatch):
 
 
 def patterns(size, block=128):
-    """Causal lists with 8 rows per rank: name -> (lists, more arguments)."""
+    """The number of tokens, and lists for causal calls with 8 rows per rank: name -> (lists, more arguments)."""
     rng, rows = np.random.default_rng(size), 8 * size
     tokens = rows * block
     ends = np.sort(rng.choice(np.arange(1, rows), max(3, size // 2), replace=False)) * block
@@ -353,7 +353,7 @@ def alone(**options):
 @pytest.mark.parametrize("dispatch", ["auto", "cut", "items"])
 @pytest.mark.parametrize("rows", [None, 0])
 def test_sequences_without_tokens(rows, dispatch):
-    """Lists without queries have no rows, as in a call without ranks."""
+    """Lists without queries have no rows, as in a call on one process."""
     sabi = None if rows is None else np.zeros((1, 1, rows, 1), np.int32)
     x, cu = np.zeros((0, 2, 4), np.float32), [0, 0, 0]
     plan = ContextParallelPlan(sabi, comm=Alone(), num_heads=2, head_dim=4, layout="TND", cu_seqlens_q=cu, dispatch=dispatch)

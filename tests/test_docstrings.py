@@ -1,7 +1,7 @@
 """Every docstring example runs, and every public function documents what it takes, returns and raises.
 
-A function with the contract of another function points to that one instead: the float64 twins to their operations, and the functions of
-`compat.mslk` to the functions that they call.
+A function with the contract of another function points to the other function instead: float64 twins point to their operations, and
+functions of `compat.mslk` point to the functions that they call.
 """
 
 import doctest
@@ -93,7 +93,7 @@ def documented_names(text):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_dir_shows_what_is_public(name):
-    """dir() of a module shows the names of its ``__all__``, with modules that are imported on first use, and no imported helpers."""
+    """dir() of a module shows the names of its ``__all__``, including modules imported on first use, and no imported helpers."""
     module = importlib.import_module(name)
     public = {shown for shown in module.__all__ if not shown.startswith("_")}
     packages = {"compat", "integrations"} if name == "blitz_attn" else set()

@@ -1,5 +1,6 @@
 """Requests of several new tokens over long caches, as in speculative decoding. A KV head then has more queries than the kernel for few queries
-takes at once, so sets of queries take turns at each chunk of keys. Threads, batch mates, layouts and pages are tested in test_paged.py."""
+takes at once, so sets of queries take turns at each chunk of keys. Threads, other requests, layouts and pages are tested in
+test_paged.py."""
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ def test_every_rule_is_right(rule, dtype, kv_dtype, kv_layout):
 )
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (16, 2), (9, 1), (40, 2)], ids=lambda h: f"h{h[0]}x{h[1]}")
 def test_numbers_of_queries(heads, dtype, kv_dtype):
-    """More than 8 queries of a KV head take turns only over at least 64 keys per query. Requests have 64 keys per query, or one key less in all."""
+    """More than 8 queries of a KV head take turns only over at least 64 keys per query. Requests have 64 per query, or one less in
+    total."""
     group = heads[0] // heads[1]
     drafts = sorted({max(1, n // group) for n in (8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40)})
     for more in (-1, 0):
@@ -70,7 +72,7 @@ def test_a_tree_of_drafts_and_other_biases(dtype, kv_dtype, name):
 @pytest.mark.parametrize("q_len", [3, 4, 6])
 @pytest.mark.parametrize(("block_q", "list_heads"), [(64, 2), (2, 8), (1, 1)])
 def test_lists(q_len, dtype, block_q, list_heads):
-    """Block lists per KV head and per query head, with list rows of one, two and all queries."""
+    """Block lists for each KV head, for each query head and for all heads, with list rows of all, two and one queries."""
     q, k, v = testing.make_qkv(2, 8, 2, q_len, 1700, 32, 40, dtype=dtype)
     rows = -(-q_len // block_q)
     lists = random_lists(np.random.default_rng(q_len), 2, list_heads, rows, 54, share=0.6)
@@ -102,7 +104,7 @@ def test_a_slice_has_the_bits_of_the_whole(dtype, isa_level):
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_reach_only_the_queries_that_see_them(dtype, bad, isa_level):
-    """Query i of a request of five sees all but the last 4 - i keys; key 1596 is not seen by the first query."""
+    """Query i of a request of five sees all but the last 4 - i keys. The first query does not see key 1596."""
     q, k, v = testing.make_qkv(1, 4, 1, 5, 1600, 20, dtype=dtype)
     clean = attend(q, k, v, causal=True)
     spoilt = testing.to_float64(v, dtype)

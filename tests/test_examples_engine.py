@@ -19,7 +19,7 @@ import engine as example  # noqa: E402
 import numpy_llama  # noqa: E402
 
 VOCABULARY = 97
-LEAST_GAP = 2e-4  # between the two largest logits, of size 1: float32 computes them to some 1e-6
+LEAST_GAP = 2e-4  # least gap between the two largest logits, which are about 1, and which float32 computes to some 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def dense(_, q, k, v):
 
 
 def check_tokens(model, requests):
-    """The new tokens of all requests are those of the dense model, whose choices are clear enough for any rounding of float32."""
+    """Asserts that all new tokens are those of the dense model, and that its choices are clear enough for any rounding of float32."""
     least, wide = np.inf, in_float64(model)
     for request in requests:
         tokens, rows = np.array(request.tokens), np.arange(request.prompt - 1, len(request.tokens) - 1)
@@ -59,7 +59,7 @@ def check_tokens(model, requests):
 
 
 def check_pages(engine):
-    """Requests hold what the pool says, and what is known is where the pool says."""
+    """Asserts that requests hold the pages that the pool counts, and that known contents are in the pages that the pool names."""
     held = Counter(page for request in engine.requests for page in request.pages)
     pages = engine.pages
     assert pages.holders == [held[page] for page in range(len(pages.holders))]
@@ -167,7 +167,7 @@ def test_a_prefix_is_computed_once(model):
     assert engine.shared == 48 + 64
     whole = engine.submit(prompt[:48], 1)
     run(engine, whole)
-    assert engine.shared == 48 + 64 + 32  # one token at least is computed
+    assert engine.shared == 48 + 64 + 32  # at least one token is computed
 
 
 def test_the_page_that_is_free_for_longest_is_taken(model):

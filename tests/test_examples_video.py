@@ -1,4 +1,4 @@
-"""examples/video.py: a denoising loop by each way, from the same noise."""
+"""examples/video.py: the same noise is denoised with each way to attend."""
 
 import csv
 import importlib.util

@@ -27,7 +27,7 @@ from cases_operations import arrays_of, operations
 
 injected = pytest.mark.skipif(not hasattr(_core, "_fail_allocation"), reason="this build does not fail on request: see make faults")
 NAMES = list(operations())
-BY_NUMPY = ("dequantize_kv", "dequantize_rows")  # allocates only through NumPy
+BY_NUMPY = ("dequantize_kv", "dequantize_rows")  # these allocate only through NumPy
 SMALL_NUMBERS = ("set_num_threads", "get_num_threads")  # return small integers, which Python has allocated already
 sanitizer = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "__lsan_do_recoverable_leak_check") else None
 SEVEN = 7  # outputs are filled with it before calls
@@ -43,7 +43,7 @@ def is_filled(out):
 
 
 def right_results(operation):
-    """Copies of what the call returns and of what it writes into its outputs."""
+    """Copies of the arrays that the call returns, and of the outputs that it writes."""
     fill(operation)
     returned = [x.copy() for x in arrays_of(operation.call())]
     return returned, [x.copy() for x in operation.outs]
@@ -62,8 +62,8 @@ def check_call(operation, right):
 
 # ---- What there is to call ----------------------------------------------------------------------------------------------
 
-# Classes of results and of rules, slow reference functions in NumPy, functions that only call other operations, and show_config, which searches the
-# installed packages and otherwise only calls other settings.
+# Left out are classes of results and of rules, slow reference functions in NumPy, functions that only call other operations, and
+# show_config, which searches the installed packages and otherwise only calls other settings.
 LEFT_OUT = {
     "Antidiagonal", "NSAContext", "NSAGradients", "Pooled", "Profile", "SampledRows", "VerticalSlash", "allocate", "calibrate", "mslk.nsa_forward_reference",
     "mslk.nsa_backward_reference", "mslk.compute_block_indices_reference", "show_config",
@@ -85,8 +85,8 @@ def test_every_public_operation_is_called_or_left_out():
 # ---- Memory -----------------------------------------------------------------------------------------------------------
 
 
-# LeakSanitizer does not search the memory in which Python 3.11 keeps local variables, and reports what only they hold as leaked. So it watches only
-# what is allocated within the calls, of which nothing is held any more at the time of a leak check.
+# LeakSanitizer does not search the memory in which Python 3.11 keeps local variables, and reports memory that only local variables hold as
+# leaked. So it watches only allocations within the calls, none of which is still held at the time of a leak check.
 if sanitizer:
     sanitizer.__lsan_disable()
 
@@ -120,7 +120,7 @@ def lost():
 
 
 def attempt(operation, n):
-    """A call whose n-th allocation fails: (result, exception, whether the call made as many as n allocations)."""
+    """Makes a call whose n-th allocation fails. Returns (result, exception, whether the call made n allocations)."""
     result = error = None
     _core._fail_allocation(n)
     try:
@@ -132,7 +132,7 @@ def attempt(operation, n):
 
 
 def fail_each_allocation(operation, right):
-    """Make the call with its first allocation failing, then its second, and so on, until it has no more. Returns the number of MemoryErrors."""
+    """Make the call with its first allocation failing, then its second, and so on to the last. Returns the number of MemoryErrors."""
     failures = n = 0
     while True:
         n += 1
@@ -164,7 +164,7 @@ def test_each_allocation_fails_once(name, threads):
     right = right_results(operation)
     before, lost_before = held(operation), lost()[0]
     blocks = np.zeros(40, np.int64)
-    for i in range(len(blocks)):  # after some rounds, the interpreter and NumPy keep no more for later calls
+    for i in range(len(blocks)):  # after some rounds, the interpreter and NumPy keep no further memory for later calls
         failures = fail_each_allocation(operation, right)
         gc.collect()
         blocks[i] = _core._live_blocks()
@@ -179,7 +179,7 @@ def test_each_allocation_fails_once(name, threads):
 
 
 def in_a_thread(call):
-    """What `call` returns in a new thread, or the MemoryError that it raises."""
+    """The result of `call` in a new thread, or the MemoryError that `call` raises."""
     results = []
 
     def keep():
@@ -329,7 +329,7 @@ assert bits(8) == alone
 @on_linux
 @pytest.mark.parametrize("spare", [0, 2])
 def test_limit_of_processes(spare):
-    """A user's threads count against RLIMIT_NPROC, and a call uses as many as the limit allows. The user id is one that runs nothing else."""
+    """A user's threads count against RLIMIT_NPROC, and a call uses as many as the limit allows. The test takes a user id of its own."""
     run(NO_PROCESSES, spare, 60000 + os.getpid() % 5000, refused=77)
 
 
@@ -386,7 +386,7 @@ def test_small_stacks(kib):
 
 
 @injected
-@pytest.mark.parametrize("name", [name for name in NSA_CASES if "append" in name or "attend" in name])  # those that call the core
+@pytest.mark.parametrize("name", [name for name in NSA_CASES if "append" in name or "attend" in name])  # cases that call the core
 def test_an_object_is_as_before_an_allocation_that_fails_or_as_after_the_call(name):
     """Here allocations of the core fail; tests/test_atomic.py stops the same calls at bytecodes."""
     case = NSA_CASES[name]

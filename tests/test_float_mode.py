@@ -14,7 +14,7 @@ from cases import same_bits
 from cases_operations import arrays_of, operations
 from interpreters import python
 
-FIELD, FLUSHES, UPWARD, MODE = {  # bytes of the control register in fenv_t; its bits that flush, that round upward, and all that flush or round
+FIELD, FLUSHES, UPWARD, MODE = {  # the control register's bytes in fenv_t; its bits to flush, to round upward, and to flush or round
     "x86_64": (slice(28, 32), 0x8040, 0x4000, 0xE040),
     "aarch64": (slice(0, 4), 1 << 24, 1 << 22, 7 << 22),
 }.get(platform.machine(), (None, 0, 0, 0))
@@ -206,7 +206,7 @@ def test_threads_do_not_inherit_the_mode():
 
 
 def test_python_runs_in_its_own_mode_while_a_call_waits():
-    """A signal handler that runs in the middle of a call has the mode of the program, not that of the call."""
+    """A signal handler that runs in the middle of a call has the mode of the program, and not the mode of the call."""
     code = SET_MODE.format(field=FIELD, bits=FLUSHES) + (
         "import signal, numpy as np, blitz_attn\n"
         "small, seen = np.float32([1e-39]), []\n"

@@ -39,7 +39,7 @@ def whole(mask_mod, batch, heads):
 
 
 def cut_of(mask, block_shape):
-    """The least run of keys with all that any head of a query sees; what the list lets each head see; and what the list and the runs let it see."""
+    """The shortest run with all keys that any head of a query sees; the mask of the list; and the mask of the list and the runs."""
     listed = sabi.to_token_mask(sabi.from_token_mask(mask, block_shape), S_Q, S_KV, block_shape)
     runs = sabi.kv_ranges_from_token_mask(np.zeros((len(mask), S_Q, S_KV), bool))
     for b, i in np.ndindex(runs.shape[:2]):

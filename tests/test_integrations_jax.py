@@ -1,4 +1,4 @@
-"""The library inside JAX: the same bits as the library's own calls, forward and backward, and JAX's transforms."""
+"""The library inside JAX: calls have the bits of the library's own calls, forward and backward, and take part in JAX's transforms."""
 
 import inspect
 import subprocess
@@ -91,7 +91,7 @@ def test_bits_of_attention(rule, dtype):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_gradients(rule, compiled):
-    """The gradients of both results are the library's. The library has no gradients of sinks, which are computed here from the results."""
+    """Gradients through both results are the library's. It has no gradients of sinks, which are computed here from the results."""
     arrays, options = RULES[rule]
     learned = {name: x for name, x in arrays.items() if name in ("attn_mask", "alibi_slopes", "sinks") and x.dtype != bool}
     rest = {name: x for name, x in arrays.items() if name not in learned}
@@ -115,7 +115,7 @@ def test_gradients(rule, compiled):
 
 
 def test_gradient_of_one_result():
-    """A loss may use only one of the two results. It has no gradient of the other one."""
+    """A loss may use only one of the two results, and then has no gradient of the other result."""
     q, k, v = inputs()
     call = lambda q: functions.block_sparse_attention(q, k, v, causal=True, return_lse=True)  # noqa: E731
     of_out, of_lse = (jax.jit(jax.grad(lambda q, n=n: call(q)[n].sum()))(q) for n in range(2))
@@ -136,7 +136,7 @@ def test_gradients_of_bfloat16_have_its_dtype():
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_vmap(compiled):
-    """vmap makes one call after the other, also if calls share some arguments, over two axes, and for gradients."""
+    """vmap makes one call after the other. It also works with shared arguments, over two axes, and for gradients."""
     q, k, v = inputs()
     wrap = jax.jit if compiled else lambda f: f
     whole = functions.block_sparse_attention(q, k, v, causal=True)
@@ -318,7 +318,7 @@ def test_paged(dtype, form):
 
 
 def test_paged_under_vmap():
-    """Maps over two sets of queries, which share one cache."""
+    """The map goes over three sets of queries, which share one cache."""
     q, caches = normal(0, (3, 2, 8, 32)), [normal(n, (7, 4, 2, 32)) for n in (1, 2)]
     tables, lens = jnp.array([[3, 1, 6], [0, 5, 2]]), jnp.array([11, 5])
     call = lambda q: functions.paged_attention(q, *caches, tables, lens)  # noqa: E731
@@ -417,7 +417,7 @@ def test_sentences_while_tracing(error, sentence, call):
 
 
 def test_sentences_while_running():
-    """Under a transform, the library's sentence is part of JAX's error. Otherwise it is the whole error."""
+    """Under a transform, the library's sentence is part of JAX's error. Otherwise the sentence is the whole error."""
     q, k, v = inputs()
     call = lambda lens: functions.block_sparse_attention(q, k, v, kv_lens=lens)  # noqa: E731
     sentence = r"kv_lens: expected lengths from 0 to 48, got 49 at \[1\]"
@@ -438,7 +438,7 @@ def test_second_gradients_are_refused(call):
 @pytest.mark.parametrize("call", [functions.block_sparse_attention, functions.dot_product_attention, functions.nsa])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_forward_mode_and_transposes_are_refused(call, compiled):
-    """JAX refuses them, even for v, in which attention is linear. Reverse mode computes the same as a transpose."""
+    """JAX refuses both, even for v, in which attention is linear. Reverse mode computes the same numbers as a transpose."""
     q, k, v = (jnp.ones((1, 8, 2, 8)) for _ in range(3))
     attend = (jax.jit if compiled else lambda f: f)(lambda v: call(q, k, v))
     for forward in (lambda: jax.jvp(attend, (v,), (v,)), lambda: jax.linearize(attend, v)[1](v), lambda: jax.jacfwd(attend)(v)):
@@ -486,7 +486,7 @@ INTERRUPTIBLE = {
 @pytest.mark.sampled("options")
 @pytest.mark.parametrize("name", INTERRUPTIBLE)
 def test_ctrl_c(name):
-    """Ctrl-C ends a call soon, and the next call is right. If JAX calls the library back, its error is one of JAX, which names the interrupt."""
+    """Ctrl-C ends a call soon, and the next call is right. If JAX calls the library back, JAX's own error names the interrupt."""
     code = textwrap.dedent(INTERRUPTED).format(call=INTERRUPTIBLE[name])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

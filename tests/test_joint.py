@@ -1,6 +1,6 @@
 """Output and log-sum-exp of the same call, over upstream's grid.
 
-``PYTHONPATH=. python tests/test_joint.py`` runs one case of each as a smoke test.
+``PYTHONPATH=. python tests/test_joint.py`` runs three cases as a smoke test.
 """
 
 import itertools

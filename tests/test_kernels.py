@@ -24,8 +24,8 @@ import sampling
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZED = "-fsanitize" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
 COVERED = "--coverage" in os.environ.get("BLITZ_ATTN_CFLAGS", "")
-# The folder of objects. It is that of the build in place, which saves half of the compiling; under make coverage it is that build's, so that what C
-# programs run counts, too. A build with sanitizers has a folder of its own.
+# The folder of objects. Usually it is the folder of the build in place, which saves half of the compiling. Under make coverage it is that
+# of the build with coverage, so that code that C programs run counts, too. A build with sanitizers has a folder of its own.
 BUILD = "build/checkkernels" if SANITIZED else "build/coverage/temp" if COVERED else "build/temp"
 SILENCE = 600  # seconds without a line after which a program counts as stuck
 
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs 
 
 
 def plain_environment():
-    """The environment without the variables of a run under sanitizers, which the compiler would load, too."""
+    """The environment without the variables of a run under sanitizers, because the compiler would load the sanitizers, too."""
     left_out = ("LD_PRELOAD", "BLITZ_ATTN_CFLAGS") if SANITIZED else ()
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def run(*command, environment=None, **options):
-    """Output of a command. Fails with the last 8000 characters of it if the command fails."""
+    """Output of a command. If the command fails, the test fails with the last 8000 characters of the output."""
     env = {**plain_environment(), **(environment or {})}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=3000, check=False, **options
@@ -49,7 +49,8 @@ def run(*command, environment=None, **options):
 
 
 def run_shown(show, *command):
-    """Output of a program that prints a line for each of its checks. Shows one from time to time, and kills the program after SILENCE without any."""
+    """Output of a program that prints a line for each of its checks. Shows some of the lines. Kills the program after SILENCE seconds
+    without a line."""
     lines, shown = [], time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain_environment()) as process:
         while True:
@@ -120,8 +121,8 @@ def sample(one_in):
 
 
 def names_of(level):
-    """Arguments of checkkernels for one level: what its kernels' names contain, and after a dash what they must not contain, because the names of
-    other levels may contain the name of this level."""
+    """Arguments of checkkernels for one level: a part of its kernels' names, and after a dash parts of names to leave out, because the
+    names of other levels may contain the name of this level."""
     others = [f"_{name}" for name in blitz_attn.isa_levels() if name != level and f"_{level}" in f"_{name}"]
     return [f"_{level}", *(f"-{other}" for other in others)]
 
@@ -211,7 +212,7 @@ def test_c_program_with_the_public_header_alone(level, objects, flags, tmp_path)
 CROSS_COMPILER = "aarch64-linux-gnu-gcc"
 CROSS_LIBRARIES = Path("/usr/aarch64-linux-gnu")
 EMULATOR = "qemu-aarch64"
-# cortex-a57 has no extensions, because the first two levels may use only what every CPU of the architecture has.
+# The first two levels run on cortex-a57, which has no extensions: they may use only instructions that every CPU of the architecture has.
 CROSS_LEVELS = {"portable": "cortex-a57", "neon": "cortex-a57", "neon_bf16": "max"}
 CROSS_BUILD = "build/aarch64"
 CROSS_BUILD_ENVIRONMENT = {
@@ -279,7 +280,7 @@ FRAGMENTS = ("csrc/kernels/vec/vec_",)  # parts of vec/vec.h
 NEEDS = {
     "csrc/kernels/vec/vec.h": ["-DBA_LANES=4", "-DBA_SUFFIX=alone"],
     "csrc/kernels/traits.h": ["-DBA_TRAITS_AVX2"],
-}  # what the including file must define
+}  # macros that the including file must define
 
 
 @pytest.mark.parametrize("header", [name for name in HEADERS if not name.startswith(FRAGMENTS)])

@@ -39,7 +39,7 @@ def bias_of(ranges, kv_len=KV):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_the_mask(kind, dtype, index_dtype, layout, isa_level):
-    """Forward and backward, for the operation and the reference."""
+    """The operation and the reference are right, forward and backward."""
     arrays, exact, options = problem(dtype, layout)
     runs = KINDS[kind].astype(index_dtype)
     options["kv_ranges"] = np.concatenate([runs, runs]) if layout == "TND" else runs
@@ -72,7 +72,7 @@ def test_gradients_of_queries_before_and_behind_others_that_see_no_key(first, is
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_keys_that_neither_the_first_nor_the_last_query_sees(dtype):
-    """This many queries share keys that are packed once, and every key that any of the queries sees must be packed."""
+    """So many queries share keys that are packed once, and every key that any of these queries sees must be packed."""
     q, k, v = testing.make_qkv(1, 8, 2, 700, 2600, 32, dtype=dtype)
     runs = np.broadcast_to([0, 2600], (700, 2)).copy()
     runs[:9], runs[-9:] = (1400, 1410), (1200, 1205)
@@ -85,7 +85,8 @@ def test_keys_that_neither_the_first_nor_the_last_query_sees(dtype):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_ranges_of_any_size(dtype, isa_level):
-    """A range from the least to the largest number of the dtype is all keys; swapped, it is none. Arrays may have any strides."""
+    """A range from the least to the largest number of the dtype has all keys; with these numbers swapped, it has none. Strides may be
+    any."""
     arrays, _, options = problem("float32", "BNSD")
     all_keys = blitz_attn.block_sparse_attention(*arrays, return_lse=True, **options)
     info = np.iinfo(dtype)
@@ -115,12 +116,12 @@ def test_what_a_range_hides_is_not_read():
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [*((x, x) for x in DTYPES), ("bfloat16", "int8"), ("float32", "float8_e4m3")])
 def test_an_image_in_a_paged_prompt(dtype, kv_dtype, window, kv_split):
-    """Three requests: a chunk of a prompt with an image, whose tokens see one another; no queries; and one new token."""
+    """Three requests have a chunk of a prompt with an image, whose tokens see one another; no queries; and one new token."""
     case = testing.make_paged(3, 4, 2, [70, 33, 1], 16, 32, 32, dtype, kv_dtype, q_lens=[20, 0, 1])
     place = 50 + np.arange(20)  # positions of request 0's queries; tokens 55 to 64 are the image
     runs = np.stack([np.zeros(21, int), np.r_[np.where((place >= 55) & (place < 65), 65, place + 1), 1]], axis=-1)
     seen, _ = check_paged(case, kv_ranges=runs, window=window, kv_split=kv_split)
-    causal = np.stack([np.zeros(21, int), np.r_[place + 1, 1]], axis=-1)  # as ranges: causal calls may choose other kernels for short splits
+    causal = np.stack([np.zeros(21, int), np.r_[place + 1, 1]], axis=-1)  # as ranges: causal calls may take other kernels for short splits
     without_image, _ = attend_paged(case, kv_ranges=causal, window=window, kv_split=kv_split)
     differ = (without_image != seen).any(axis=(1, 2))
-    assert np.flatnonzero(differ).tolist() == list(range(5, 14))  # the image's last token sees the same as if causal
+    assert np.flatnonzero(differ).tolist() == list(range(5, 14))  # the image's last token sees the same keys in both calls

@@ -1,6 +1,6 @@
-"""The log-sum-exp over upstream's grid: dense, sparse, framed, with several heads, of zero inputs; its shape, and switching it off.
+"""The log-sum-exp over upstream's grid: dense, sparse, framed, with several heads, and of zero inputs. Its shape, and calls without it.
 
-``PYTHONPATH=. python tests/test_lse.py`` runs one case of each as a smoke test.
+``PYTHONPATH=. python tests/test_lse.py`` runs one case of each test as a smoke test.
 """
 
 import itertools
@@ -23,7 +23,7 @@ DENSE_SHAPES = [
 ]
 SPARSE_SHAPES = [(1, 1, s, 128) for s in (1024, 2048, 4096, 8192, 12288, 16384, 20480, 24000)]
 FRAMED_SHAPES = [(1, 1, 16384, 128), (1, 1, 24000, 128)]
-MULTIHEAD_SHAPES = [((1, h, s, 128), False) for s in (512, 1024) for h in (2, 4)]  # upstream's own, small enough for the default run
+MULTIHEAD_SHAPES = [((1, h, s, 128), False) for s in (512, 1024) for h in (2, 4)]  # upstream's own shapes, small enough for the default run
 ZERO_SHAPES = [(1, 1, 512, 128), (1, 2, 1024, 128), (1, 4, 4096, 128), (1, 4, 16384, 128), (1, 2, 24000, 128)]
 SHAPE_SHAPES = [(1, 1, 512, 128), (1, 8, 8192, 128), (1, 4, 24000, 128)]
 

@@ -1,4 +1,4 @@
-"""Cases of context-parallel attention, which ranks run under mpirun: results have the bits of one process, and messages the bytes of the plan."""
+"""Cases of context-parallel attention, run under mpirun: results have the bits of one process, and messages have the plan's bytes."""
 
 import numpy as np
 from mpi4py import MPI
@@ -27,7 +27,7 @@ class Counting:
 
 
 def check(comm, problem, dispatches=DISPATCHES, comm_types=("p2p",), **options):
-    """Check that every dispatch gives each rank the bits of its part of one call, and sends as many bytes as the plan says."""
+    """Check that every dispatch gives each rank the bits of its part of one whole call, and sends as many bytes as the plan says."""
     out, lse = problem.whole()
     for name in dispatches:
         counting = Counting(comm)

@@ -1,4 +1,5 @@
-"""Cases of the gradients of context-parallel attention, run under mpirun: dq has the bits of one process, dk and dv its values up to rounding."""
+"""Cases of gradients of context-parallel attention, run under mpirun: dq has the bits of one process, dk and dv its values with other
+roundings."""
 
 import numpy as np
 

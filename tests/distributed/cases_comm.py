@@ -67,7 +67,7 @@ def case_levels_that_differ(comm):
 
 
 def case_libraries_that_differ(comm):
-    """Libraries may differ if ranks run on two architectures, whose levels have other names and other bits."""
+    """Libraries may differ if ranks run on two architectures, whose levels have different names and different bits."""
     last = comm.Get_size() - 1
     if last == 0:
         return
@@ -90,7 +90,7 @@ def case_bytes_of_all(comm):
 
 
 def case_block_types(comm):
-    """Runs of bytes are sent and received without packing. Adjacent runs become one."""
+    """Runs of bytes are sent and received without packing. Adjacent runs become one run."""
     rank, size = comm.Get_rank(), comm.Get_size()
     sent = np.arange(1000, dtype=np.uint8) + rank
     received = np.zeros(1000, np.uint8)
@@ -156,7 +156,7 @@ def case_waiter_raises_in_wait(comm):
 
 
 def case_waiter_raises_the_error_of_the_request_that_failed(comm):
-    """Waitall itself reports only that a request failed, but run_with_survivors must know whether its error is that of a dead rank."""
+    """Waitall itself reports only that a request failed, but run_with_survivors must know whether the error is that of a dead rank."""
 
     class Broken:
         @staticmethod

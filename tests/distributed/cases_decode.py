@@ -1,4 +1,4 @@
-"""Cases of decoding over a cache that ranks share, which run under mpirun: results have the bits of one process."""
+"""Cases of decoding over a cache that ranks share, run under mpirun: results have the bits of one process."""
 
 import numpy as np
 

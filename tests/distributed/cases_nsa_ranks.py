@@ -1,4 +1,4 @@
-"""Cases of native sparse attention over ranks, which run under mpirun: results have the bits of one process."""
+"""Cases of native sparse attention over ranks, run under mpirun: results have the bits of one process."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ SIZES = {"compress_block_size": 16, "num_selected_blocks": 4, "window_size": 40}
 
 
 def shards_of(comm, tokens, seed):
-    """The ends of the ranks' tokens. Some ranks may have none."""
+    """The slice of this rank's tokens. Some ranks may have none."""
     rng = np.random.default_rng(seed)
     ends = np.sort(rng.integers(0, tokens + 1, comm.Get_size() - 1))
     bounds = [0, *ends.tolist(), tokens]

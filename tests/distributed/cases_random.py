@@ -1,5 +1,5 @@
-"""Random problems over ranks, which run under mpirun: results and the gradient of queries have the bits of one process, and the other
-gradients about its values."""
+"""Random problems over ranks, run under mpirun: results and the gradient of queries have the bits of one process, and the other gradients
+equal its results up to rounding."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Cases of torch tensors over ranks, which run under mpirun. torch takes seconds to import."""
+"""Cases of torch tensors over ranks, run under mpirun. They have a file of their own because torch takes seconds to import."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""Runs cases under mpirun: the MPI libraries of this machine, a time limit, and no process left behind.
+"""Runs cases under mpirun, with the MPI libraries of this machine and a time limit, and leaves no process behind.
 
 A module of cases has functions ``case_...(comm)`` that raise if something is wrong. `results` runs all cases of a module in one job and
-returns the outcome of each. `run` starts any script. As a script, this file is what each rank runs:
+returns the outcome of each. `run` starts any script. Each rank runs this file as a script:
 
     mpirun -n P python -m mpi4py launcher.py MODULE [CASE ...]
 """
@@ -43,7 +43,8 @@ class Job(NamedTuple):
 def starter(library):
     """The command and the environment that start ranks with an MPI library, or the reason why it cannot be used, as a string.
 
-    The programs are searched for in the prefix BLITZ_ATTN_TEST_OPENMPI or BLITZ_ATTN_TEST_MPICH, next to the Python interpreter, and in PATH.
+    The programs are searched for in the prefix BLITZ_ATTN_TEST_OPENMPI or BLITZ_ATTN_TEST_MPICH, or, if the variable is not set, next to
+    the Python interpreter and in PATH.
     """
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed"
@@ -148,7 +149,7 @@ def descendants(pid):
 
 @functools.cache
 def results(module, ranks, library, options=(), seconds=SECONDS):
-    """The outcome of each case of a module: "" if it passed, else what the job printed."""
+    """The outcome of each case of a module ("" if it passed, otherwise the job's output), and the status and the output of the job."""
     job = run(HERE / "launcher.py", module, ranks=ranks, library=library, options=options, seconds=seconds)
     passed = {line.split()[1] for line in job.output.splitlines() if line.startswith(_MARK)}
     why = f"status {job.status} after {job.seconds:.1f} s\n{job.output}" if job.status is not None else f"no end in {seconds} s\n{job.output}"

@@ -1,4 +1,4 @@
-"""Calls of attention over a whole sequence that ranks share, with the same arrays on each rank, made without MPI; and helpers to compare ranks."""
+"""Calls of attention over a whole sequence, with the same arrays on each rank, and helpers to compare ranks. Needs no MPI."""
 
 import numpy as np
 

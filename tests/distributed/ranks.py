@@ -17,7 +17,7 @@ class Group:
 
 
 class Rank:
-    """The communicator of one thread. Sends copies, so that no rank sees another's memory."""
+    """The communicator of one thread. It sends copies, so that no rank sees another rank's memory."""
 
     def __init__(self, group, rank):
         self.group, self.rank, self.sent = group, rank, 0
@@ -66,7 +66,7 @@ class Rank:
 
 
 def run(size, work):
-    """What ``work(comm)`` returns on each of `size` ranks. If a rank raises, all ranks end, and its error is raised."""
+    """The results of ``work(comm)`` on `size` ranks. If a rank raises, all ranks end, and its error is raised."""
     group = Group(size)
     results = [None] * size
 
@@ -105,9 +105,9 @@ def sentences(size, work):
 
 
 class Shared:
-    """One rank's share of a `blitz_attn.testing.Paged`: `arguments` for `decode_context_parallel_attention`.
+    """One rank's share of a `blitz_attn.testing.Paged`: arguments for `decode_context_parallel_attention`.
 
-    The rank's cache has only its own pages, in another order.
+    The caches have only the rank's own pages, in another order.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class Shared:
                 holds = np.array([owner(b, c, chunks) for c in range(chunks)], np.int64)[page // split]
             mine = page[holds == rank]
             tables[b, mine] = p.block_tables[b, mine]
-        self.pages = tables[tables >= 0]  # numbers of its pages in the whole cache
+        self.pages = tables[tables >= 0]  # numbers of the rank's pages in the whole cache
         order = np.random.default_rng(seed + rank + 1).permutation(len(self.pages))
         number = np.full(len(p.k_cache), -1)
         number[self.pages] = order
@@ -180,7 +180,7 @@ def source_of(method, k_cache, tables, lengths):
 
 
 def check_selection(comm, p, k, method, turn, **options):
-    """Assert that ranks with pages in turns choose the blocks that one process chooses, and that attention over them has the same bits."""
+    """Assert that ranks that hold pages in turns choose the blocks of one process, and attend these blocks with the same bits."""
     tables = np.maximum(p.block_tables, 0)
     source, source_tables = source_of(method, p.k_cache, tables, p.seq_lens)
     selected, counts = blitz_attn.select_blocks(p.q, source, source_tables, p.seq_lens, k, method=method, **options)

@@ -1,4 +1,4 @@
-"""``python -m blitz_attn.distributed`` with the arguments of this script. LEVEL_OF_RANK_1 sets the instruction set level of rank 1."""
+"""Runs ``python -m blitz_attn.distributed`` with this script's arguments. LEVEL_OF_RANK_1 sets the instruction set level of rank 1."""
 
 import os
 import runpy

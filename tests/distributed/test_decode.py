@@ -37,7 +37,7 @@ def test_bits_do_not_depend_on_ranks(ranks, owner):
 
 
 def test_infinite_sinks():
-    """A sink of plus infinity leaves no weight for values, and one of minus infinity takes none."""
+    """A sink of plus infinity leaves no weight for values, and a sink of minus infinity takes no weight."""
     p, sinks = testing.make_paged(3, 4, 2, [70, 33, 0], 16, 32), np.array([np.inf, -np.inf, 1.0, 1e30])
     out, lse = whole(p, sinks=sinks, return_lse=True)
     for other in run(2, lambda comm: attend(comm, p, sinks=sinks, return_lse=True)):
@@ -58,7 +58,7 @@ def test_copies_of_a_split_are_attended_once():
 
 
 def test_runs_of_splits_send_few_states():
-    """A rank sends at most two nodes per level of the tree, so 2 log2(n) for n splits. A run that is one node of the tree is sent as one state."""
+    """A rank sends at most two nodes per level of the tree, at most 2 log2(n) for n splits. A run that is one node is sent as one state."""
     for chunks in (1, 7, 64, 1000):
         for ranks in (1, 2, 5, 8, 64):
             tree = _tree.build(np.array([chunks]), np.arange(chunks) * ranks // chunks)

@@ -2,8 +2,8 @@
 
     mpirun --with-ft ulfm -n P python ulfm.py prefill|decode DEATHS [SEED]
 
-Each rank holds its own tokens, and a copy of its successor's. Some ranks kill themselves in the middle of the work, but no two neighbours. The last
-line of each survivor says whether its result has the bits of one process.
+Each rank holds its own tokens, and a copy of its successor's tokens. Some ranks kill themselves in the middle of the work, but never two
+neighbours. The last line of each survivor says whether its result has the bits of one process.
 """
 
 import os

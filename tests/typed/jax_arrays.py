@@ -1,4 +1,4 @@
-"""What type checkers must say of calls with JAX arrays. Nothing here runs. `make lint` checks it where JAX is installed."""
+"""The types that checkers must find for calls with JAX arrays. Nothing here runs. `make lint` checks this file where JAX is installed."""
 
 from typing import assert_type
 

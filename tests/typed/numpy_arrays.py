@@ -1,4 +1,4 @@
-"""What type checkers must say of calls with NumPy arrays: results by assert_type, and lines that must be errors. Nothing here runs."""
+"""The types that checkers must find for calls with NumPy arrays: results by assert_type, and lines that must be errors. It never runs."""
 
 from typing import Any, Literal, assert_type
 

@@ -1,4 +1,4 @@
-"""What type checkers must say of calls with torch tensors. Nothing here runs. `make lint` checks it where torch is installed."""
+"""The types that checkers must find for calls with torch tensors. Nothing here runs. `make lint` checks the file if torch is there."""
 
 from typing import Any, assert_type
 
