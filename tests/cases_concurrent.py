@@ -1,4 +1,4 @@
-"""Calls of a few milliseconds, large enough to use several threads, for tests of what happens while calls run."""
+"""Calls of a few milliseconds, large enough to use several threads, for tests of events while calls run."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Masks, the bias that they add to scores, and attention under them in plain NumPy, for tests of `attn_mask`, `alibi_slopes` and `kv_ranges`."""
+"""Masks, the biases that they add, and attention with biases in plain NumPy, for tests of `attn_mask`, `alibi_slopes` and `kv_ranges`."""
 
 import numpy as np
 import pytest

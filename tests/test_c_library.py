@@ -37,14 +37,14 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The folder PREFIX, in which make install-lib has installed the library. Its objects are those of the build in place."""
+    """The folder PREFIX, in which make install-lib has installed the library. The library's objects are from the build in place."""
     pytest.importorskip("setuptools")
     compiler("CC")
     if not shutil.which("make"):
         pytest.skip("no make")
     folder = tmp_path_factory.mktemp("library")
     built, prefix, stage = folder / "built", folder / "usr", folder / "stage"
-    levels = {"BLITZ_ATTN_LEVELS": os.environ.get("BLITZ_ATTN_LEVELS", "native")}  # as make build has them
+    levels = {"BLITZ_ATTN_LEVELS": os.environ.get("BLITZ_ATTN_LEVELS", "native")}  # the levels of make build
     run(sys.executable, "setup.py", "-q", "build_library", "--build-temp", BUILD, "--build-lib", built, cwd=ROOT, environment=levels)
     install = ["make", "-s", "install-lib", f"LIB={built}", f"PREFIX={prefix}"]
     no_jobs = {"MAKEFLAGS": "", "MAKELEVEL": "", "DESTDIR": ""}

@@ -148,7 +148,7 @@ def test_lists_go_with_the_statement(computed):  # noqa: F811
 
 
 def test_rules_for_each_head_need_the_number_of_heads(computed):  # noqa: F811
-    """Some models (Krea 2) have layers that do not say this number. A single rule works for these models."""
+    """Some models (Krea 2) have layers that do not say their number of heads. One rule for all heads works for these models."""
     model, given = copy.deepcopy(small_model("wan")), inputs("wan")
     expected = run("wan", SparseVideo(LOCAL, **SMALL), given)
     heads = {layer: layer.heads for layer in (block.attn1 for block in model.blocks)}
@@ -474,7 +474,7 @@ def left(name, given, reason, config=None):
 
 
 def test_loops_whose_timesteps_rise_are_said_to_stay_dense():
-    """Inversion has such loops. A second video is no such loop, and neither is a video after a single call."""
+    """In inversion, timesteps rise. A second video, or a video after a single call, is not taken for such a loop."""
     model = small_model("wan")
     for schedule, timesteps, count in (
         (Schedule(dense_steps=1), (1, 1, 2, 2), 0),

@@ -1,4 +1,4 @@
-"""Every docstring example runs, and every public function documents what it takes, returns and raises.
+"""Every docstring example runs, and every public function documents its parameters, results and exceptions.
 
 A function with the contract of another function points to the other function instead: float64 twins point to their operations, and
 functions of `compat.mslk` point to the functions that they call.

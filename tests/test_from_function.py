@@ -39,7 +39,7 @@ def whole(mask_mod, batch, heads):
 
 
 def cut_of(mask, block_shape):
-    """The shortest run with all keys that any head of a query sees; the mask of the list; and the mask of the list and the runs."""
+    """For each query, the shortest run with all keys that any head sees. Also the masks of the list, and of the list with the runs."""
     listed = sabi.to_token_mask(sabi.from_token_mask(mask, block_shape), S_Q, S_KV, block_shape)
     runs = sabi.kv_ranges_from_token_mask(np.zeros((len(mask), S_Q, S_KV), bool))
     for b, i in np.ndindex(runs.shape[:2]):

@@ -91,7 +91,7 @@ def test_bits_of_attention(rule, dtype):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_gradients(rule, compiled):
-    """Gradients through both results are the library's. It has no gradients of sinks, which are computed here from the results."""
+    """Gradients through both results are the library's, except those of sinks, which are computed here from the results."""
     arrays, options = RULES[rule]
     learned = {name: x for name, x in arrays.items() if name in ("attn_mask", "alibi_slopes", "sinks") and x.dtype != bool}
     rest = {name: x for name, x in arrays.items() if name not in learned}
@@ -438,7 +438,7 @@ def test_second_gradients_are_refused(call):
 @pytest.mark.parametrize("call", [functions.block_sparse_attention, functions.dot_product_attention, functions.nsa])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_forward_mode_and_transposes_are_refused(call, compiled):
-    """JAX refuses both, even for v, in which attention is linear. Reverse mode computes the same numbers as a transpose."""
+    """JAX refuses forward mode and transposes even for v, in which attention is linear. Reverse mode can replace a transpose."""
     q, k, v = (jnp.ones((1, 8, 2, 8)) for _ in range(3))
     attend = (jax.jit if compiled else lambda f: f)(lambda v: call(q, k, v))
     for forward in (lambda: jax.jvp(attend, (v,), (v,)), lambda: jax.linearize(attend, v)[1](v), lambda: jax.jacfwd(attend)(v)):
@@ -503,7 +503,7 @@ def test_calls_of_the_library_name_this_module():
 
 
 def test_without_jax():
-    """The module can be imported without JAX, and its functions say what is missing."""
+    """The module can be imported without JAX, and its functions then say that JAX is missing."""
     code = (
         "import sys; sys.modules['jax'] = None\n"
         "import numpy as np\n"

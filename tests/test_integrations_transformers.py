@@ -321,5 +321,5 @@ def test_smollm2_continues_a_text_as_with_sdpa(show, monkeypatch):
     show(f"sparse: {tokenizer.decode(found)!r}")
     show(f"tokens that agree: {same} of {len(expected)}")
     words, dense_words = (tokenizer.decode(tokens).split() for tokens in (found, expected))
-    assert len(words) > len(dense_words) / 2  # words, not pieces of them
+    assert len(words) > len(dense_words) / 2  # the new tokens make whole words
     assert len(set(words)) > len(set(dense_words)) / 2  # repeats itself at most twice as much

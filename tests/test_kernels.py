@@ -49,8 +49,8 @@ def run(*command, environment=None, **options):
 
 
 def run_shown(show, *command):
-    """Output of a program that prints a line for each of its checks. Shows some of the lines. Kills the program after SILENCE seconds
-    without a line."""
+    """Output of a program that prints a line for each of its checks. Shows some of these lines. Kills a program that is silent for SILENCE
+    seconds."""
     lines, shown = [], time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain_environment()) as process:
         while True:

@@ -85,8 +85,7 @@ def test_keys_that_neither_the_first_nor_the_last_query_sees(dtype):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_ranges_of_any_size(dtype, isa_level):
-    """A range from the least to the largest number of the dtype has all keys; with these numbers swapped, it has none. Strides may be
-    any."""
+    """A range from the least to the largest number of the dtype has all keys, and its reverse has none. Arrays may have any strides."""
     arrays, _, options = problem("float32", "BNSD")
     all_keys = blitz_attn.block_sparse_attention(*arrays, return_lse=True, **options)
     info = np.iinfo(dtype)
@@ -116,7 +115,7 @@ def test_what_a_range_hides_is_not_read():
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [*((x, x) for x in DTYPES), ("bfloat16", "int8"), ("float32", "float8_e4m3")])
 def test_an_image_in_a_paged_prompt(dtype, kv_dtype, window, kv_split):
-    """Three requests have a chunk of a prompt with an image, whose tokens see one another; no queries; and one new token."""
+    """Request 0 is a chunk of a prompt with an image, whose tokens see one another. Request 1 has no queries, request 2 one new token."""
     case = testing.make_paged(3, 4, 2, [70, 33, 1], 16, 32, 32, dtype, kv_dtype, q_lens=[20, 0, 1])
     place = 50 + np.arange(20)  # positions of request 0's queries; tokens 55 to 64 are the image
     runs = np.stack([np.zeros(21, int), np.r_[np.where((place >= 55) & (place < 65), 65, place + 1), 1]], axis=-1)

@@ -1,5 +1,4 @@
-"""Cases of gradients of context-parallel attention, run under mpirun: dq has the bits of one process, dk and dv its values with other
-roundings."""
+"""Cases of gradients of context-parallel attention, run under mpirun: dq has the bits of one process, and dk and dv differ by rounding."""
 
 import numpy as np
 

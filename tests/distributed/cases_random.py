@@ -1,5 +1,5 @@
 """Random problems over ranks, run under mpirun: results and the gradient of queries have the bits of one process, and the other gradients
-equal its results up to rounding."""
+differ by rounding."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Calls of attention over a whole sequence, with the same arrays on each rank, and helpers to compare ranks. Needs no MPI."""
+"""Calls of attention over a whole sequence, with the same arrays on each rank, and helpers to compare ranks. This file needs no MPI."""
 
 import numpy as np
 

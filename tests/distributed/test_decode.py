@@ -58,7 +58,8 @@ def test_copies_of_a_split_are_attended_once():
 
 
 def test_runs_of_splits_send_few_states():
-    """A rank sends at most two nodes per level of the tree, at most 2 log2(n) for n splits. A run that is one node is sent as one state."""
+    """A rank sends at most two nodes per level of the tree, or 2 log2(n) nodes for n splits. A run that is one node is sent as one
+    state."""
     for chunks in (1, 7, 64, 1000):
         for ranks in (1, 2, 5, 8, 64):
             tree = _tree.build(np.array([chunks]), np.arange(chunks) * ranks // chunks)

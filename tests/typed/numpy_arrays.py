@@ -1,4 +1,4 @@
-"""The types that checkers must find for calls with NumPy arrays: results by assert_type, and lines that must be errors. It never runs."""
+"""The types that checkers must find for calls with NumPy arrays: results by assert_type, and errors in some lines. Nothing here runs."""
 
 from typing import Any, Literal, assert_type
 
