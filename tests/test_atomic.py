@@ -222,7 +222,7 @@ def test_a_call_that_is_stopped_anywhere(name):
 
 def counts_first(self, k, v, lens):
     held, new, counts = self._checked(k, v, lens)
-    self._held = held._replace(lens=held.lens + counts)  # before there is room
+    self._held = held._replace(lens=held.lens + counts)  # the mistake: tokens count before there is room
     self._held = self._with_room(self._held, int(self._held.lens.max(initial=0)))
     for x, tokens in zip(self._held.room, new, strict=False):
         store.copy(tokens, x[:, held.lens[0] : self._held.lens[0]])
@@ -231,7 +231,7 @@ def counts_first(self, k, v, lens):
 
 def moves_in_place(self, indices):
     for x in self._held.room:
-        x[:] = x[indices]  # keys before values
+        x[:] = x[indices]  # the mistake: keys move before values
     self._held = self._held._replace(lens=self._held.lens[list(indices)])
 
 

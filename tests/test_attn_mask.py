@@ -128,7 +128,7 @@ def test_many_queries_of_16_bits(dtype):
 def test_what_a_mask_hides_is_not_read(dtype, q_len, kind, isa_level):
     """NaN in keys and values that are hidden from every query reaches no result and no gradient. Whole blocks of keys are hidden, and single keys."""
     if kind == "least" and dtype == "float64":
-        kind = "-inf"  # a number like others there
+        kind = "-inf"  # in float64, the least float32 is a number like others
     (q, k, v), _, options = problem(dtype, "BNSD", q_len, 700)
     hidden = np.zeros((B, 1, 1, 700), bool)
     hidden[..., 128:384] = hidden[..., 690:] = hidden[..., 7] = hidden[0, ..., 450] = True
@@ -169,7 +169,7 @@ def test_numbers_that_are_as_good_as_infinite(isa_level):
 def test_a_hidden_key_stays_hidden_whatever_its_distance_adds(q_len, dtype, kind, isa_level):
     """To a token at distance 2, the slope adds more than float32 holds, but the mask hides that token."""
     if kind == "least" and dtype == "float64":
-        kind = "-inf"  # a number like others there
+        kind = "-inf"  # in float64, the least float32 is a number like others
     q, k, v = testing.make_qkv(1, 1, 1, q_len, 3, D, dtype=dtype)
     mask = hiding(kind, np.array([True, False, False]))
     options = {"attn_mask": mask, "alibi_slopes": np.float32([-1.5e38]), "q_begin": [2]} | bits_option(q)

@@ -243,7 +243,7 @@ def test_a_record_of_speeds_is_compared_with(small_operations, tmp_path, capsys)
     kept = json.loads((tmp_path / "r.json").read_text())
     assert set(kept["machine"]) == {"cpu", "threads", "level", "caches"}  # nothing of the host's name or folders
     kept["rows"].pop()
-    for row, shares in zip(kept["rows"], ([90, 100], [1e-9, 1e-9], [0, 90]), strict=True):  # the last one's spread is larger than its possible move
+    for row, shares in zip(kept["rows"], ([90, 100], [1e-9, 1e-9], [0, 90]), strict=True):  # the spread of the last row is larger than its move
         row["shares"] = shares
     (tmp_path / "r.json").write_text(json.dumps(kept))
     rows = rows_of(main_of("speed", f"--compare {options}", capsys))
@@ -264,7 +264,7 @@ def test_tiles_are_measured_before_and_after_each_sample(small_operations, tmp_p
     beside.take(timed=False)
     beside.take(timed=True)
     assert events == ["call", "limit", "call", "limit"]
-    assert beside.values == [3.0]  # between 2 and 4
+    assert beside.values == [3.0]  # between the limits 2 and 4
 
     monkeypatch.setattr(_core, "probe_tile_flops", lambda level, seconds, threads: 1e-3)  # so slow that no other limit binds
     monkeypatch.setattr(operations, "_has_tiles", lambda level: True)

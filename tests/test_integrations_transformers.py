@@ -177,7 +177,7 @@ def test_packed_sequences_do_not_see_each_other(name):
     apart = torch.cat([forward(model, "eager", part) for part in ids.split(lengths, dim=1)], dim=1)
     where = torch.cat([torch.arange(n) for n in lengths])[None]
     options = {"position_ids": where, "use_cache": False}  # with a cache, transformers would treat all sequences as one
-    if name != "gpt_oss":  # its masks ignore position_ids
+    if name != "gpt_oss":  # this model's masks ignore position_ids
         assert (forward(model, "blitz_attn", ids, **options) - apart).abs().max() < 1e-3
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     packed = forward(model, "blitz_attn", ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu, **options)
@@ -322,4 +322,4 @@ def test_smollm2_continues_a_text_as_with_sdpa(show, monkeypatch):
     show(f"tokens that agree: {same} of {len(expected)}")
     words, dense_words = (tokenizer.decode(tokens).split() for tokens in (found, expected))
     assert len(words) > len(dense_words) / 2  # the new tokens make whole words
-    assert len(set(words)) > len(set(dense_words)) / 2  # repeats itself at most twice as much
+    assert len(set(words)) > len(set(dense_words)) / 2  # the text repeats itself at most twice as much as the dense one

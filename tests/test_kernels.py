@@ -49,8 +49,7 @@ def run(*command, environment=None, **options):
 
 
 def run_shown(show, *command):
-    """Output of a program that prints a line for each of its checks. Shows some of these lines. Kills a program that is silent for SILENCE
-    seconds."""
+    """Output of a program that prints a line for each of its checks. Shows some lines, and kills a program that is silent for SILENCE."""
     lines, shown = [], time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain_environment()) as process:
         while True:
