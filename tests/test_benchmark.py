@@ -243,7 +243,7 @@ def test_a_record_of_speeds_is_compared_with(small_operations, tmp_path, capsys)
     kept = json.loads((tmp_path / "r.json").read_text())
     assert set(kept["machine"]) == {"cpu", "threads", "level", "caches"}  # nothing of the host's name or folders
     kept["rows"].pop()
-    for row, shares in zip(kept["rows"], ([90, 100], [1e-9, 1e-9], [0, 90]), strict=True):  # the spread of the last row is larger than its move
+    for row, shares in zip(kept["rows"], ([90, 100], [1e-9, 1e-9], [0, 90]), strict=True):  # the last row moves by less than its spread
         row["shares"] = shares
     (tmp_path / "r.json").write_text(json.dumps(kept))
     rows = rows_of(main_of("speed", f"--compare {options}", capsys))
