@@ -8,7 +8,7 @@ from typing import Any
 from results_table import MACHINES, RESULTS, Results, read_results
 
 Rows = list[dict[str, str]]
-# For each row of the table: its name; operation, dtype and column in roofline.txt; digits.
+# A row of the table: its name; the operation, dtype and column in roofline.txt; the digits that are shown.
 RATES = (
     ("dense", "dense", "float32", "GFLOP/s", 0),
     ("dense", "dense", "bfloat16", "GFLOP/s", 0),
@@ -38,21 +38,21 @@ def read(folder: str, file: str) -> Results | None:
 
 
 def rates(table: Rows, operation: str, dtype: str, column: str, digits: int) -> str:
-    """The rates of one thread and of two, at the machine's own level, which is that of the first row."""
+    """The rates of one thread and of two, at the machine's own level. The first row of the table has this level."""
     level = table[0]["level"]
     found = [row for row in table if (row["operation"], row["dtype"], row["level"]) == (operation, dtype, level)]
     return " / ".join(f"{float(row[column]):.{digits}f}" for row in found)
 
 
 def of_the_dense_time(folder: str) -> list[str]:
-    """The time of half, a fifth and a tenth of the blocks, as a share of the dense call's."""
+    """The times of calls over half, a fifth and a tenth of the blocks, as shares of the dense call's time."""
     headline = read(folder, "headline.txt")
     table = [row for row in headline.tables[0].rows() if row["block_shape"] == "64x64"] if headline else []
     return [f"{(1 - float(row['sparsity'])) / float(row['Share_of_ideal']):.2f}" for row in table] or [""] * 3
 
 
 def fastest_peer(folder: str, rule: str, dtype: str) -> str:
-    """The time of the fastest other library, divided by ours: 2048 tokens, D = 128, one thread and two."""
+    """The time of the fastest other library, divided by ours, for 2048 tokens and D = 128, with one thread and with two."""
     peers = read(folder, "peers.txt")
     wanted = {"rule": rule, "dtype": dtype, "D": "128", "S": "2048", "sparsity": "0.00"}
     table = [row for row in peers.tables[0].rows() if all(row[key] == value for key, value in wanted.items())] if peers else []

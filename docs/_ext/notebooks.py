@@ -1,7 +1,7 @@
 """Makes pages from the notebooks in examples/, with their stored outputs, and a gallery of them. Nothing is run here.
 
-A Markdown page whose text is `notebook: <name>` becomes the notebook of that name. `.. gallery:: <name> ...` shows, for each, its largest
-picture, its title and its first paragraph.
+A Markdown page whose text is `notebook: <name>` becomes the notebook of that name. `.. gallery:: <name> ...` shows the largest picture,
+the title and the first paragraph of each notebook that it names.
 """
 
 from __future__ import annotations

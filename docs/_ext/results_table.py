@@ -64,8 +64,8 @@ def _is_number(word: str) -> bool:
 
 
 def read_results(name: str) -> Results:
-    """The file `name`, a path under benchmark/results. A table is a line of names, none of them a number, and the lines below it that have
-    as many words."""
+    """Reads the file `name`, a path under benchmark/results. A table begins with a line of names, none of them a number, and has the lines
+    below it that have the same number of words."""
     text = (RESULTS / name).read_text(encoding="utf-8")
     tables: list[Printed] = []
     open_table = False
