@@ -36,6 +36,9 @@ static ba_status check_sizes(const ba_select_prefill_args *a) {
     if ((unsigned)a->term > BA_TERM_BOTH) return ba_fail(BA_ERROR_VALUE, BA_ARG("term") ": expected mean, bound or both, got %d", (int)a->term);
     const bool pooled = a->chooser == BA_CHOOSER_POOLED;
     const char *name = pooled ? "pool" : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? "stride" : "rows";
+    const int64_t group = pooled ? a->pool_k : a->chooser == BA_CHOOSER_ANTIDIAGONAL ? a->pool_q : 1;
+    if (a->pool_k != group)
+        return ba_fail(BA_ERROR_VALUE, BA_ARG("pool_k") ": expected %" PRId64 " with this chooser, got %" PRId64, group, a->pool_k);
     if (a->chooser == BA_CHOOSER_VERTICAL_SLASH && ba_given(&a->call.kv_ranges))
         return ba_fail(BA_ERROR_VALUE,
                        BA_ARG("kv_ranges") ": expected None with the chooser vertical_slash, whose lines run through all keys, got ranges");

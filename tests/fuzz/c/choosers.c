@@ -171,6 +171,7 @@ void fz_choose(void) {
         if (fz_once_in(8)) fz_unseen(&a.given_scores);
         else a.chooser = BA_CHOOSER_GIVEN;
     }
+    if (fz_unusual()) a.pool_k = fz_unusual_number();
     if (fz_is_heavy(&a.call)) fz_count_skipped(FZ_CHOOSE);
     else if (fz_run(FZ_CHOOSE, choose, &a, &a.call.num_threads)) use(&a, &s);
 }
