@@ -40,21 +40,6 @@ UPSTREAM_CELLS = (  # name, and B x H x Hkv x S; D = 128, pages of 128 tokens
     "Qwen3-14B 1x40x8x2048", "Qwen3-32B 1x64x8x2048", "MHA 1x32x32x2048",
     *(f"Qwen3-8B {batch}x32x8x2048" for batch in (4, 8, 16, 32, 64)),
 )  # fmt: skip
-CELLS = (
-    ("Qwen3-0.6B", 1, 16, 8, 2048),
-    ("Qwen3-1.7B", 1, 16, 8, 4096),
-    ("Qwen3-4B", 1, 32, 8, 2048),
-    ("Qwen3-8B", 1, 32, 8, 4096),
-    ("Qwen3-8B", 1, 32, 8, 8192),
-    ("Qwen3-14B", 1, 40, 8, 2048),
-    ("Qwen3-32B", 1, 64, 8, 2048),
-    ("MHA", 1, 32, 32, 2048),
-    ("Qwen3-8B", 4, 32, 8, 2048),
-    ("Qwen3-8B", 8, 32, 8, 2048),
-    ("Qwen3-8B", 16, 32, 8, 2048),
-    ("Qwen3-8B", 32, 32, 8, 2048),
-    ("Qwen3-8B", 64, 32, 8, 2048),
-)
 CELLS = ("upstream", *LEVELS, "ragged")
 
 PROBE_SECONDS = 0.03

@@ -27,7 +27,7 @@ ROOT = HERE.parent
 # One process takes all of these files, because torch's compiler takes seconds to import and to warm up.
 TOGETHER = ("test_transformers_compile", "test_torch_operators", "test_torch_sdpa", "test_torch_sinks")
 LONG = (  # these files are begun first
-    *TOGETHER, "test_attention", "test_matrix", "test_nsa_backward", "test_lse", "test_kernels", "test_benchmark",
+    *TOGETHER, "test_matrix", "test_nsa_backward", "test_lse", "test_kernels", "test_benchmark",
     "test_interrupt", "test_nsa", "test_memory",
 )  # fmt: skip
 ALONE = ("-h", "--help", "--version", "--collect-only", "--co", "--fixtures", "--markers", "--pdb", "-s", "--lf", "--ff", "--sw")

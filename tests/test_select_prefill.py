@@ -471,7 +471,7 @@ BAD = [
     ({"block_shape": (1, 1), "chooser": select.Pooled(1), "index_dtype": "int16", "k": np.zeros((1, 2, 40000, 8), np.float32)}, ValueError,
      "index_dtype: expected one that holds 40000 columns, got int16"),
     ({"k": np.zeros((1, 2, 128, 9), np.float32)}, ValueError, "k: expected shape (B, Hkv, Skv, D) with D = 8 like q, got (1, 2, 128, 9)"),
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "kind", "sentence"), BAD, ids=lambda x: str(x)[:60])

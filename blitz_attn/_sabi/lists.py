@@ -162,7 +162,7 @@ def result_dtype(columns: int, dtype: Any = None) -> np.dtype:
         raise TypeError(f"dtype: expected uint16, int16, int32 or int64, got {shown(dtype)}") from error
     if chosen not in (np.dtype(np.uint16), np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.int64)):
         raise TypeError(f"dtype: expected uint16, int16, int32 or int64, got {chosen}")
-    if columns > np.iinfo(chosen).max:
+    if columns > np.iinfo(chosen).max + (chosen.kind == "i"):  # the pad of signed dtypes, -1, takes no column's number
         raise ValueError(f"dtype: expected room for {columns} columns and a pad, got {chosen}")
     return chosen
 
