@@ -1,9 +1,11 @@
 """For GLM-5.3's pools, Qwen4's blocks of four tokens and DeepSeek-V4's compressed entries, results are those of the models' eager attention."""
 
 import contextlib
+import copy
 import functools
 import importlib
 import random
+import re
 
 import numpy as np
 import pytest
@@ -147,6 +149,46 @@ def test_generated_tokens_are_those_of_eager_attention(name, sparse):
         with as_trained(model, sparse and implementation == "blitz_attn"):
             found.append(generated(model, ids, mask, 32))
     assert (found[1] == found[0]).all()
+    assert computed_here()
+
+
+CHANGES = {
+    "none": lambda model, layer: None,
+    "cropped": lambda model, layer: layer.crop(-3),
+    "reordered": lambda model, layer: layer.reorder_cache(torch.tensor([1, 1, 0])),
+    "written to": lambda model, layer: layer.indexer_keys[:, :5, :8].mul_(-1) if layer.is_indexer_initialized else None,
+    "other weights": lambda model, layer: [x.normal_(std=3) for name, x in model.named_parameters() if re.search("k_layernorm|ape", name)],
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["dynamic", "static", "paged"])
+@pytest.mark.parametrize("name", ["glm5_next", "qwen4_exp"])
+def test_pools_that_are_kept_are_those_made_anew(name, kind, seed, monkeypatch):
+    """Results are those with a copy of the cache, for which no pools are kept. Between calls, CHANGES are made to the cache and the model."""
+    rng, tokens_of, own = random.Random(f"{name} {kind} {seed}"), [], pools._Pools.of
+
+    def of(self, make, *arguments):
+        return own(self, lambda entries, part: tokens_of.append(part.stop - part.start) or make(entries, part), *arguments)
+
+    monkeypatch.setattr(pools._Pools, "of", of)
+    model = copy.deepcopy(small_model(name))
+    cache, kept = make_cache(kind, model, 200), 0
+    with torch.no_grad(), trained_sparse(model):
+        for step in range(16):
+            change = rng.choice(list(CHANGES)) if step % 2 else "none"
+            for layer in cache.layers:
+                if getattr(layer, "keys", None) is not None:  # layers of linear attention have none
+                    CHANGES[change](model, layer)
+            ids = prompt(3, 20 if step == 0 else rng.randint(1, 6), step)
+            expected = forward(model, "blitz_attn", ids, past_key_values=copy.deepcopy(cache), use_cache=True)
+            tokens_of.clear()
+            found = forward(model, "blitz_attn", ids, past_key_values=cache, use_cache=True)
+            assert torch.equal(found, expected)
+            if step and change == "none":
+                assert max(tokens_of, default=0) < 4 + ids.shape[1]
+                kept += 1
+    assert kept
     assert computed_here()
 
 

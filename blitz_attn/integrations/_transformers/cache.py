@@ -245,6 +245,7 @@ class IndexedPagedLayer(PagedLayer):
 
     def __init__(self, page_size: int) -> None:
         self._indexed = _Indexed()
+        self._indexer_view: tuple[Any, Any] = (None, None)  # what holds the keys of the indexer, and these keys
         super().__init__(page_size)
 
     @property
@@ -261,7 +262,11 @@ class IndexedPagedLayer(PagedLayer):
 
     @property
     def indexer_keys(self) -> Any:
-        return self._indexed.indexer and self._indexed.indexer.views[0][:, 0]
+        """One tensor as long as the layer holds these keys: what is made of them can be kept as long."""
+        held = self._indexed.indexer
+        if self._indexer_view[0] is not held:
+            self._indexer_view = held, held and held.views[0][:, 0]
+        return self._indexer_view[1]
 
     @property
     def indexer_position_ids(self) -> Any:

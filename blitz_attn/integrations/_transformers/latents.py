@@ -111,5 +111,9 @@ class Latents:
 
     def gathered(self, lists: Any) -> Any:
         """The keys of lists (B, Sq, K): (B * Sq, K, 1, C + R)."""
-        places, entries = lists.clamp(min=0).long(), torch.arange(len(lists))[:, None, None]
-        return torch.cat([x[entries, 0, places] for x in (self.nope, self.rope)], dim=-1).flatten(0, 1).unsqueeze(2)
+        batch, queries, count = lists.shape
+        keys = self.nope.new_empty(batch, queries * count, self.width)
+        for places, rows, nope, rope in zip(lists.clamp(min=0).flatten(1), keys, self.nope[:, 0], self.rope[:, 0], strict=True):
+            for source, part in zip((nope, rope), rows.split([nope.shape[1], rope.shape[1]], dim=1), strict=True):
+                torch.index_select(source, 0, places, out=part)  # an advanced index takes four times as long
+        return keys.view(batch * queries, count, 1, -1)
