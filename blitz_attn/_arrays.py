@@ -1,4 +1,4 @@
-"""Arrays in and out: the one file that knows NumPy, ml_dtypes, torch and JAX by name.
+"""Arrays in and out: this file tells the arrays of NumPy, ml_dtypes, torch and JAX apart.
 
 The compiled core reads whatever exports the buffer protocol or DLPack. This module adds what neither protocol can express:
 ml_dtypes arrays go in as their bits with the name of their dtype, and results come back as arrays of the caller's kind. No framework is
@@ -206,8 +206,8 @@ def writable(x: Any, name: str, cache: bool = False) -> Any:
 
 
 def count_writes(*arrays: Any) -> None:
-    """Gives torch tensors that have been written a new version: torch then refuses a gradient for which it has saved their earlier
-    contents. Other arrays and None have no version. A refused call has written nothing and must not get here."""
+    """Gives a new version to torch tensors whose memory has been written: torch then refuses a gradient for which it has saved their
+    earlier contents. Other arrays and None have no version. A refused call has written nothing and must not get here."""
     for x in arrays:
         if _is_torch(x):
             sys.modules["torch"].autograd.graph.increment_version(x)
@@ -307,7 +307,8 @@ def array(x: Any, name: str, expected: str) -> np.ndarray:
 
 
 def _of_a_size(x: np.ndarray, name: str) -> np.ndarray:
-    """Returns `x`. Refuses shapes whose bytes do not fit in 64 bits, which strides of 0 or an axis of length 0 make possible."""
+    """Returns `x`. Refuses shapes of more than 2**48 entries, which strides of 0 make possible: their bytes might not fit in 64 bits. In an
+    empty array, an axis of length 0 counts as 1."""
     if x.size > 1 << 48 or (not x.size and math.prod(max(1, n) for n in x.shape) > 1 << 48):
         raise ValueError(f"{name}: expected axes of at most 2**48 entries in all, got shape {x.shape}")
     return x

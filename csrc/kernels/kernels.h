@@ -660,8 +660,8 @@ typedef struct ba_tuning {
                                                 vector family, and fit panel->q, too. 0: the kernels of the cache run all calls */
     int64_t few_queries;     /* few kernels attend the batch entries with at most so many queries (tokens times heads) per KV head. More than
                                 BA_FEW_QUERIES queries take turns at each chunk */
-    int64_t own_few_queries; /* the same limit where more queries go to panels of the level's own family, which are faster than other panels
-                                (choose_tuning in ops/attend/attend_setup.c) */
+    int64_t own_few_queries; /* the same limit for calls whose entries of more queries are attended by panels of the level's own family, which are
+                                faster than other panels (choose_tuning in ops/attend/attend_setup.c) */
     int64_t page_offset;     /* packed queries begin at a page; o and packed K and V begin so many bytes after the start of a page. 0: anywhere */
     int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries with
                                              fewer queries per key use the vector family. 0: packing always pays */

@@ -36,7 +36,7 @@ class Case:
 
     @property
     def hit(self) -> np.ndarray:
-        """Bool (B, H, Sq): the queries that see non-finite values, or NaN in a mask."""
+        """Bool (B, H, Sq): the queries that see keys with garbage, or NaN in a mask."""
         p = self.problem
         spoilt = p.mask is not None and np.isnan(p.mask).any()
         if not self.bad.any() and not spoilt:
@@ -83,7 +83,7 @@ def _window(draw: Draw, s_kv: int) -> tuple[int, int] | None:
 
 
 def _blocks(draw: Draw, batch: int, heads: int, kv_heads: int, rows: int, columns: int) -> np.ndarray:
-    """The blocks that are kept: random ones, and in some rows none or all blocks."""
+    """The blocks that are kept: random ones, sometimes all or none of them, and sometimes none in some of the rows."""
     rng = draw.rng("blocks")
     list_heads = 1 if draw.flag("lists.one_head", 0.3) else kv_heads if draw.flag("lists.kv_heads", 0.2) else heads
     lead = (1 if draw.flag("lists.one_batch", 0.3) else batch, list_heads)
@@ -292,7 +292,8 @@ class Arguments:
         self.kind = draw.pick("kind", self.kinds)
         self.mixed = draw.flag("kinds_mixed", 0.15)
         self.arrays = {name: self.array(name, x, dtype) for name, x in inputs(case).items()}
-        named = dtype == "bfloat16" or draw.flag("dtype_named", 0.2)  # views that torch cannot have are passed as bits
+        # bfloat16 is always named: arrays of bits need it, and views that torch cannot have are passed as bits
+        named = dtype == "bfloat16" or draw.flag("dtype_named", 0.2)
         self.options = rules(case, {name: draw.pick(f"lengths.{name}", LENGTH_KINDS) for name in ("q", "kv")} | {"q_begin": draw.pick("q_begin.kind", SIGNED_KINDS)})
         self.options["dtype"] = dtype if named else None
         if case.layout in ("BNSD", "BSND", "TND") and draw.flag("heads_named", 0.2):

@@ -371,7 +371,8 @@ class RuleMask(torch.Tensor):
         return cls(tuple(made.shape), None, reason, {}, [made])
 
     def among(self, listed: Listed) -> RuleMask:
-        """This mask, joined by `and` with the keys that the model chose. A model that itself joins both masks gets this result, too."""
+        """This mask, joined by `and` with the keys that the model chose. If the model itself then joins this mask and the result by `and`,
+        it gets the result unchanged."""
         mask = RuleMask(tuple(self.shape), self.rules, self.reason, self._arguments, [])
         mask.listed = listed
         return mask
@@ -415,7 +416,7 @@ class RuleMask(torch.Tensor):
         if name in _NO_MASK or (name in _SHAPE_ALONE and options.get("dtype") is not None):
             return function(*given, **options)
         if name in (_aten.cat, _aten.stack):
-            if not all(isinstance(x, RuleMask) for x in arguments[0]):  # a model that appends to its mask appends numbers, made bool
+            if not all(isinstance(x, RuleMask) for x in arguments[0]):  # models append numbers, converted to the mask's dtype, bool
                 raise _misread(function)
         elif name not in _STILL_A_MASK and name is not _aten._to_copy:
             raise _misread(function)

@@ -350,9 +350,9 @@ static ba_tiling forward_tiling(const ba_problem *p, const ba_tuning *tuning) {
 }
 
 /* Where each thread has only few tiles, the load is uneven when one thread has a tile more than another. The tiles are then made smaller, down to
- * half their size, so that the threads' shares are as even as possible. A share is the most tiles that a thread gets, times the lanes of the panels
- * of an average tile. The last panel of a tile may be narrow: at every level, a narrow panel has half the lanes of a wide one. The size of tiles
- * changes no bit of the result; smaller tiles cost little. */
+ * half their size, where that makes the largest share of a thread smaller (smaller_share). This share is the most tiles that a thread gets, times the
+ * lanes of the panels of an average tile. The last panel of a tile may be narrow: at every level, a narrow panel has half the lanes of a wide one.
+ * The size of tiles changes no bit of the result; smaller tiles cost little. */
 static ba_tiling even_tiling(const ba_problem *p, ba_tiling largest, int64_t panel_lanes, int threads) {
     if (threads == 1 || all_tiles(p, &largest) >= ba_work.many_tiles * threads) return largest;
     int64_t queries = 0;

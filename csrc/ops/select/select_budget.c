@@ -486,8 +486,8 @@ static void count_tails(void *context, int64_t item, int worker) {
 static void find_digit(const ba_prefill *c, ba_share *share) {
     const int64_t *bins = bins_of(c, share);
     uint32_t bin = ((uint32_t)1 << digits[c->digit].bits) - 1;
-    for (; bin > 0 && bins[bin] < share->to_keep; bin--) /* bin > 0 fails only where the caller's `counts` shares memory with another array */
-        share->to_keep -= bins[bin];
+    /* bin 0 has too few tails only where the caller's `counts` shares memory with another array */
+    for (; bin > 0 && bins[bin] < share->to_keep; bin--) share->to_keep -= bins[bin];
     share->least |= bin << digits[c->digit].shift;
     share->has_all = bins[bin] == share->to_keep;
 }
