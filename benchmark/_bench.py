@@ -366,7 +366,7 @@ class Contender:
 
     @property
     def value(self) -> float:
-        """The median of the values that the calls returned."""
+        """The median of `values`."""
         return statistics.median(self.values)
 
     def take(self, timed: bool) -> None:

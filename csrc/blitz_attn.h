@@ -20,9 +20,9 @@
  * An array of numbers is as long as its comment says. Nothing changes or frees the arrays before the function returns. No output shares memory with
  * another array of the call. (ba_append_kv() checks a part of this last promise.) Where a promise is broken, the results are undefined.
  *
- * Every function may be called from several threads at once. The calling thread needs 128 KiB of stack, and more where its poll function (see
- * ba_set_poll) needs more. For each thread that calls it, the library keeps a small block of memory, which is freed when the thread ends. Inputs are
- * never written. The caller owns all arrays and lists; the library keeps no pointer to them.
+ * Every function may be called from several threads at once. The calling thread needs 128 KiB of stack, at the level amx 256 KiB, and more where its
+ * poll function (see ba_set_poll) needs more. For each thread that calls it, the library keeps a small block of memory, which is freed when the
+ * thread ends. Inputs are never written. The caller owns all arrays and lists; the library keeps no pointer to them.
  */
 #ifndef BLITZ_ATTN_H
 #define BLITZ_ATTN_H

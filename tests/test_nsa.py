@@ -1,8 +1,8 @@
 """Native sparse attention and its parts, forward and backward, agree with the float64 reference at every level and dtype, meet the
 tolerances of upstream's table, and have the right outcomes in special cases. Tests of gradients alone are in test_nsa_backward.py.
 
-Sizes, options, views, kinds of arrays, threads, pieces, lists, packed and last tokens, NaN and ties are drawn together in
-tests/fuzz/nsa_problems.py and nsa_parts_problems.py, and compared with oracles.
+Sizes, options, views, kinds of arrays, threads, pieces, lists, packed sequences, calls with the last queries alone, NaN and ties are drawn
+together in tests/fuzz/nsa_problems.py and nsa_parts_problems.py, and compared with oracles.
 """
 
 import sys

@@ -287,5 +287,5 @@ thread.join()
 
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer needs a larger stack")
 def test_small_stack_of_a_caller():
-    """The stack is as small as the header says that a calling thread needs."""
+    """The stack is as small as the header says that a calling thread needs below the level amx."""
     assert python("-c", SMALL_STACK) == "done"

@@ -7,12 +7,12 @@
 typedef struct ba_work_tuning {
     int64_t parts;          /* decode: parts that a long sequence's keys are split into, where the limits of ba_few_tuning allow it */
     int64_t many_tiles;     /* tiles per thread: with so many, threads have even shares, whatever the size of a tile */
-    double smaller_share;   /* tiles become smaller only if a thread's largest share falls below this part of what it was */
+    double smaller_share;   /* tiles become smaller only if the share of the busiest thread falls below this part of what it was */
     int64_t items;          /* items per thread that a forward call aims at, where several threads share its tiles */
     int64_t few_items;      /* the same for few queries, where an item may have several heads */
     int64_t by_block_items; /* the same where queries are attended block by block */
     int64_t by_block_keys;  /* the fewest keys of a block for attention by block to pay: smaller blocks cost a kernel call for a few keys */
-    int64_t by_block_young; /* list rows with fewer attended blocks than this attend a block last: on tiles, their weights need residuals */
+    int64_t by_block_young; /* list rows that have attended fewer chunks than this attend each chunk last: attend_chunk() says why */
     int64_t alike_keys;     /* keys per query: where a sequence has at least so many, its tiles take the same time */
     int64_t few_keys;     /* keys per query: with at least so many, queries count as few even if the kernel for few queries cannot take all at once */
     int64_t most_entries; /* the most entries of an item's lists, where the lists are inverted: it bounds the item's scratch memory */

@@ -630,7 +630,7 @@ def _attend_traced(layer: _Layer) -> Any:
     if isinstance(mask, RuleMask):
         return _attend_by_rules(layer)
     reason = _why_not_by_shape(layer)
-    if reason is None and layer.differentiated and _without_rules(layer):  # which torch computes in the graph
+    if reason is None and layer.differentiated and _without_rules(layer):  # torch computes such a call in the graph
         reason = f"gradients beside {_without_rules(layer)}"
     if reason is not None:
         return _fall_back(layer, reason)
