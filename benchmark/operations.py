@@ -483,7 +483,7 @@ def selection(dtype: str) -> Work:
 
     def call(threads: int, library: ModuleType = blitz_attn) -> Call:
         def run() -> None:
-            library.set_num_threads(threads)  # selection has no argument for threads
+            library.set_num_threads(threads)  # in place of num_threads= of the call
             picked[...] = library.quest_block_select_paged(step.q, high, low, table, step.lengths, 32, **bits)
             library.set_num_threads(None)
 

@@ -108,8 +108,9 @@ class NSAContext(Generic[AnyKind]):
     shape : tuple of int
         The shape of the result.
     call, branches, groups, like
-        The arrays and rules of the call, the results of the branches, and the arrays as they were given, which gradients need. These
-        attributes are not for callers, and may change.
+        In this order: the arrays and rules of the call, the results of the branches, the selected groups of compressed keys (None without
+        `num_cmp_selected_blocks`), and the arrays as the caller gave them. Gradients need these attributes, which are not for callers, and
+        may change.
     """
 
     block_indices: np.ndarray
@@ -399,8 +400,9 @@ class NsaCache:
     Memory doubles when it is full, so that appending a token costs the same on average, however long the sequences are. A block is
     compressed once, when its last token comes. A call that fails or is interrupted leaves the cache as it was.
 
-    Results are bit-identical to those of `nsa` over the tokens so far. (Another kernel may compute the first tokens of a sequence, up to
-    eight queries of a key head, in a later call over more tokens. Its results for these tokens may differ by rounding.)
+    Results are bit-identical to those of `nsa` over the tokens so far. (As long as a sequence has so few tokens that each key head has at
+    most eight queries, another kernel computes them than in a call over more tokens. The results of these first tokens may therefore
+    differ by rounding from those of `nsa` over more tokens.)
 
     Parameters
     ----------

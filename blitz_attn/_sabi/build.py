@@ -66,8 +66,9 @@ def _list_of_spans(
     row: np.ndarray, first: np.ndarray, end: np.ndarray, grid: tuple[int, int], block_shape: BlockShape, dtype: Any, width: Any
 ) -> BlockList:
     """The list of one head whose row ``row[i]`` has the columns from ``first[i]`` to ``end[i] - 1``. ``row[i]`` rises with i, and a row may
-    have several such spans. Of the spans of a row that are not empty, each begins and ends no earlier than the span before it, and may
-    overlap that span. The grid, which may have far more blocks than the list, is never held as a mask."""
+    have several such spans. Of the spans of a row that are not empty, each begins no earlier than the span before it, and may overlap that
+    span; only the last one may end earlier than the span before it. The grid, which may have far more blocks than the list, is never held
+    as a mask."""
     kept = end > first
     row, first, end = row[kept], first[kept], end[kept]
     again = np.append(False, row[1:] == row[:-1])

@@ -133,6 +133,8 @@ class Stages:
 
     While a stage is computed, the keys and values of the next stage travel, and so do the queries of rows that other ranks hold. Results of
     such rows travel back. A rank's stages are in the order of its KV heads. A rank with fewer stages than others only sends at the end.
+    With `comm_type` "all_gather", step n is that of KV head n on every rank instead, and a rank that does not compute this head only sends
+    and gathers.
 
     Parameters
     ----------
@@ -385,7 +387,7 @@ def _add(numbers: ndarray, to: ndarray) -> None:
 
 class Sums:
     """Sums per key, such as gradients. Each rank sends its part of a sum back to the rank that holds the key, which adds the parts in the
-    order of ranks.
+    order of the steps in which they were computed, and those of one step in the order of ranks.
 
     Parameters
     ----------

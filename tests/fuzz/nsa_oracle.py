@@ -3,8 +3,9 @@
 A `Near` is an array, and a bound for the difference between the package's values and the array. Bounds are computed by running error
 analysis: a dot product of K terms in arithmetic of unit roundoff u adds at most ``(K + c) u`` times the sum of the terms' absolute values, in
 any order of the terms, and the error of each factor is multiplied by the absolute value of the other factor. No bound is tuned. Bounds allow
-for what the package may round: compressed keys and branch results to the dtype, and, in dot products of pairs, softmax weights of bfloat16 to
-bfloat16. Everything else must have the precision of float32, or of float64 for float64.
+for results that the package may round to the dtype between two steps, such as compressed keys and branch results (`Near.rounded`), and for
+softmax weights and their gradients, which it may round where they are factors of a product (`Arithmetic.weights`). An exponential may have
+the error `Arithmetic.exponential` in addition. Everything else must have the precision of float32, or of float64 for float64.
 
 Arrays of a sequence have the heads first: q ``(H, n, D)``, k ``(Hkv, n, D)``.
 """

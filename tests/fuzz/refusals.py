@@ -1,8 +1,8 @@
 """Wrong calls, and the sentences that refuse them.
 
-A row takes a valid call of `good_calls`, in the variety that the row names, and changes arguments: a value replaces an argument, and a function
-makes the new argument from the valid one. In a sentence, "..." stands for any text. tests/test_refusals.py checks the sentence of every row, and
-`bad_calls` draws rows in other varieties, too.
+A row takes a valid call, of `good_calls` or of `CORE` below, in the variety that the row names, and changes arguments: a value replaces an
+argument, and a function makes the new argument from the valid one. In a sentence, "..." stands for any text. tests/test_refusals.py checks
+the sentence of every row, and `bad_calls` draws rows in other varieties, too.
 """
 
 from __future__ import annotations

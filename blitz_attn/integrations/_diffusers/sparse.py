@@ -2,10 +2,10 @@
 
 While `sparse_video` holds, the wrapper of the model finds out which tokens and which step a call has. The wrapper of each layer of
 self-attention then takes over the one call of attention inside the layer. The layer may make this call through diffusers' dispatch with the
-backend ``"blitz_attn"``, or as torch's own `scaled_dot_product_attention`, which other backends for CPUs end up calling. There, queries,
-keys and values are put into the order of cubes, and the output back into the model's order. It would save at most a fiftieth of a layer's
-time to put the hidden states of all layers into the order of cubes once, and one would have to know where each model uses the positions of
-its tokens.
+backend ``"blitz_attn"``, or as torch's own `scaled_dot_product_attention`, which other backends for CPUs end up calling. In the
+call that is taken over, queries, keys and values are put into the order of cubes, and the output back into the model's order. It would save
+at most a fiftieth of a layer's time to put the hidden states of all layers into the order of cubes once, and one would have to know where
+each model uses the positions of its tokens.
 """
 
 from __future__ import annotations
@@ -428,7 +428,7 @@ def _keys_seen(mask: Any, batch: int, order: video.TokenOrder) -> dict[str, Any]
 
 
 def make_sparse(model: Any, config: SparseVideo) -> Handle:
-    """The handle of a model, which passes all checks before."""
+    """Check a model and the options, and make the model's self-attention sparse. Returns its handle."""
     kind = type(model).__name__
     if any(getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod") for module in model.modules()):
         raise ValueError(f"model: expected one that is not compiled, got {kind}: graphs of torch.compile would leave it dense")

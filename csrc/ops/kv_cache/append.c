@@ -197,7 +197,8 @@ static ba_status open_summaries(const ba_paged_args *args, const ba_page_tables 
     return ba_open_summaries(summaries, tables, call);
 }
 
-/* Runs an opened call. `memory` has room for a slot per token, a hash table of `hashed` entries, and a number per request. */
+/* Runs an opened call. `given`: NULL, or the summaries to update. `memory` has room for a slot per token, a hash table of `hashed` entries, and,
+ * where summaries are given, a number per request. */
 static ba_status run(ba_store_call *c, const ba_caches *caches, const int64_t *slots, const ba_page_tables *tables, bool reused,
                      const ba_paged_args *args, const ba_quest_metadata_args *given, int64_t *memory, int64_t hashed) {
     ba_quest_metadata_args summaries;
