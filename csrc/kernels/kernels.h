@@ -68,7 +68,8 @@
  * In csrc/kernels/tiles/ alone:
  *     tile         one tile register: 16 rows of 64 bytes
  *     piece        one of the bfloat16 numbers whose sum is a float16 or float32 element
- *     strip        the 32 dims of V whose sums stand in tile registers at a time
+ *     strip        the dims of V whose sums stand in tile registers at a time: 32, or up to 64 for few queries
+ *     cell         in the backward pass: one group of keys of one panel
  *     heavy        said of a group whose weights need a second piece, since they are a large share of a query's sum so far */
 #ifndef BA_KERNELS_H
 #define BA_KERNELS_H
@@ -145,7 +146,7 @@ typedef struct ba_chunk {
     int64_t v_offset;
     ba_prefetch_rows k_prefetch, v_prefetch; /* few */
     void *gathered;            /* few, where there is one head: room for its rows of K and V, which the kernel may copy there first. NULL: none */
-    const void *const *k_next; /* panel: [next_rows]: rows, in place, that will be used next and that the kernel may prefetch. NULL: none */
+    const void *const *k_next; /* panel: [next_rows]: rows (packed, if shared) that will be used next: the kernel may prefetch them. NULL: none */
     const void *const *v_next;
     int64_t next_rows, k_next_bytes, v_next_bytes; /* panel: the number of these rows, and the bytes of each */
     bool fetch_values;        /* panel: v_rows are read in place, and no panel has read them yet: a narrow panel may prefetch v_rows, not v_next */
@@ -300,8 +301,8 @@ typedef struct ba_panel_kernels {
     ba_join_lanes_fn join_lanes;                    /* NULL: that of the vector family, which takes any family's panels */
     ba_append_keys_fn append_keys;                  /* NULL, like move_better: that of the vector family */
     ba_move_better_fn move_better;
-    ba_scores_fn scores[BA_PANEL_WIDTHS];   /* NULL, like all that follow, where a family has the fused kernel only */
-    ba_softmax_fn softmax[BA_PANEL_WIDTHS]; /* NULL, like values, where weights are kept in another format */
+    ba_scores_fn scores[BA_PANEL_WIDTHS];   /* NULL, like softmax and values, where a family has the fused kernel only */
+    ba_softmax_fn softmax[BA_PANEL_WIDTHS]; /* NULL, like values, also where weights are kept in another format */
     ba_values_fn values[BA_PANEL_WIDTHS];
     ba_add_probabilities_fn add_probabilities; /* NULL: scores and softmax do this work */
     ba_fill_bias_fn fill_bias, fill_few_bias;  /* NULL: those of the vector family */
@@ -446,7 +447,7 @@ typedef struct ba_gradient_tile {
     const ba_tile_panel *panel; /* [panels] */
     int64_t panels;
     double scale;                          /* as given to pack_queries for dout. Families whose packed rows do not contain it multiply by it */
-    const void *const *k_columns;          /* [keys]: K packed by pack->values; the chunk's k_rows and v_rows are packed by pack->keys */
+    const void *const *k_columns;          /* [keys]: K packed by pack->values. The chunk's k_rows and v_rows are packed by pack->keys, if any */
     void *weights, *slopes;                /* of panels * lanes[0] * round_up(keys, key_pad) * pack_bytes bytes each */
     bool finite_q, finite_dout;            /* add_tile only: whether pack_tile has returned true for all panels */
     void *const *dk_rows, *const *dv_rows; /* add_tile only. [keys]: real [round_up(dim, BA_PACK_PAD)] each; the kernel adds to them */
@@ -487,15 +488,16 @@ typedef struct ba_attend_family {
     const ba_routed_kernels *routed;     /* NULL: by the vector family */
     const ba_gradient_kernels *gradient; /* NULL: by the vector family */
     int64_t lanes[BA_PANEL_WIDTHS];      /* [0] wide, [1] narrow */
-    int64_t dim_pad, key_pad; /* room: packed queries, rows and o up to a multiple of dim_pad dims, packed rows up to one of key_pad keys */
-    int64_t real_size;        /* bytes of a real: 4 or 8 */
-    int64_t q_bytes;          /* bytes of a packed query element */
-    int64_t scratch_per_key;  /* bytes of scratch per key of the chunk, for a wide panel */
-    int64_t pack_bytes;       /* bytes of a packed K or V element; 0: both are read in place */
-    int64_t lane_block;       /* dims that pack_tile keeps together */
-    int64_t o_block;          /* o and dq stand in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
-                                 [dim][lane] as a whole */
-    bool takes_fresh;         /* attend may be given fresh panels: it sets their o instead of adding to it */
+    int64_t dim_pad,
+        key_pad; /* room: packed queries, packed rows and o up to a multiple of dim_pad dims, packed rows also up to a multiple of key_pad keys */
+    int64_t real_size;       /* bytes of a real: 4 or 8 */
+    int64_t q_bytes;         /* bytes of a packed query element */
+    int64_t scratch_per_key; /* bytes of scratch per key of the chunk, for a wide panel */
+    int64_t pack_bytes;      /* bytes of a packed K or V element; 0: both are read in place */
+    int64_t lane_block;      /* dims that pack_tile keeps together */
+    int64_t o_block;         /* o and dq stand in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
+                                [dim][lane] as a whole */
+    bool takes_fresh;        /* attend may be given fresh panels: it sets their o instead of adding to it */
     bool takes_scales; /* attend and scores read the scales of a chunk: scores are multiplied by those of K, weights by those of V. Such a family,
                           which is always of bfloat16, may therefore be given rows of a quantised cache that `widen` has turned into bfloat16 */
     bool joins_tiles;  /* add_tile starts from the sums in memory and adds one panel after another. So several query tiles may be given to it, and
@@ -543,8 +545,8 @@ typedef BA_SCORE_HEADS((*ba_score_heads_fn));
 #define BA_SUMMARISE(name) void name(const void *const *rows, int64_t n, int64_t dim, void *largest, void *smallest, void *mean)
 typedef BA_SUMMARISE((*ba_summarise_fn));
 
-/* Pools n >= 1 rows into `dim` or 2 * dim elements of the rows' dtype: their mean, or a pooled query or key, whose product is a score. For a mean
- * query q, and the largest and the smallest elements of some keys, no product of q and a key is above
+/* Pools n >= 1 rows into `dim` or 2 * dim elements of the rows' dtype: their mean, or a pooled query or key. The product of both is a score. For a
+ * mean query q, and the largest and the smallest elements of some keys, no product of q and a key is above
  *
  *     max(q, 0) . largest + min(q, 0) . smallest = q . (largest + smallest) / 2 + |q| . (largest - smallest) / 2,
  *

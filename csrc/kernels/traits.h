@@ -25,7 +25,7 @@ typedef struct ba_few_traits {
                       while rows to come are prefetched, so that the order of memory counts for more */
     int vectors;   /* vectors of V whose sums are in registers together. Dtypes whose V is loaded as pairs of bfloat16 take an even number */
     int passes[2]; /* passes in which a step prefetches a line of K [0] and of V [1]: as many as are worth their instructions */
-    bool delayed;  /* the last sums across lanes of a unit are made among the products of the next unit, for which they need not wait */
+    bool delayed;  /* the last sums across lanes of a unit are made among the products of the next unit, which need not wait for these sums */
     bool near[2];  /* rows of K [0] and of V [1] of the next steps are prefetched into L1 */
     bool common;   /* heads of BA_FEW_COMMON_DIM dims have code of their own, with fewer instructions per row, so that more rows are under way */
 } ba_few_traits;
@@ -42,7 +42,7 @@ enum { BA_SET_1, BA_SET_2, BA_SET_4, BA_SET_8, BA_FEW_SETS };
 enum {
     BA_FEW_COMMON_DIM = 128,     /* see ba_few_traits.common */
     BA_FEW_NEAR_V_ROWS = 16,     /* rows of V between a prefetch into L1 and the use */
-    BA_FEW_PREFETCH_BYTES = 512, /* the most bytes of V that are prefetched at a time: few rows are longer */
+    BA_FEW_PREFETCH_BYTES = 512, /* the most bytes of V that are prefetched at a time */
     BA_GATHER_DISTANCE = 16,     /* rows between a prefetch and the use while rows of one head are gathered */
     BA_GATHER_COMMON_BYTES = 256 /* rows of this size have a gathering loop of their own */
 };

@@ -12,7 +12,7 @@ typedef struct ba_work_tuning {
     int64_t few_items;      /* the same for few queries, where an item may have several heads */
     int64_t by_block_items; /* the same where queries are attended block by block */
     int64_t by_block_keys;  /* the fewest keys of a block for attention by block to pay: smaller blocks cost a kernel call for a few keys */
-    int64_t by_block_young; /* list rows that have attended fewer chunks than this attend each chunk last: attend_chunk() says why */
+    int64_t by_block_young; /* list rows that have attended fewer chunks than this attend each chunk last: attend_by_block.c says why */
     int64_t alike_keys;     /* keys per query: where a sequence has at least so many, its tiles take the same time */
     int64_t few_keys;     /* keys per query: with at least so many, queries count as few even if the kernel for few queries cannot take all at once */
     int64_t most_entries; /* the most entries of an item's lists, where the lists are inverted: it bounds the item's scratch memory */
@@ -31,7 +31,7 @@ typedef struct ba_work_tuning {
     /* Quest */
     struct {
         int64_t pages;             /* summaries: pages per item */
-        int64_t run_rows;          /* selection: the fewest rows of summaries per item of the scores */
+        int64_t run_rows;          /* selection: the fewest rows (summaries or keys) per item of the scores */
         int64_t thread_runs;       /* such items per thread, where there are rows enough */
         int64_t chunk_rows;        /* where heads read a row together: rows that are scored for every head before the next rows */
         int64_t single_chunk_rows; /* the same where the kernel for few queries scores one head after the other */
@@ -44,7 +44,7 @@ typedef struct ba_work_tuning {
     /* Choosing blocks for prefill */
     struct {
         int64_t pooled_keys;  /* pooled keys per item of the job that makes them */
-        int64_t ahead_tokens; /* the fewest tokens that are prefetched before they are pooled */
+        int64_t ahead_tokens; /* tokens are prefetched at least so many tokens before they are pooled */
         int64_t bands;        /* bands per thread: where there are fewer, fewer panels make a band */
         int64_t pooled_bytes; /* the most bytes of pooled keys that are in memory at a time, unless one KV head has more */
         int64_t bucket_keys;  /* a block row with more blocks than this is sorted with buckets */

@@ -40,8 +40,8 @@ static inline __attribute__((always_inline)) void ba_gather_of(const ba_chunk *c
     }
 }
 
-/* Copies the chunk's rows of K and V, of k_bytes and v_bytes bytes each, to chunk->gathered: first all rows of K, then all of V. Returns the chunk
- * with the copied rows. k_rows and v_rows have room for chunk->keys pointers each, and are set to the copies. */
+/* Copies the chunk's rows of K and V, of k_bytes and v_bytes bytes each, to chunk->gathered, where all rows of K come before those of V. Returns the
+ * chunk with the copied rows. k_rows and v_rows have room for chunk->keys pointers each, and are set to the copies. */
 static __attribute__((noinline, unused)) ba_chunk ba_gather(const ba_chunk *chunk, int64_t k_bytes, int64_t v_bytes, const void **k_rows,
                                                             const void **v_rows) {
     ba_chunk side_by_side = *chunk;

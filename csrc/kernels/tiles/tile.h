@@ -1,8 +1,8 @@
 /* The eight AMX tile registers, each of 16 rows of 64 bytes, and the operations on them. Every operation is an instruction or, where
  * BA_TILE_EMULATED is defined, C that gives the same bits, so that code over tiles can be checked on a machine without AMX.
  *
- * Tile numbers are literals. Each instruction has a "memory" clobber, since it loads or stores memory. gcc 12's own intrinsics lack that clobber,
- * and gcc then moves or deletes the stores that filled the memory. */
+ * Tile numbers are literals. Instructions on tiles have a "memory" clobber. gcc 12's own intrinsics lack that clobber, and gcc then moves or deletes
+ * the stores that filled the memory. */
 #ifndef BA_TILE_H
 #define BA_TILE_H
 

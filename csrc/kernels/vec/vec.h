@@ -332,7 +332,7 @@ BA_INLINE vec NAME(v_cap)(vec score, real cap, vec *rate) {
     return t * cap;
 }
 
-/* Conversion between half precision and float, BA_LANES elements at a time, in integer arithmetic. From half precision it is exact for every
+/* Conversion between half precision and float, BA_LANES elements at a time. From half precision it is exact for every
  * input, including subnormals, infinities and NaN. */
 #if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_CONVERT)
 BA_INLINE ivec NAME(v_load_u16)(const uint16_t *p) {
@@ -545,7 +545,7 @@ BA_INLINE vec NAME(v_swap)(const vec x, const int step) {
  * lanes beyond `count` repeat the ones before them. The additions pair the same lanes in the same order for every row and any count, so that a sum
  * does not depend on how many sums are made together.
  *
- * There are two halves, so that a caller can do other work between them. v_sum_pairs adds neighbouring lanes and leaves half as many vectors, at the
+ * There are two halves, so that a caller can do other work between them. v_sum_pairs adds lanes in pairs and leaves half as many vectors, at the
  * front of `rows`; v_sum_paired makes the sums from these vectors. v_sum_each does both, for BA_LANES rows. */
 #ifndef BA_HAVE_V_SUM_PAIRS
 #define BA_SUM_ROUND(step)                                                                                                                           \

@@ -1,4 +1,4 @@
-/* Vectors of 16 floats: the functions of vec.h for which AVX-512 (F, BW, DQ) has an instruction. Included by vec/vec.h only. */
+/* Vectors of 16 floats: the functions of vec.h for which AVX-512 has an instruction. Included by vec/vec.h only. */
 #include <immintrin.h>
 
 #define BA_HAVE_V_REGISTER 1 /* a vec is one register */
@@ -61,8 +61,7 @@ BA_INLINE void NAME(v_pair_halves)(vec *a, vec *b) {
 BA_INLINE void NAME(v_transpose_octets)(vec *rows) {
     __m512i a[8], b[8];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4;
-         i++) { /* interleaves vectors that are 4, then 2, then 1 apart: each round brings elements of rows i and i + 4 side by side */
+    for (int i = 0; i < 4; i++) { /* each round interleaves vectors i and i + 4, whose rows are 4, then 2, then 1 apart */
         a[2 * i] = _mm512_unpacklo_epi16((__m512i)rows[i], (__m512i)rows[i + 4]);
         a[2 * i + 1] = _mm512_unpackhi_epi16((__m512i)rows[i], (__m512i)rows[i + 4]);
     }
