@@ -488,16 +488,15 @@ typedef struct ba_attend_family {
     const ba_routed_kernels *routed;     /* NULL: by the vector family */
     const ba_gradient_kernels *gradient; /* NULL: by the vector family */
     int64_t lanes[BA_PANEL_WIDTHS];      /* [0] wide, [1] narrow */
-    int64_t dim_pad,
-        key_pad; /* room: packed queries, packed rows and o up to a multiple of dim_pad dims, packed rows also up to a multiple of key_pad keys */
-    int64_t real_size;       /* bytes of a real: 4 or 8 */
-    int64_t q_bytes;         /* bytes of a packed query element */
-    int64_t scratch_per_key; /* bytes of scratch per key of the chunk, for a wide panel */
-    int64_t pack_bytes;      /* bytes of a packed K or V element; 0: both are read in place */
-    int64_t lane_block;      /* dims that pack_tile keeps together */
-    int64_t o_block;         /* o and dq stand in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
-                                [dim][lane] as a whole */
-    bool takes_fresh;        /* attend may be given fresh panels: it sets their o instead of adding to it */
+    int64_t dim_pad, key_pad;            /* room: packed queries, rows and o: a multiple of dim_pad dims; packed rows: a multiple of key_pad keys */
+    int64_t real_size;                   /* bytes of a real: 4 or 8 */
+    int64_t q_bytes;                     /* bytes of a packed query element */
+    int64_t scratch_per_key;             /* bytes of scratch per key of the chunk, for a wide panel */
+    int64_t pack_bytes;                  /* bytes of a packed K or V element; 0: both are read in place */
+    int64_t lane_block;                  /* dims that pack_tile keeps together */
+    int64_t o_block;   /* o and dq stand in blocks [dim][lane] of so many dims and lanes, all blocks of the same dims side by side; 0: o is
+                          [dim][lane] as a whole */
+    bool takes_fresh;  /* attend may be given fresh panels: it sets their o instead of adding to it */
     bool takes_scales; /* attend and scores read the scales of a chunk: scores are multiplied by those of K, weights by those of V. Such a family,
                           which is always of bfloat16, may therefore be given rows of a quantised cache that `widen` has turned into bfloat16 */
     bool joins_tiles;  /* add_tile starts from the sums in memory and adds one panel after another. So several query tiles may be given to it, and

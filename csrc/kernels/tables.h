@@ -4,8 +4,8 @@
 
 #include "kernels/kernels.h"
 
-/* The levels of this build. The build defines BA_NO_<isa> for a level whose flags the compiler refuses, or that BLITZ_ATTN_LEVELS
- * does not name. */
+/* The levels of this build. The build defines BA_NO_<isa> for a level whose flags the compiler refuses, or that BLITZ_ATTN_LEVELS does not
+ * name. */
 #if defined(__x86_64__) && !defined(BA_NO_avx2)
 #define BA_HAVE_avx2 1
 #endif

@@ -332,8 +332,8 @@ BA_INLINE vec NAME(v_cap)(vec score, real cap, vec *rate) {
     return t * cap;
 }
 
-/* Conversion between half precision and float, BA_LANES elements at a time. From half precision it is exact for every
- * input, including subnormals, infinities and NaN. */
+/* Conversion between half precision and float, BA_LANES elements at a time. From half precision it is exact for every input, including
+ * subnormals, infinities and NaN. */
 #if !defined(BA_REAL_DOUBLE) && !defined(BA_HAVE_V_CONVERT)
 BA_INLINE ivec NAME(v_load_u16)(const uint16_t *p) {
     typedef uint16_t half_vec __attribute__((vector_size(BA_LANES * 2)));
