@@ -14,9 +14,9 @@ typedef struct probe {
     const ba_probes *kernels;
     ba_probe_flops_fn flops;
     double seconds;
-    int64_t bytes;       /* bytes that each thread reads; 0: multiply-adds are measured, not reads */
-    float *own_memory;   /* NULL: `data` is the caller's. Else a part of `bytes` bytes for each thread, which the thread writes and then reads */
-    const char *data;    /* own_memory, or the caller's memory; NULL where multiply-adds are measured */
+    int64_t bytes;       /* bytes that each thread reads; 0: products are measured, not reads */
+    float *own_memory;   /* NULL: `data` is the caller's or NULL. Else `bytes` bytes of each thread, which the thread writes and then reads */
+    const char *data;    /* own_memory, or the caller's memory; NULL where products are measured */
     _Atomic int arrived; /* threads that are ready to measure */
     int threads;
     double *rate; /* [thread]: FLOP/s or bytes/s */

@@ -108,8 +108,8 @@ static inline int64_t ba_deciding_tokens(const ba_problem *p, int64_t batch) {
     return p->q_total && valid ? p->q_total[batch] : valid;
 }
 
-/* The entry at `offset` elements in an array of lists. 65535 of uint16 becomes -1. Negative entries are pads; in lists of pages only -1 is a pad, and
- * other negative entries are errors (ba_list_to_bitmap). */
+/* The entry at `offset` elements in an array of lists, of page numbers or of kv_ranges. 65535 of uint16 becomes -1. In lists, negative entries are
+ * pads; but in lists of paged calls only -1 is a pad, and other negative entries are errors (ba_list_to_bitmap). */
 static inline int64_t ba_list_entry(const ba_tensor *blocks, int64_t offset) {
     switch (blocks->dtype) {
     case BA_UINT16: {

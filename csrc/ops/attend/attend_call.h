@@ -99,7 +99,7 @@ static inline int64_t ba_few_scratch(const ba_attend_call *c) {
 
 /* ---- attend_tiles.c -------------------------------------------------------------------------------------------------- */
 
-/* Lays out the scratch memory of one worker (scratch.h), which begins a page where tuning has a page_offset. */
+/* Lays out the scratch memory of one worker (scratch.h), which begins at a page where tuning has a page_offset. */
 int64_t ba_lay_out_attend_scratch(const ba_attend_call *c, char *base, ba_attend_scratch *w);
 
 /* Opens tile number `index` of the item: packs the tile's queries and empties its states. The tiles of the item's first KV head come first, then
@@ -129,8 +129,8 @@ bool ba_bias_chunk(const ba_attend_call *c, const ba_attend_scratch *w, int64_t 
 /* Leaves out the chunk's first `keys` keys. */
 void ba_skip_keys(ba_chunk *chunk, int64_t keys);
 
-/* Cuts the chunk to the keys that some lane of the panel sees, and sets *panel, with bounds only where some lane does not see all keys of the cut
- * chunk. Returns false where no lane sees a key. */
+/* Cuts off keys at both ends of the chunk that no lane of the panel sees, and sets *panel, with bounds only where some lane does not see all keys of
+ * the cut chunk. Returns false where no lane sees a key. */
 bool ba_cut_to_seen(const ba_attend_call *c, const ba_panel_state *s, ba_panel *panel, ba_chunk *chunk);
 
 /* ---- attend_panels.c and attend_few.c: one item each ------------------------------------------------------------------ */

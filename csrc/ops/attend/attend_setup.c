@@ -1,5 +1,5 @@
 /* Sets a forward call up: chooses the kernels, makes the plan, hands out memory, and runs the items. Kernels and numbers are looked up by the call's
- * level and by dtype, and no branch names a level or a dtype. attend_entry.c reads the level, and decides for which batch entries it calls
+ * level and by dtype, and no branch names a level or a dtype. attend_entry.c decides which family attends which batch entries, and calls
  * ba_attend_with(). */
 #include "core/arena.h"
 #include "core/status.h"
@@ -54,9 +54,10 @@ static void choose_tuning(ba_attend_call *c, ba_isa level, ba_tuning *own) {
     c->tuning = own;
 }
 
-/* Chooses the size of chunks. Where a block row fits into one panel, chunks are small, so that neighbouring block rows attend a key while it is in
- * cache. Where a block row takes several panels, chunks are large, because every chunk loads the states of all panels. Where a block row has fewer
- * panels than a kernel call takes, panels of several chunks are collected for one kernel call. */
+/* Chooses the size of chunks. Without lists or without has_cuts, chunks are large. Otherwise, where a block row fits into one panel, chunks are
+ * small, so that neighbouring block rows attend a key while it is in cache. Where a block row takes several panels, chunks are large, because every
+ * chunk loads the states of all panels. Where a block row has fewer panels than a kernel call takes, panels of several chunks are collected for one
+ * kernel call. */
 static void choose_chunks(ba_attend_call *c) {
     c->chunk_keys = c->tuning->chunk_keys;
     c->chunks = 2;

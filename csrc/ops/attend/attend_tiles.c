@@ -209,12 +209,11 @@ bool ba_next_chunk(const ba_attend_call *c, const ba_item *item, ba_walk *walks,
     return true;
 }
 
-/* The number itself, or one NaN for every NaN: kernels may round what they compute from a NaN by its bits, and the bits of some NaNs would round
- * to 0. */
+/* The number itself, or NAN for any NaN: kernels that round by bits would round some other NaNs, and what they compute from these, to 0. */
 static float one_nan(float x) { return isnan(x) ? NAN : x; }
 
-/* Copies the scales of the keys of some neighbouring heads to `scales`, [head][key]. All are prefetched first, because a loop that waits for one
- * scale has only few other loads under way. */
+/* Copies the scales of the keys of some neighbouring heads to `scales`, [head][key]. Those of the first head are prefetched before the copy, because
+ * a loop that waits for one scale has only few other loads under way. */
 static void fetch_scales(const ba_view *view, const float *const *at, int64_t first, int64_t heads, int64_t keys, float *scales) {
     if (!view->data) return;
     for (int64_t j = 0; j < keys; j++) ba_prefetch_to_read(at[j] + first * view->head_stride, (int64_t)sizeof(float));

@@ -5,7 +5,8 @@
  * every panel of a tile computes its P and dS and adds to its dQ; then the whole tile, or all tiles that walk the same list, add to the chunk's rows
  * of dK and dV. dQ belongs to the tile. dK and dV are shared by all items of the (batch, KV head), which add in turns (turns.h): into the outputs
  * themselves where these are reals, else into arrays of reals that are rounded into the outputs at the end. Where the caller wants gradients added,
- * the outputs are reals, and are not cleared first. */
+ * the outputs are reals, and are not cleared first; if rows of sums need more room than the outputs have (needs_room), the sums have arrays of their
+ * own here, too, and are added to the outputs at the end. */
 #include <string.h>
 
 #include "core/arena.h"
@@ -45,7 +46,7 @@ static void round_key(const ba_backward_call *c, int64_t batch, int64_t kv_head,
 
 static bool is_zero(const char *row, int64_t bytes) { return bytes == 0 || (row[0] == 0 && memcmp(row, row + 1, (size_t)bytes - 1) == 0); }
 
-/* Adds a key's sums to the outputs. Keys that no query has seen are left alone. */
+/* Adds a key's sums to the outputs. Where all sums of a row are 0, as for a key that no query has seen, the output's row is left alone. */
 static void add_key(const ba_backward_call *c, int64_t batch, int64_t kv_head, int64_t key) {
     const ba_problem *p = c->problem;
     const int64_t real = c->family->real_size, dims[] = {p->head_dim, p->v_dim};

@@ -148,7 +148,7 @@ static void set_places(ba_stored_rows *rows, const ba_view *cache, const ba_view
     rows->scale_is_fixed = scale_is_fixed;
 }
 
-/* Checks that no two elements of an array that is written share memory. */
+/* Checks that no two elements of a cache, and no two scales that are written, share memory. */
 static ba_status check_own_places(const char *cache_name, const ba_tensor *cache, const char *scale_name, const ba_tensor *scale) {
     BA_TRY(ba_check_places(cache_name, cache));
     return ba_is_fixed_scale(scale) ? BA_OK : ba_check_places(scale_name, scale);

@@ -60,7 +60,7 @@ static const double *as_doubles(const ba_stored_rows *r, const row_scratch *w, c
     return w->doubles;
 }
 
-/* A float that rounds to the same 16-bit number as x: x itself where x is a float, else that one of the two floats around x whose last bit is 1. */
+/* A float that rounds to the same 16-bit number as x: x itself where x is a float, else whichever of the two floats around x has the last bit 1. */
 static float round_to_odd(double x) {
     const float near = (float)x;
     uint32_t bits;
@@ -109,7 +109,7 @@ static bool is_fit_magnitude(const ba_stored_rows *r, double magnitude) {
     return r->scale_is_fixed ? isfinite(magnitude) : isfinite(scale_for(r, magnitude));
 }
 
-/* Whether the row can be quantised. Every finite float32 can be scaled. A float64 may be too large, and for cells a number of any dtype may be. */
+/* Whether the row can be quantised. Every finite float32 can be scaled. A float64 may be too large and, for cells, so may a float32 or a bfloat16. */
 static bool is_fit(const ba_stored_rows *r, const row_scratch *w, const void *row) {
     switch (ba_has_cells(r->to_dtype) ? BA_FLOAT64 : r->from_dtype) {
     case BA_FLOAT32: return all_finite_uint32_t(row, r->dim, 0x7f800000);

@@ -16,7 +16,7 @@ typedef struct ba_stored_rows {
     const char *from;
     int64_t token_stride, head_stride;
     ba_view to, scale;   /* the batch strides are those from one page to the next. Only 8-bit dtypes have scales */
-    bool scale_is_fixed; /* scales are read, and not written; or there are none, since rows have cells */
+    bool scale_is_fixed; /* scales are read, and not written; of no meaning where there are none */
     /* The rest is set by ba_store_rows(). */
     ba_pack_rows_fn pack;    /* converts from_dtype to float; NULL where it is float32 or float64 */
     ba_store_row_fn convert; /* converts reals to to_dtype; NULL for dtypes of 8 bits and fewer */
@@ -36,7 +36,7 @@ typedef struct ba_store_call {
     int64_t scratch_bytes; /* per worker */
 } ba_store_call;
 
-/* Stores the rows. Fails where a number cannot be quantised, or for want of memory. */
+/* Stores the rows. Fails where a number cannot be quantised, for want of memory, or where it is interrupted. */
 ba_status ba_store_rows(ba_store_call *c, int num_threads);
 
 #endif

@@ -15,7 +15,7 @@ typedef struct ba_summary_call {
     ba_dtype dtype;                      /* of the summaries */
     ba_view scale;                       /* of quantised keys; data NULL: none */
     /* The rest is set by ba_run_summaries(). */
-    ba_pack_rows_fn widen;             /* makes float32 rows of quantised keys, times their scales; NULL: keys are summarised in place */
+    ba_pack_rows_fn widen;             /* for keys of 8 bits or fewer: makes float32 rows, times the scales, if any. Else NULL */
     int64_t wide_bytes, scratch_bytes; /* bytes per worker: of the rows of a page; of these rows with a guard */
     char *scratch;
     ba_summarise_fn summarise;

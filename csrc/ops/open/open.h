@@ -1,4 +1,4 @@
-/* A call of attention in two steps. Opening it checks all of its inputs, once, and fills its problem; running it computes the outputs. Between the
+/* A call of attention in two steps. Opening it checks its inputs, once, and fills its problem; running it computes the outputs. Between the
  * two steps, the outputs are made, or checked where the caller gives them. The functions of blitz_attn.h take both steps; the Python binding makes
  * its outputs in between. Internal.
  *
@@ -28,7 +28,7 @@ ba_status ba_open_block_sparse_backward(const ba_block_sparse_backward_args *arg
  * until the call is closed. */
 ba_status ba_open_paged(const ba_paged_args *args, const ba_page_tables *opened, ba_attention *attention);
 
-/* Each function checks the rules of scores in `args`, and puts them into a problem whose dtype and head_dim are set. */
+/* Each function checks scale and softcap in `args`, and puts all rules of scores (rules.c) into a problem whose dtype and head_dim are set. */
 ba_status ba_take_block_sparse_rules(const ba_block_sparse_args *args, ba_problem *problem);
 ba_status ba_take_paged_rules(const ba_paged_args *args, ba_problem *problem);
 

@@ -1,4 +1,5 @@
-/* Opens calls of block-sparse attention: checks every shape, relation and range before any work is done. */
+/* Opens calls of block-sparse attention: checks every shape, relation and range before any work is done, except the entries of lists, which
+ * are checked when the call runs. */
 #include <inttypes.h>
 #include <stdio.h>
 
@@ -40,7 +41,7 @@ static ba_status check_kind(const char *name, const ba_tensor *t, const char *ax
 /* Checks a tensor of queries, keys or values and fills `out`. `heads` is used for BA_BSH only. */
 static ba_status take_view(const char *name, const ba_tensor *t, const char *axes, ba_layout layout, int64_t heads, sized_view *out) {
     BA_TRY(check_kind(name, t, axes, layout));
-    int64_t step[3]; /* the strides of all axes but the last */
+    int64_t step[3]; /* the strides of the first three axes */
     for (int i = 0; i < 3 && i < t->ndim; i++) step[i] = ba_step(t, i);
     switch (layout) {
     case BA_BNSD: *out = (sized_view){t->dims[0], t->dims[1], t->dims[2], t->dims[3], {t->data, step[0], step[1], step[2]}}; break;

@@ -392,8 +392,8 @@ static int64_t choose_few_heads(const ba_plan *plan, const ba_tuning *tuning, in
 
 /* The number of tiles of an item. It is side_by_side, so that as many tiles as possible share each packed chunk. Where a call has few tiles, items
  * have fewer, so that every thread gets several items and none waits long for the last one. Smaller items are not needed where each thread gets the
- * same number of items and all tiles take the same time. Tiles do so in one sequence without lists that has far fewer queries than keys (some tokens
- * of a prompt over a long cache). */
+ * same number of items and all tiles take the same time. Tiles do so in one sequence without lists and kv_ranges that has far fewer queries than keys
+ * (some tokens of a prompt over a long cache). */
 static int64_t choose_item_tiles(const ba_problem *p, const ba_tiling *t, int64_t side_by_side, int threads) {
     const int64_t all = all_tiles(p, t);
     if (threads == 1) return ba_max(1, ba_min(side_by_side, all));
@@ -459,8 +459,8 @@ ba_plan ba_plan_gradients(const ba_problem *p, const ba_tuning *tuning) {
 
 ba_plan ba_plan_gradients_by_block(const ba_problem *p, const ba_tuning *tuning) {
     const ba_tiling tiling = gradient_tiling(p, tuning);
-    /* The number of columns must not enter here: the longest sequence of the batch decides it, and it would change the order of other sequences'
-     * sums. */
+    /* The number of columns must not enter here: the longest sequence of the batch decides this number, which would change the order of other
+     * sequences' sums. */
     const ba_grouping grouping = {.tiles = most_rows(p, &tiling, tuning->by_block_lanes), .few_heads = 1};
     return plan_of(p, tiling, unsplit, grouping);
 }

@@ -1,9 +1,9 @@
 /* The plan of a call: turns index lists into items of work, checks the lists on the way, and sorts the items by cost. Internal.
  *
- * A *tile* is up to tile_queries queries that walk one list: queries of one block row, of all heads of a KV group where these share the list (a
- * broadcast list or none), else of one head. An *item* is a run of neighbouring tiles of one (batch, KV head). One thread walks the lists of an
- * item's tiles side by side, so that its tiles find K and V in cache. Which tiles form an item depends on the number of threads; what a tile computes
- * does not.
+ * A *tile* is up to tile_queries queries that walk one list: queries of one block row, of all heads of a KV group where these share the list (or
+ * there is none) and, for gradients, their rows fit into a tile; else of one head. An *item* is a run of neighbouring tiles of one (batch, KV head).
+ * One thread walks the lists of an item's tiles side by side, so that its tiles find K and V in cache. In forward calls, the number of threads may
+ * change the sizes of tiles and items, but it changes no query's result.
  *
  * Where a sequence has so few queries that the kernel for few queries attends them (decode), its list is also cut into *parts* of some hundreds or
  * thousands of keys. Each part is an item, and the states of the parts are joined afterwards, in their order. The sequence alone decides whether and

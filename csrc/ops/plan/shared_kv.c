@@ -16,8 +16,8 @@ static ba_range shared_range(const ba_sharing *s, int64_t batch) {
     const int64_t tokens = ba_q_span(p, batch).valid, keys = ba_kv_span(p, batch).valid;
     if (tokens < 1) return (ba_range){0, keys};
     const ba_range first = ba_keys_in_place(p, batch, 0), last = ba_keys_in_place(p, batch, tokens - 1);
-    /* With lists, chunks do not begin at multiples of chunk_keys, so the range begins at 0. Where the last query sees no key, other queries may see
-     * all keys. */
+    /* With lists, chunks do not begin at multiples of chunk_keys, so the range begins at 0. Where the last query sees no key, an earlier one may
+     * see the last key. */
     return (ba_range){p->listed ? 0 : first.lo - first.lo % s->chunk_keys, last.hi ? last.hi : keys};
 }
 
@@ -67,7 +67,7 @@ static void share_item(void *context, int64_t index, int worker) {
     const ba_range range = shared_range(s, head / p->kv_heads);
     const int64_t begin = range.lo + index / heads * s->pack_keys;
     int64_t keys = begin < range.hi ? ba_min(s->pack_keys, valid - begin) : 0;
-    keys -= keys % s->family->key_pad; /* the last keys of a sequence may be less than a group; tiles pack these themselves */
+    keys -= keys % s->family->key_pad; /* the last keys of a sequence may not fill a group; tiles pack these themselves */
     if (keys <= 0 || !s->shared[head / p->kv_heads]) return;
     if (s->k.pack) pack_run(s, &s->k, &p->k, p->head_dim, head, begin, keys);
     if (s->v.pack) pack_run(s, &s->v, &p->v, p->v_dim, head, begin, keys);

@@ -2,7 +2,7 @@
  *
  * Each tile whose list holds a key needs that key packed, and packing a key costs as much as attending it with about thirty queries. A family with
  * pack_groups packs whole groups of key_pad keys, and the bytes of a group do not depend on the chunk that it belongs to. Where blocks consist of
- * such groups, the driver packs all keys once, before the work on tiles begins, if packing once is less work. */
+ * such groups, the driver packs K and V once, before the work on tiles begins, if that is less work. Some keys that no query sees are left out. */
 #ifndef BA_OPS_SHARED_KV_H
 #define BA_OPS_SHARED_KV_H
 
@@ -20,7 +20,7 @@ typedef struct ba_sharing {
     /* set by the caller */
     const ba_plan *plan;
     const ba_attend_family *family;
-    int64_t chunk_keys;  /* of the walks over lists (tuning) */
+    int64_t chunk_keys;  /* of tuning: the chunks of walks have this size, or one that divides it */
     int64_t pack_keys;   /* keys per item of the packing job; a multiple of key_pad */
     int64_t page_offset; /* of tuning */
     double least_pairs;  /* queries that must attend a key, on average, for sharing to pay */

@@ -1,8 +1,8 @@
 /* Walks over a list of keys, chunk by chunk. Internal.
  *
- * The keys of all listed blocks form one sequence, in rising order, which is cut into chunks of chunk_keys keys. A key's position in it decides which
- * chunk it belongs to; neither the borders of blocks nor the keys that a tile sees have any influence. A query's result therefore depends on its own
- * list alone: a list of all blocks gives the bits that no list gives, and threads, other batch entries and tile shapes change no bit. */
+ * The keys of all listed blocks form one sequence, in rising order, which is cut into chunks of chunk_keys keys. A key's position in this sequence
+ * alone decides its chunk; neither the borders of blocks nor the keys that a tile sees have any influence. So of all lists, a query's result depends
+ * on its own alone: a list of all blocks gives the bits that no list gives, and threads, other batch entries and tile shapes change no bit. */
 #ifndef BA_OPS_WALK_H
 #define BA_OPS_WALK_H
 

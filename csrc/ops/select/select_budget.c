@@ -1,5 +1,5 @@
-/* Decides from the scores which blocks are kept. ba_budget_block_row() decides for one block row: it keeps the forced blocks first, and then those of
- * the others that the budget asks for. Where block rows share a density, this function only outlines how the other blocks compete, by their tails
+/* Decides from the scores which blocks are kept. ba_budget_block_row() decides for one block row: it keeps the forced blocks first, and then the
+ * further blocks that the budget asks for. Where block rows share a density, this function only outlines how the other blocks compete, by their tails
  * (select_prefill_call.h), and ba_budget_share() keeps the best of all block rows together. */
 #include <math.h>
 #include <string.h>

@@ -257,8 +257,8 @@ static int64_t lay_out_call(ba_prefill *c, int threads, char *base) {
 
 static ba_status run(ba_prefill *c, int threads) {
     ba_status status = c->notes.seen ? ba_parallel(threads, c->p.batch * c->p.block_rows, ba_note_block_row, c) : BA_OK;
-    /* The KV heads of all batch entries take turns. Each round has as many of them as memory has room for their pooled keys. c->batch_heads becomes
-     * the number of KV heads in this round. */
+    /* The KV heads of all batch entries take turns. Each round takes as many as have room in memory for their pooled keys. c->batch_heads becomes
+     * the number of KV heads in the round. */
     const int64_t all = c->p.batch * c->p.kv_heads, at_once = c->batch_heads, list_heads = c->list_heads / c->p.kv_heads; /* per KV head */
     const int64_t runs = ba_ceil_div(ba_ceil_div(c->p.kv_len, c->k_tokens), ba_work.choose.pooled_keys);
     for (c->first_batch_head = 0; status == BA_OK && c->first_batch_head < all; c->first_batch_head += at_once) {

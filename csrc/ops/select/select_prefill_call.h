@@ -19,7 +19,7 @@ enum { BA_OUTLINE_BUCKETS = 64 };
 typedef struct ba_outline {
     int32_t highest, shift;                /* the bits of the highest score; a bucket takes 1 << shift different bits */
     int32_t in_middle;                     /* blocks in the middle of the block row */
-    double bounds[BA_OUTLINE_BUCKETS + 1]; /* tails of the blocks in bucket i are above bounds[i + 1] and at most bounds[i] */
+    double bounds[BA_OUTLINE_BUCKETS + 1]; /* tails of the blocks in bucket i are at least bounds[i + 1] and at most bounds[i] */
 } ba_outline;
 
 /* The least tail that is kept, among all list heads of a sequence that share one density, and the number of blocks to keep. */
@@ -140,7 +140,7 @@ typedef struct ba_band_scratch {
     char *queries, *q, *m, *l, *chunk;
     int32_t *lo, *hi, *key_index; /* key_index, k_rows: of consecutive pooled keys, two chunks of them at most */
     const void **k_rows, **pointers;
-    char *sums;      /* [column][lane] of a panel: sums of weights, relative to the maximum at the end of the column's last chunk */
+    char *sums;      /* [column][lane] of a panel: sums of weights, relative to the reference at the end of the column's last chunk */
     char *alphas;    /* [chunk][lane]: the factor by which a chunk has multiplied the sums before it */
     int32_t *chunks; /* [column]: the last chunk with pooled keys of the column */
     double *head;    /* [block row of the band][ba_head_pitch]: the scores of one query head */
@@ -193,7 +193,7 @@ void ba_lines_score(const ba_prefill *c, const ba_band_scratch *s, const ba_band
 /* ---- Budgets (select_budget.c) ---------------------------------------------------------------------------------- */
 
 /* Decides from its scores which blocks a block row keeps, and writes them. With BA_BUDGET_DENSITY, writes only the blocks that are always kept,
- * and notes the scores of the others. */
+ * or the best block where there are none, and notes the scores of the others. */
 void ba_budget_block_row(const ba_prefill *c, const ba_band_scratch *s, int64_t batch, int64_t list_head, int64_t block_row, const float *scores);
 /* With BA_BUDGET_DENSITY, after the block rows of a band: adds s->bins, which were 0 before the first block row, to the bins of the share. */
 enum { BA_BUDGET_BINS = 1 << 11, BA_SPARE_BINS = 8, BA_TAIL_CLASSES = 1 << 9 | 32 };

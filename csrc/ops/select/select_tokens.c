@@ -31,7 +31,7 @@ typedef struct select_tokens_call {
     bool paged;     /* k has shape (pages, tokens of a page, D), and block_tables lists the pages of each sequence */
     double scale;
     double floor;                                  /* the largest number that is below min_score; NAN: all scores are high enough */
-    int64_t top_k, width;                          /* keys or blocks that a query gets; places per row of the result, one of them for a tail */
+    int64_t top_k, width;                          /* keys or blocks that a query gets; places per row of the result: with keep_tail, one more */
     int64_t most;                                  /* candidates that stay: top_k, or the number of blocks where that is smaller */
     int64_t room;                                  /* candidates per query */
     int64_t tile;                                  /* queries of an item */
@@ -63,7 +63,7 @@ typedef struct panel_keys {
 /* The kernel that divides candidates, and its spare memory. */
 typedef struct divider {
     ba_move_better_fn move_better;
-    candidate *spare; /* room for as many candidates as a query has */
+    candidate *spare; /* room for the most candidates that are divided at a time */
 } divider;
 
 typedef struct select_tokens_scratch {
@@ -342,7 +342,7 @@ static void score_panel(const select_tokens_call *c, const select_tokens_scratch
     }
 }
 
-/* Writes a query's best candidates as a row of the result, and behind them the tail: the last pool that the query sees, where it is incomplete. */
+/* Writes a query's best candidates as a row of the result, and behind them, with keep_tail, the pool that the query sees in part, if any. */
 static void write_row(const select_tokens_call *c, const select_tokens_scratch *s, int64_t sequence, int64_t query, candidate *all, int64_t count) {
     const ba_tensor *selected = &c->args->selected, *scores = &c->args->scores;
     const int64_t kept = ba_min(count, c->most), to = row_of(c, selected, sequence, query), step = ba_step(selected, selected->ndim - 1);
