@@ -21,8 +21,8 @@
  * another array of the call. (ba_append_kv() checks a part of this last promise.) Where a promise is broken, the results are undefined.
  *
  * Every function may be called from several threads at once. The calling thread needs 128 KiB of stack, at the level amx 256 KiB, and more where its
- * poll function (see ba_set_poll) needs more. For each thread that calls it, the library keeps a small block of memory, which is freed when the
- * thread ends. Inputs are never written. The caller owns all arrays and lists; the library keeps no pointer to them.
+ * poll function (see ba_set_poll) needs more. For each thread that calls it, the library keeps up to 32 MiB of scratch memory, which is freed when
+ * the thread ends. Inputs are never written. The caller owns all arrays and lists; the library keeps no pointer to them.
  */
 #ifndef BLITZ_ATTN_H
 #define BLITZ_ATTN_H
@@ -69,7 +69,8 @@ BA_API const char *ba_layout_name(ba_layout layout);
  * Query head h reads key/value head h / (H / H_kv). Query i of a sequence sees key j of the same sequence when all of these hold:
  * j lies in a block that is listed for the query; j < kv_len; with `causal`, j <= d, where d = i + kv_len - q_len is the position of the
  * diagonal in row i (or d = i + q_begin[b], where that is given); d - window[0] <= j <= d + window[1], where -1 in `window` sets no bound;
- * kv_ranges[b][i][0] <= j < kv_ranges[b][i][1], where kv_ranges is given. A query that sees no key gets output 0 and lse -inf. */
+ * kv_ranges[b][i][0] <= j < kv_ranges[b][i][1], where kv_ranges is given; attn_mask, where it is given, does not hide j. A query that sees no key
+ * gets output 0 and lse -inf. */
 typedef struct ba_block_sparse_args {
     ba_tensor q, k, v; /* float32, float16, bfloat16 or float64; all three have the same dtype */
     ba_tensor out;     /* written: the shape of q with v's last dim; the dtype of q, or as `unrounded` says */
@@ -181,7 +182,7 @@ typedef struct ba_paged_args {
     const int64_t *q_begin;    /* NULL, or the token number of each request's query 0, which may be negative, where the cache holds a stretch of
                                 * a longer request: query i then sees token j when j <= i + q_begin. There may be more queries than tokens */
     ba_tensor kv_ranges;       /* not given, or int32 or int64, (B, 2), with cu_q (T, 2): query i then sees tokens kv_ranges[i][0] to kv_ranges[i][1]
-                                * - 1 of its request, and not the tokens up to its own. Any number is valid, as in ba_block_sparse_args */
+                                * - 1 of its request, instead of the tokens up to its own. Any number is valid, as in ba_block_sparse_args */
     ba_tensor attn_mask;       /* not given, or as in ba_block_sparse_args, (B or 1, H or 1, Q or 1, T or 1), where Q and T are at least the largest
                                 * numbers of queries and of tokens of a request */
     const float *alibi_slopes; /* NULL, or [H], as in ba_block_sparse_args */
@@ -236,8 +237,8 @@ BA_API ba_status ba_append_kv(const ba_tensor *k, const ba_tensor *v, const int6
 /* ---- Selecting blocks of a paged cache ---------------------------------------------------------------------- */
 
 /* Summarises pages. The summaries lie in pages of their own: row r of summary page metadata_tables[b][j] describes page j * rows + r of request b,
- * where `rows` is the number of rows per summary page. Rows beyond the request's last page become 0. No summary page may be listed twice; this is not
- * checked. */
+ * where `rows` is the number of rows per summary page. In the last of a request's summary pages, rows beyond the request's last page become 0. No
+ * summary page may be listed twice; this is not checked. */
 typedef struct ba_quest_metadata_args {
     ba_tensor k_cache; /* (pages, page_size, H_kv, D), for BA_HND (pages, H_kv, page_size, D); any dtype of ba_paged_args */
     ba_tensor k_scale; /* as in ba_paged_args. int8 and float8_e4m3 keys are multiplied by their scales, in float32, before they are summarised */

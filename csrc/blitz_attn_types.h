@@ -25,12 +25,12 @@ typedef enum ba_dtype {
     BA_FLOAT16,
     BA_BFLOAT16,
     BA_FLOAT64,
-    BA_UINT16, /* index lists only, padded with 65535. Lists of the signed types are padded with any negative number; lists of pages, with -1 */
+    BA_UINT16, /* index lists only, padded with 65535. Lists of the signed types are padded with any negative number, lists of pages with -1 */
     BA_INT16,
     BA_INT32,
     BA_INT64,
-    BA_INT8,        /* caches of K and V only; needs scales */
-    BA_FLOAT8_E4M3, /* caches of K and V only; needs scales. One sign bit, 4 bits of exponent, 3 of mantissa; NaN, but no infinity */
+    BA_INT8,        /* caches of K and V, and keys of ba_select_tokens(), only; needs scales */
+    BA_FLOAT8_E4M3, /* as BA_INT8. One sign bit, 4 bits of exponent, 3 of mantissa; NaN, but no infinity */
     BA_BOOL,        /* masks only: one byte, 0 or not 0 */
     /* Formats of llama.cpp's ggml, for caches of K and V only. A row is an array of bytes. Each 32 of its dims are stored as a float16 factor d, then
      * (q4_1 only) a float16 m, and then 32 integers n. q8_0: n is int8, x = d n; 34 bytes in all. q4_0: n has 4 bits, x = d (n - 8); 18 bytes. q4_1:

@@ -40,7 +40,7 @@ static bool reaches_l2 = false; /* see ba_prefetches_reach_l2 */
 static atomic_int cap_level = BA_ISA_COUNT - 1;
 static char cpu_model[128] = "unknown CPU";
 static char environment_note[160];
-static char refusal_note[160]; /* why the CPU's highest level is not used; empty where it is used */
+static char refusal_note[160]; /* why a level that this CPU and this build have is not used; empty where there is no such level */
 
 #if defined(__x86_64__) && !defined(BA_EMULATED) && !(defined(BA_NO_avx512_bf16) && defined(BA_NO_amx))
 /* The kernels of avx512_bf16 and of amx use VBMI, too. Of the CPUs with AVX512_BF16, only Cooper Lake lacks VBMI, and avx512 is faster there
@@ -53,8 +53,8 @@ static bool has_bf16_and_vbmi(void) {
 
 #if defined(__x86_64__) && !defined(BA_EMULATED) && !defined(BA_NO_avx512_bf16)
 /* Whether avx512_bf16 is faster than avx512. VDPBF16PS does the work of two multiply-adds. AMD's cores issue it at the rate of one multiply-add;
- * Intel's cores issue it at a quarter of that rate, and are slower with it. On Intel's CPUs the level is used only where a caller caps a CPU with amx
- * at avx512_bf16. The vendor decides, not a measurement, so that a machine always gives the same answer. */
+ * Intel's cores issue it at a quarter of that rate, and are slower with it. On Intel's CPUs the level is used only where a CPU with amx is capped at
+ * avx512_bf16. The vendor decides, not a measurement, so that a machine always gives the same answer. */
 static bool multiplies_pairs_fast(void) { return __builtin_cpu_is("amd"); }
 #endif
 
@@ -111,8 +111,9 @@ static bool carries_out_l2_prefetches(void) {
 }
 #endif
 
-/* The highest level that the CPU, the system and this build have. __builtin_cpu_supports reads CPUID and XGETBV, so it denies instruction sets whose
- * registers the system does not save. F16C is not tested: some compilers' builtins do not know its name, and every CPU with AVX2 has it. */
+/* The highest level that the CPU, the system and this build have, and that is fast on this CPU. __builtin_cpu_supports reads CPUID and XGETBV, so it
+ * denies instruction sets whose registers the system does not save. F16C is not tested: some compilers' builtins do not know its name, and every CPU
+ * with AVX2 has it. */
 static ba_isa detect(void) {
     ba_isa level = BA_ISA_PORTABLE;
 #ifdef BA_EMULATED
@@ -226,7 +227,7 @@ const char *ba_isa_note(void) {
     char *const note = thread->note;
     const size_t size = sizeof thread->note;
     const int cap = atomic_load(&cap_level);
-    if (environment_note[0] && cap == BA_ISA_COUNT - 1) return environment_note; /* no later call of ba_isa_set_cap() has set a cap */
+    if (environment_note[0] && cap == BA_ISA_COUNT - 1) return environment_note; /* ba_isa_set_cap() has set no lower cap */
     if (cap < (int)detected)
         snprintf(note, size, "%s: capped below the CPU's %s by isa() or BLITZ_ATTN_ISA", level_names[cap], level_names[detected]);
     else if (cap < BA_ISA_COUNT - 1 && cap > (int)detected)

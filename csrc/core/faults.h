@@ -1,5 +1,5 @@
 /* Faults for tests: in a build with BA_FAULTS (make asan, make faults), a test can make the n-th allocation or the n-th start of a thread
- * fail. In any other build nothing is counted and nothing fails. Internal. */
+ * fail. In any other build nothing is counted, and nothing is made to fail. Internal. */
 #ifndef BA_CORE_FAULTS_H
 #define BA_CORE_FAULTS_H
 

@@ -2,7 +2,7 @@
  * numbers to 0, and so do programs that call torch.set_flush_denormal() or load code linked with -ffast-math. New threads inherit the mode. The
  * library computes in the usual mode, whatever its caller's mode is. Otherwise bits would depend on the caller, and kernels would lose those numbers
  * of float16 and float8 that they convert by way of subnormal numbers. So each function of the C API that computes with floating-point numbers, or
- * checks them, begins with BA_IN_USUAL_MODE, and so do the functions that bindings call instead. */
+ * checks them, does this after BA_IN_USUAL_MODE, and so do the functions that bindings call instead. */
 #ifndef BA_CORE_FLOAT_MODE_H
 #define BA_CORE_FLOAT_MODE_H
 

@@ -329,7 +329,7 @@ static _Atomic int threads_set; /* 0: not set */
 static int threads_default = 1;
 static char threads_source[128] = ""; /* where threads_default comes from */
 
-/* The cgroup's CPU quota in CPUs, rounded and at least 1; 0 for no quota. Reads cgroup v2, then v1. */
+/* The cgroup's CPU quota in CPUs, rounded and at least 1; 0 for no quota. Reads cgroup v2 or, where its file is missing, v1. */
 static int cgroup_cpus(void) {
     double quota = -1, period = -1;
     char text[32];

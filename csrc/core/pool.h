@@ -16,7 +16,7 @@ typedef void (*ba_item_fn)(void *context, int64_t item, int worker);
 /* Runs items 0 .. items-1 on up to `threads` threads, the caller included. Each thread takes the lowest item that nobody has taken yet.
  * Returns when no item runs any more. When another caller uses the pool, or the system has no memory for a fork handler, the caller runs
  * all items itself; when the system refuses to start a thread, the job runs on the threads that there are. Returns BA_INTERRUPTED where the
- * caller's poll function (ba_set_poll) stopped the job: some items were then not run, or not finished. Items run in the usual float mode
+ * caller's poll function (ba_set_poll) stopped the job: some items may then not have run, or not have finished. Items run in the usual float mode
  * (float_mode.h), whatever the caller's mode. */
 ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) __attribute__((warn_unused_result));
 
@@ -37,8 +37,8 @@ static inline ba_status ba_look_after(int64_t *steps, int64_t n) {
     return *steps / BA_TURNS_PER_LOOK != before ? ba_look_for_stop() : BA_OK;
 }
 
-/* Called by a loop that waits for another thread of the same job, with the number of times that it has waited so far. Pauses for a moment, and
- * yields the CPU to other threads once `spins` is 256. */
+/* Called by a loop that waits for another thread of the same job, with the number of times that it has waited so far. Pauses for a moment; from
+ * 256 `spins` on, yields the CPU to other threads instead. */
 void ba_pause(int spins);
 
 /* The number of threads of a call with this num_threads argument: the argument itself, or ba_get_num_threads() where it is 0. */

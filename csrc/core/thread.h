@@ -1,6 +1,6 @@
 /* The state that the library keeps for each thread. Internal.
  *
- * A thread allocates its state when it first needs one, so that a call is refused where the system has no memory. Variables of storage class
+ * A thread allocates its state when it first needs this state, so that a call is refused where the system has no memory. Variables of storage class
  * _Thread_local would not do. In a library that was loaded by dlopen(), as extensions of Python are, glibc allocates such variables when a thread
  * first uses them, and ends the process where there is no memory. */
 #ifndef BA_CORE_THREAD_H

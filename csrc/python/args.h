@@ -1,5 +1,5 @@
 /* Reading Python arguments. Other files leave the caller's objects to args.c and arrays.c. They examine an object themselves only where it is None, a
- * tuple, a capsule or a probe's memory.
+ * tuple, a dict, a type, a capsule or a probe's memory.
  *
  * Every arg_* function that returns int returns 0 on success. On failure it returns -1 with an exception set (sentences.h). arg_sort() words its
  * exceptions like Python's own. `name` is the argument's name. */
@@ -16,7 +16,7 @@ enum {
     ARG_DIFFERENTIABLE = 2, /* results have gradients with respect to it */
     ARG_WRITTEN = 4,        /* an array that is written: it shares no memory with any other array, unless ARG_POOL or ARG_SUMMARISED allows it */
     ARG_POOL = 8,           /* an array of pages or of their scales: arrays with this trait, such as K and V of one cache, may share memory */
-    ARG_SUMMARISED = 16,    /* an array of pages in layout NHD: an array that is written may be this same array, and then fills other pages of it */
+    ARG_SUMMARISED = 16,    /* an array of pages. In layout NHD, an array that is written may be this same array, and then fills other pages of it */
     ARG_NAMED = 32,         /* an array of the dtype that the argument of ARG_DTYPE (for caches, of ARG_KV_DTYPE) names */
 };
 
@@ -29,7 +29,7 @@ typedef struct argument {
 
 #define ARG_NO_MEMBER SIZE_MAX /* no member: the function's own code reads the argument */
 
-/* A function of the module and its arguments. The first `required` ones must be given. */
+/* A function of the module and its arguments. The first `required` arguments must be given. */
 typedef struct operation {
     const char *name;
     const argument *arguments; /* [count] */

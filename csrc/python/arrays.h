@@ -63,9 +63,8 @@ typedef struct arg_array {
 } arg_array;
 
 /* Holds `object` in `array`; on failure, `array` holds nothing. `object` exports the buffer protocol or DLPack (CPU memory), or is a pair of such an
- * array and the dtype that its integers stand for: (array of 16-bit integers, "bfloat16") or (array of 8-bit integers, "float8_e4m3", "q8_0", "q4_0"
- * or "q4_1"). `bits_as` says how plain uint16 or uint8 arrays are read: as numbers of this dtype, or, with BA_UINT16, as the integers that they
- * are. */
+ * array and the dtype that its integers stand for: (array of uint16, "bfloat16") or (array of uint8, "float8_e4m3", "q8_0", "q4_0" or "q4_1").
+ * `bits_as` says how plain uint16 or uint8 arrays are read: as numbers of this dtype, or, with BA_UINT16, as the integers that they are. */
 int arg_hold(module_state *state, PyObject *object, const char *name, arg_role role, ba_dtype bits_as, arg_array *array);
 
 /* Like arg_hold(), for an array that will be written. The array must be writable. (The library refuses an array whose elements share memory.) */

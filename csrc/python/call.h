@@ -22,8 +22,9 @@ typedef struct py_call {
     arg_list list[CALL_MOST_LISTS];
     PyObject *result[CALL_MOST_RESULTS];
     int64_t *cumulative; /* of call_cumulative() */
-    bool each;           /* some argument of ARG_HEADS or ARG_PER_SEQUENCE is given */
-    bool pages_by_token; /* the caches are in layout NHD (see ARG_SUMMARISED). py_<name> sets this flag, and then calls call_expect_summary_pages() */
+    bool each;           /* an argument of ARG_HEADS or ARG_PER_SEQUENCE may be given */
+    bool pages_by_token; /* the caches are in layout NHD (see ARG_SUMMARISED). Where this flag is set, call_expect_summary_pages() must check
+                            summaries, too */
 } py_call;
 
 /* Begins py_<name>: declares `call` and `a`, the library's arguments, and sorts the caller's arguments, or returns NULL. call_end() ends
@@ -90,10 +91,10 @@ const int64_t *call_cumulative(py_call *call, const arg_list *lengths);
 const arg_array *call_array(const py_call *call, int index);
 
 /* Fails where an array of ARG_WRITTEN or ARG_POOL overlaps another array that is held by now, results included. But arrays of ARG_POOL may overlap
- * one another, and summaries may be the same array as the one of ARG_SUMMARISED. */
+ * one another, and in layout NHD summaries may be the same array as the one of ARG_SUMMARISED. */
 int call_expect_disjoint(const py_call *call);
 
-/* Fails where a summary page is listed twice, or holds keys, because the summaries are in the same pool of pages as the keys. */
+/* Fails where a summary page is listed twice or, if summaries and keys lie in one array, holds keys. */
 int call_expect_summary_pages(const ba_quest_metadata_args *a, const ba_page_tables *opened);
 
 /* Whether `a` and `b` are the same elements of the same memory. */

@@ -23,7 +23,7 @@ void leave_function(const int *unused) {
     depth--;
 }
 
-/* Counts an allocation, and says whether it must fail. */
+/* Counts an allocation that a function of the module makes, and says whether it must fail. */
 static bool fails(void) { return depth > 0 && ba_fault(BA_FAULT_MEMORY); }
 
 static void *count_block(void *block) {

@@ -5,7 +5,7 @@
  * A(T, name, role, traits, member) is an argument that goes to `member` of T, the library's arguments. O(T, name, role) is an argument that the
  * function's own code reads, or that says how other arguments are read. Where several operations share a list of arguments, the list is a macro of
  * its own; IN is the prefix, such as `forward.`, under which its members stand in T. `empty(shape, dtype name)` makes the results that the caller
- * does not give. An array may also be a pair (array of 16-bit integers, "bfloat16"). */
+ * does not give. An array may also be a pair (array of uint16, "bfloat16"). */
 #ifndef BA_PYTHON_OPERATIONS_H
 #define BA_PYTHON_OPERATIONS_H
 

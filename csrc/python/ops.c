@@ -55,8 +55,8 @@ PyObject *py_refuse_masked(PyObject *module, PyObject *const *args, Py_ssize_t n
     return Py_NewRef(Py_None);
 }
 
-/* Calls a Python function in the usual float mode, and restores the mode however the function ends. It does not begin with SORT_ARGUMENTS: in builds
- * with BA_FAULTS, the function's allocations must not count as this module's. */
+/* Calls a Python function in the usual float mode, and restores the mode however the function ends. SORT_ARGUMENTS does not stand here: in builds
+ * with BA_FAULTS, the Python function's allocations must not count as this module's. */
 TAKES(in_usual_mode, 3, {.name = "function"}, {.name = "args"}, {.name = "kwargs"});
 PyObject *py_in_usual_mode(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     PyObject *values[3];
@@ -69,7 +69,7 @@ PyObject *py_in_usual_mode(PyObject *module, PyObject *const *args, Py_ssize_t n
         arg_fail(PyExc_TypeError, BA_ARG("kwargs") ": expected a dict, got %R", values[2]);
         return NULL;
     }
-    const int rounding = fegetround(); /* fesetround() also sets the rounding of x86-64's x87 unit, which computes with numpy.longdouble */
+    const int rounding = fegetround(); /* fesetround() also sets the rounding of x86-64's x87 unit, which computes numpy.longdouble */
     BA_IN_USUAL_MODE;
     fesetround(FE_TONEAREST);
     PyObject *const result = PyObject_Call(values[0], values[1], values[2]);

@@ -1,5 +1,5 @@
-/* The functions of the module blitz_attn._core, which are defined in the files ops*.c: the operations of operations.h, and the other functions below.
- * _core.pyi declares what they take and return. */
+/* The functions of the module blitz_attn._core, which are defined in the files ops*.c: the operations of operations.h, and other functions, which
+ * _core.pyi declares. */
 #ifndef BA_PYTHON_OPS_H
 #define BA_PYTHON_OPS_H
 

@@ -32,7 +32,7 @@ static int read_heads(const ba_block_sparse_args *a, PyObject *object, const ba_
     return -1;
 }
 
-/* The number of query heads. It is 0 where q does not fit the layout: the library then refuses q. */
+/* The number of query heads. It is 0 where q has too few axes: the library then refuses q. */
 static int64_t query_heads(const ba_block_sparse_args *a) {
     const int axis = a->layout == BA_BNSD || a->layout == BA_TND ? 1 : 2;
     return a->layout == BA_BSH ? a->num_heads : a->q.ndim > axis ? a->q.dims[axis] : 0;
@@ -56,7 +56,7 @@ static int read_packed(py_call *call, ba_block_sparse_args *a) {
     return call_read_each(call, query_heads(a), a->batch, "one per sequence");
 }
 
-/* Reads the arguments that all three functions have, into the call `a` of blocks. */
+/* Reads all arguments that have a member, and checks those that all three functions share, which `a` holds. */
 static int read_sequences(py_call *call, ba_block_sparse_args *a) {
     if (call_read(call, false) < 0) return -1;
     if (read_heads(a, call->values[FORWARD_num_heads], &a->q, "num_heads", "q", &a->num_heads) < 0) return -1;

@@ -1,7 +1,7 @@
 /* The operations around the branches of native sparse attention. Callers give all arrays, the outputs included. */
 #include "python/call.h"
 
-/* Holds the arrays of a tuple; names[i] stands for array i in sentences. None holds nothing. */
+/* Holds the arrays of a tuple; names[i] stands for array i in sentences. Where the argument is None, holds nothing. */
 static int hold_each(py_call *call, int index, const char *const *names, Py_ssize_t most, int traits, ba_tensor *tensors) {
     PyObject *const tuple = call->values[index];
     if (tuple == Py_None) return 0;

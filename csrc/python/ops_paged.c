@@ -82,7 +82,7 @@ static int read_requests(py_call *call, int first, int64_t page_size, ba_paged_a
     return a->cu_q == NULL ? -1 : 0;
 }
 
-/* Reads the number of tokens per KV split. None means that requests are not split; 0 is refused. */
+/* Reads the number of tokens per KV split. None means that there are no KV splits; 0 is refused. */
 static int read_split(PyObject *object, ba_paged_args *a) {
     if (object == Py_None) return 0;
     if (arg_int64(object, "kv_split", &a->kv_split) < 0) return -1;
@@ -171,8 +171,8 @@ static int read_counts(py_call *call, ba_paged_args *a) {
     return -1;
 }
 
-/* A mask of one axis holds for all queries, and has one element for each token. Unlike a mask of more axes, it must not be longer than that: a longer
- * mask may be one of all queries and tokens in a single axis, as other libraries take it, of which only the first elements would be read. */
+/* A mask of one axis holds for all queries, and has one element for each token. Unlike a mask of more axes, it must not be longer: a longer one may
+ * be a flattened mask of queries and tokens, as other libraries take it, and only its first elements would be read. */
 static int check_flat_mask(const ba_tensor *mask, const ba_problem *p) {
     if (mask->ndim != 1 || mask->dims[0] <= ba_max(1, p->kv_len)) return 0;
     arg_fail(

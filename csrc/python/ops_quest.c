@@ -115,7 +115,7 @@ static int read_scored(py_call *call, ba_select_args *a) {
     return failed ? -1 : 0;
 }
 
-/* Reads all arguments that do not need the outputs. */
+/* Reads all arguments except those of the results. */
 static int read_select(py_call *call, ba_select_args *a, const ba_page_tables *opened) {
     PyObject *const *const values = call->values;
     if (arg_method(values[SELECT_method], &a->method) < 0 || call_read(call, false) < 0 || read_scored(call, a) < 0) return -1;
@@ -131,7 +131,7 @@ static int read_select(py_call *call, ba_select_args *a, const ba_page_tables *o
     return add_window(a, since, recent);
 }
 
-/* The shape of the result. Where q or `a` has a wrong number of axes, the number of heads is arbitrary, because the library then refuses the call. */
+/* The shape of the result. Where q or `a` has a wrong number of axes, the number of heads may be 0, because the library then refuses the call. */
 static int result_shape(const ba_select_args *a, PyObject *k, ba_tensor *shape) {
     int64_t width;
     if (arg_int64(k, "k", &width) < 0) return -1;
