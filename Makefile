@@ -10,7 +10,7 @@
 #   make lib            builds the library for C programs; make install-lib installs it (docs/guide/c.rst)
 #   make wheels         builds a wheel for Linux in dist/ (docs/guide/install.rst)
 #
-# For developers (CONTRIBUTING.md says what each does): build, test-all, bench-record, bench-compare, notebooks, checkkernels, check-emulated,
+# For developers (CONTRIBUTING.md says what most of these do): build, test-all, bench-record, bench-compare, notebooks, checkkernels, check-emulated,
 # check-tiles, check-neon, lint, format, expand, asan, tsan, faults, growth, fuzz, fuzz-c, fuzz-mistakes, coverage, clean.
 #
 # ARGS="..." goes to the script or to pytest. PYTHON=/path/to/python names the Python to use; without it, scripts/setup-env.sh finds or makes one.

@@ -98,7 +98,7 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # such builds
 class BuildExt(build_ext):
     """Compiles each C file with its own flags, several files at a time, and only files that have changed."""
 
-    shows_progress = False  # even with -q
+    shows_progress = False  # True: with -q, too
 
     def build_extension(self, ext):
         objects = self.compile_sources(ext.sources)

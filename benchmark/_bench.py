@@ -81,7 +81,7 @@ block_shape = checked(lambda text: sizes(text, 2), bool, "two positive sizes suc
 def parser_of(
     doc: str | None, *, repeats: int | None = 3, warmup: int | None = 1, one_count: bool = False, measured: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser with the options that all scripts have. Where `repeats` or `warmup` is None, the script fills it in."""
+    """A parser with the options that scripts share. Where `repeats` or `warmup` is None, the script fills it in."""
     most = blitz_attn.get_num_threads()
     result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.set_defaults(isa=None)
@@ -164,7 +164,7 @@ class Column:
 
 
 def columns(text: str) -> tuple[Column, ...]:
-    """The columns that `text` lists as name:width or name:width.format, where the format is one of Python's format strings."""
+    """The columns that `text` lists as name:width, or with a format of Python behind the width, as in name:8.2f."""
     found = (re.fullmatch(r"(.+):(\d+)(.*)", word) for word in text.split())
     return tuple(Column(match[1], int(match[2]), match[3]) for match in found if match)
 

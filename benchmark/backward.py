@@ -6,8 +6,8 @@
     python benchmark/backward.py -S 16384 --sparsities 0 0.9 --no-torch
 
 A row is one call of the backward pass. Backward/forward is the time of this call over the time of our own forward call with the same
-arguments. Torch_[usec] is the time of the backward pass of scaled_dot_product_attention, dense or causal; sparse rows show the dense time.
-No time includes a forward pass. README.md in this folder explains the other columns.
+arguments. Torch_[usec] is the time of the backward pass of scaled_dot_product_attention, dense or causal; sparse rows show the time
+without a list. No time includes a forward pass. README.md in this folder explains the other columns.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def cache_sizes() -> dict[str, int]:
 
 
 def read_sizes(threads: int) -> dict[str, int]:
-    """Bytes per thread that fit each cache but not the next smaller one. A cache not large enough for such a size is left out."""
+    """Bytes per thread that fit each cache but not the next smaller one, or no cache (DRAM). A cache too small for this is left out."""
     caches = cache_sizes()
     sizes = {}
     below = 0
@@ -43,8 +43,8 @@ def read_sizes(threads: int) -> dict[str, int]:
             sizes[level] = size
         below = caches[level]
     largest = max(caches.values())
-    # Part of an array that is read repeatedly stays in L3, which makes DRAM look faster: by a quarter if the array is four times as large
-    # as L3.
+    # Part of an array that is read repeatedly stays in L3, so that DRAM looks faster: by a quarter if the array is four times as large as
+    # L3.
     sizes["DRAM"] = (DRAM_BYTES or max(8 * largest, 1 << 30)) // threads
     return sizes
 

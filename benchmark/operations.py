@@ -165,7 +165,7 @@ class Attention:
             )  # fmt: skip
 
     def compared(self, out: np.ndarray, wanted: int = CHECKED_ROWS, seed: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Rows of `out`, a (B, H, S, D) result, and the same rows of the float64 reference: `wanted` rows per head, 0 for all."""
+        """Rows of `out`, a (B, H, S, D) result, and the same rows of the float64 reference: at most `wanted` rows per head, 0 for all."""
         s_q = out.shape[2]
         rows = np.arange(s_q)
         if 0 < wanted < s_q:  # the first, the last and random ones between
@@ -426,7 +426,7 @@ SEED = 1234
 PROBE_SECONDS = 0.02
 SETTLE_SECONDS = 0.01
 SUSTAINED = "P_sustained"  # the name of P in tables and records: see roofline.py
-READ_BINDS_BELOW = 64.0  # flop/byte; operations with more of them are not bound by reading on any machine
+READ_BINDS_BELOW = 64.0  # flop/byte; operations above this are not bound by reading on any machine
 
 
 @dataclass(frozen=True)
@@ -469,7 +469,7 @@ def decode(dtype: str, group: int, level: str | None = None, kv_bytes: int | Non
 
 
 def selection(dtype: str) -> Work:
-    """The choice of 32 pages by Quest, from the summaries of a cache. Its pages are small, so that there are enough summaries to
+    """The choice of 32 pages by Quest, from the summaries of a cache. The pages are small, so that there are enough summaries to
     measure."""
     page = 16
     step = _step(dtype, 4, page)
@@ -529,8 +529,8 @@ def listed(model: str, dtype: str, shared: float | None) -> Work:
 
 
 def list_operations() -> list[Operation]:
-    """Attention over lists of single queries, and dense rows of the same heads. Both count as many flops, so that their shares of F can be
-    compared."""
+    """Attention over lists of single queries, and dense rows of the same heads. Both kinds count equally many flops, so that their
+    shares of F can be compared."""
     kinds = {"dense": None, "random": 0.0, "3/4 shared": 0.75}
     return [
         Operation(f"{model}, {kind}", dtype, functools.partial(listed, model, dtype, shared))
@@ -544,7 +544,8 @@ def _kernel(dtype: str, level: str) -> str:
 
 
 def every_operation() -> list[Operation]:
-    """The fixed set: all operations at the level in use, and the main operations at each lower level that has kernels of its own."""
+    """The fixed set: all operations at the level in use, and the main operations at each lower level, except portable,
+    whose kernels the level in use replaces."""
     own, main = _core.isa_active(), ("float32", "bfloat16")
     operations = [forward("dense", dtype) for dtype in DTYPES[:3]]
     operations += [forward("dense D=64", dtype, head_dim=64) for dtype in main]

@@ -22,7 +22,7 @@ from blitz_attn import sabi
 from operations import Attention, Decode
 
 Step = Callable[[], Any]  # returns the library's own result
-Fetch = Callable[[Any], np.ndarray]  # turns the result of a Step into a float32 array in the shape of the queries
+Fetch = Callable[[Any], np.ndarray]  # turns the result of a Step into an array in the shape of the queries, in float32 or their dtype
 
 PAUSE_SECONDS = 0.03  # after a call on several threads, whose threads may spin for a while
 
@@ -155,7 +155,7 @@ BLOCK = 128  # queries per block, and keys per block
 
 
 def blitz(asked: Attention, threads: int) -> tuple[Step, Fetch]:
-    """This library. Like the others, it allocates its output in each call."""
+    """This library. It allocates its output in each call, as NumPy, torch and JAX do."""
     return asked.call(threads, out=None), lambda result: result
 
 

@@ -235,7 +235,7 @@ def draw_decode(rows: list[Row], title: str | None, dpi: int) -> Any:
     for peer, mark in DECODE_PEER_MARKS.items():
         if any(row.get(f"{peer}_[usec]") for row in rows):
             keys.append(Line2D([], [], color="black", marker=mark, linestyle="", label=peer))
-    foot = figure.add_subplot(grid[down, :])  # an own row for the legend: matplotlib 3.6 cannot place a figure's legend outside the axes
+    foot = figure.add_subplot(grid[down, :])  # a row for the legend alone: matplotlib 3.6 cannot place a figure's legend outside the axes
     foot.axis("off")
     foot.legend(handles=keys, loc="center", ncols=len(keys), fontsize=8)
     figure.suptitle(title or "Paged decode: share of what reads and arithmetic allow")
@@ -348,7 +348,7 @@ def draw_distributed(rows: list[Row], title: str | None, dpi: int) -> Any:
 
 Draw = Callable[[list[Row], str | None, int], Any]
 
-# For each script: the first columns of its tables, the columns that only its tables have, and the function that draws them.
+# For each script: the first columns of its tables, columns of which each row that is drawn has one, and the function that draws them.
 FIGURES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Draw]] = {
     "roofline": (("what", "operation"), ("what", "flop/byte"), draw_roofline),
     "peers": (("dtype",), ("contender",), draw_peers),

@@ -7,9 +7,9 @@
 
 One request. These are timed: dense paged decode, making the summaries of all pages (Build), the choice of blocks (Select), attention over
 the chosen blocks (Attend), and Select and Attend in a row (Both). A step goes through several layers, so that it finds in a cache only what
-it would also find there in a real model. Each layer has its own queries, tables and summaries, and its own pages as far as memory allows;
-times are for one layer. The byte model counts the bytes that must be read: for dense decode, all of K and V; for Both, the summaries and
-the K and V of the chosen blocks. README.md in this folder explains the columns.
+it would also find there in a real model. Each layer has its own queries, tables and summaries. Layers share pages only where the pool, of
+four times the largest cache, has too few. Times are for one layer. The byte model counts the bytes that must be read: for dense decode, all
+of K and V; for Both, the summaries and the K and V of the chosen blocks. README.md in this folder explains the columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from operations import ITEM_BYTES, Decode, bits_options, draw_cache, draw_tables
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 QUICK_CONTEXTS = (4096, 32768, 131072)
 MOST_LAYERS = 32
-CACHES_OVER = 4  # a step reads this many times the size of the largest cache, unless that takes more than MOST_LAYERS
+CACHES_OVER = 4  # a step's summaries have this many times the size of the largest cache, unless that takes more than MOST_LAYERS
 PROBE_SECONDS = 0.05
 SCORE_TOLERANCE = 1e-4  # of float32 scores against float64 scores, relative to the largest score
 
@@ -113,7 +113,7 @@ class Layers:
     def head_is_equal(self, head: int) -> bool:
         """Whether a KV head's blocks in the last layer are the best by float64 scores, and its output equals float64 attention over them.
 
-        The score of a block is an upper bound of the products of the group's mean query with its keys.
+        The score of a block is an upper bound of the products of the group's mean query with the block's keys.
         """
         step, listed, bits = self.steps[-1], np.sort(self.selected[-1][0, head]), self.bits.get("dtype")
         group = self.args.heads // self.args.kv_heads

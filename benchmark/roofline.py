@@ -7,11 +7,11 @@
 
 The first rows are limits, of all threads together: `flops` rows give F, the float32 FMA peak of a level's widest vectors in GFLOP/s.
 `tiles_sustained` rows give P, if the CPU has tiles: the rate of products of bfloat16 tiles that a core sustains. Every four products load
-four tiles of changing random operands from L1, and the first milliseconds, in which the clock is still higher, do not count. `read` rows
-give GB/s when every thread repeatedly reads memory of its own, small enough to stay in the named cache. Then each operation of a small
-fixed set has a row: its flops over the bytes of its operands and results (each counted once), its rates, and its share of the limit that
-binds it (F or P_sustained for arithmetic, R for reading). F and R take turns with the operations; P is measured by the same threads right
-before and right after each sample of an operation. Columns are split by white space.
+four tiles of changing random operands from L1, and the first quarter of the time, in which the clock is still higher, does not count.
+`read` rows give GB/s when every thread repeatedly reads memory of its own, of a size that lies in the named cache or in DRAM. Then each
+operation of a small fixed set has a row: its flops over the bytes of its operands and results (each counted once), its rates, and its share
+of the limit that binds it (F or P_sustained for arithmetic, R for reading). F and R take turns with the operations; P is measured by the
+same threads right before and right after each sample of an operation. Columns are split by white space.
 """
 
 from __future__ import annotations

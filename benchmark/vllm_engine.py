@@ -40,7 +40,7 @@ CELLS = (
     ("decode", 7936, 1),
 )
 QUICK = (("first", 512, 1), ("first", 2048, 1), ("prefix", 2048, 1), ("decode", 512, 1), ("decode", 512, 8), ("decode", 2048, 1))
-NEW = 16  # tokens of each request of a decode cell
+NEW = 16  # timed steps of a decode cell
 
 
 # ---- An engine, in a process of its own ---------------------------------------------------------------------------------

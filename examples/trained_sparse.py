@@ -126,7 +126,7 @@ def measure(family: str, what: str, way: str, dtype_name: str, tokens: int, thre
     dtype = getattr(torch, dtype_name)
     model, cache = make_model(family, way, dtype), None
     attention = model.layers[0].self_attn
-    clock = _bench.Clock([attention], time.process_time, counted=getattr(attention, "kv_b_proj", None))  # which expands keys and values
+    clock = _bench.Clock([attention], time.process_time, counted=getattr(attention, "kv_b_proj", None))  # kv_b_proj expands keys and values
     ids = torch.randint(1, 128, (1, tokens if what == "prompt" else 1))
     with torch.no_grad():
         if what == "step":

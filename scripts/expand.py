@@ -1,6 +1,7 @@
 """Writes one kernel template as the compiler sees it at one level: preprocessed, one instance after the other, and formatted.
 
-    python scripts/expand.py avx2 panel/attend        # csrc/kernels/panel/attend_tmpl.inc: make expand LEVEL=avx2 FILE=panel/attend
+    make expand LEVEL=avx2 FILE=panel/attend                      # csrc/kernels/panel/attend_tmpl.inc
+    python scripts/expand.py avx2 panel/attend clang-format       # the same, with this clang-format
 
 The result, in build/expand/<level>/<file>.c, has only the lines of this template. Templates that it includes are expanded by their own
 names. A template that is included several times, for two panel widths or for several dtypes, has several instances. CC names the compiler;

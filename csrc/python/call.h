@@ -23,8 +23,7 @@ typedef struct py_call {
     PyObject *result[CALL_MOST_RESULTS];
     int64_t *cumulative; /* of call_cumulative() */
     bool each;           /* an argument of ARG_HEADS or ARG_PER_SEQUENCE may be given */
-    bool pages_by_token; /* the caches are in layout NHD (see ARG_SUMMARISED). Where this flag is set, call_expect_summary_pages() must check
-                            summaries, too */
+    bool pages_by_token; /* the caches are in layout NHD: see ARG_SUMMARISED. Summaries are then checked by call_expect_summary_pages() */
 } py_call;
 
 /* Begins py_<name>: declares `call` and `a`, the library's arguments, and sorts the caller's arguments, or returns NULL. call_end() ends
