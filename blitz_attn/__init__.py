@@ -1,8 +1,8 @@
 """Block-sparse attention on CPUs: NumPy in and out, C kernels underneath.
 
 In docstrings, an ``array`` is a NumPy array, a torch tensor or a JAX array in CPU memory, or any other object that exports the buffer
-protocol or DLPack; lists are refused, because they have no dtype. An ``array_like`` may also be a list, or a list of lists. A ``sequence of
-int`` is a list, a tuple or an array with one axis.
+protocol or DLPack; Python lists are refused, because they have no dtype. An ``array_like`` may also be a list, or a list of lists. A
+``sequence of int`` is a list, a tuple or an array with one axis.
 
 >>> import numpy as np
 >>> import blitz_attn

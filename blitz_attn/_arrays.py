@@ -76,7 +76,7 @@ _BITS = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "float8_
 
 @cache
 def _plain_name(dtype: np.dtype) -> str:
-    """The name of a dtype, which NumPy takes microseconds to make each time."""
+    """The name of a dtype. It is kept, because NumPy takes microseconds to make it."""
     return dtype.name
 
 
@@ -129,8 +129,8 @@ def readable(x: Any, name: str, cache: bool = False) -> Any:
 
 
 def _as_bits(x: Any, name: str) -> Any:
-    """An input array of any dtype: `x` itself, or its bits with the name of their dtype. Refuses masked arrays, sequences,
-    block masks and tracers of JAX."""
+    """An input array of any dtype: `x` itself, or its bits with the name of their dtype. Refuses masked arrays, tuples, lists,
+    block masks, tracers of JAX, and tensors whose gradient or tangent would be lost."""
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
@@ -368,7 +368,7 @@ def integers(x: Any, name: str) -> np.ndarray:
 
 
 def pieces(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Cuts an array of this shape into pieces of about 2**18 elements, in C order. Pieces have whole rows: the last axis is never cut.
+    """Cuts an array of this shape into pieces of at most 2**18 elements, in C order. The last axis is never cut: a longer row is one piece.
     NumPy cannot be interrupted while it goes through an array; between pieces, Python runs signal handlers."""
     below = math.prod(shape[1:])
     if len(shape) < 2 or shape[0] * below <= _PIECE:
@@ -506,8 +506,8 @@ def of_format(v_cache: Any, kv_dtype: Any) -> tuple[Any, Any]:
 
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> Any:
-    """Plain name of a NumPy, ml_dtypes, torch or JAX dtype, such as ``"bfloat16"``; strings and None are returned unchanged. The e4m3 that
-    has no infinity, which frameworks call float8_e4m3fn, is ``"float8_e4m3"`` here."""
+    """Plain name of a NumPy, ml_dtypes, torch or JAX dtype, such as ``"bfloat16"``; other strings and None are returned unchanged. The
+    e4m3 without infinity, which frameworks call float8_e4m3fn, is ``"float8_e4m3"`` here."""
     if dtype is None or isinstance(dtype, str):
         name = dtype
     else:

@@ -106,8 +106,8 @@ def attention_results(
     """The `Result` for attention's output of this shape and dtype, and with `return_lse` a second one for its log-sum-exp.
 
     Both go into the caller's `out`, which must not overlap the arrays in `inputs`, or into new arrays of the kind of `q`.
-    Unlike `refuse_overlaps`, this function also asks exporters of DLPack for their memory, because the core, which gets no `out` from its
-    callers, cannot compare `out` with the inputs.
+    Unlike `refuse_overlaps`, this function also asks exporters of DLPack for their memory, because its callers pass no `out` to the core,
+    which therefore cannot compare `out` with the inputs.
     """
     given, given_lse = _arrays.split_out(out, return_lse)
     results = [Result(shape, kind, q, given, "out", dtype)]

@@ -1,5 +1,5 @@
-"""Number formats that NumPy lacks: bfloat16, float8 e4m3 and rows of ggml's blocks. Values are converted to bits, which NumPy's integers
-hold, and back."""
+"""Number formats that NumPy lacks: bfloat16, float8 e4m3 and rows of ggml's blocks. NumPy's integers hold their bits, from which values are
+made. Values are also rounded to bfloat16."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The arguments of each operation, from the core's table (csrc/python/operations.h), with the defaults and shapes that Python adds.
 
-Functions that pass arguments on, such as those for torch and JAX, take names, roles and order from here. A new argument of an operation is
-therefore written down only in that table and in the signature of its NumPy function: torch and JAX need no line of code for it.
+Functions that pass arguments on, such as those for torch and JAX, take names, roles and order from here. So they need no line of code for a
+new argument of an operation that stands in that table and in the signature of the NumPy function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REQUIRED = inspect.Parameter.empty  # takes the place of a default: the argument
 ARRAYS = frozenset({
     "floats", "cache", "reals", "scales", "indices", "pages", "tables", "mask", "heads", "list", "lengths", "per_sequence",
 })  # fmt: skip
-READ_IN_PLACE = frozenset({"floats", "cache", "reals"})  # roles of arrays whose last axis must be contiguous
+READ_IN_PLACE = frozenset({"floats", "cache", "reals"})  # roles of arrays whose last axis torch operators make contiguous
 OWN = frozenset({"own", "dtype", "kv_dtype"})  # roles that frameworks do not pass on: they make results and know dtypes themselves
 
 

@@ -1,8 +1,8 @@
 """The options that functions take by name, as type checkers see them: TypedDicts for the ``**options: Unpack[...]`` of overloads.
 
 An option is written down in such a TypedDict and, with its default, in the signature of its function; tests/test_types.py compares the
-two. The docstring of a TypedDict names the functions that take it. The TypedDicts of `block_sparse_attention` and of `paged_attention` are
-in the files of these functions.
+two. Docstrings name the functions that take all options of a TypedDict. The TypedDicts of `block_sparse_attention` and of `paged_attention`
+are in the files of these functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The types of arguments and results, as type checkers see them.
 
 A function whose result is of the kind of its first array has overloads: with a `Kind` it returns a `Kind`, with any other array a NumPy
-array. The other arguments of its overloads are a TypedDict of `_options`. At run time there are no overloads, and the function keeps its
+array. Most other arguments of its overloads are a TypedDict: see `_options`. At run time there are no overloads, and the function keeps its
 signature and its defaults. No framework is imported: a framework's arrays are recognised by a method that no other library's arrays have.
 """
 

@@ -1,7 +1,7 @@
 """Native sparse attention: three branches over compressed, selected and nearby keys, summed by gates, forward and backward.
 
-`nsa` is the whole operation. Each part of the operation is a function, too, and has a gradient. `NsaCache` is for a model that generates
-text. Arrays are ``(B, N, H, D)``, or packed ``(T, H, D)`` with ``cu_seqlens``.
+`nsa` is the whole operation. Its parts are functions, too, all of which except the selection have gradients. `NsaCache` is for a model that
+generates text. Arrays are ``(B, N, H, D)``, or packed ``(T, H, D)`` with ``cu_seqlens``.
 
 >>> import numpy as np
 >>> from blitz_attn import nsa
@@ -64,7 +64,7 @@ __all__ = [
 
 AnyKind = TypeVar("AnyKind")  # the kind of a call's arrays
 
-# The arguments of `nsa` that NsaCache passes on.
+# The arguments of `nsa` that NsaCache takes as `options`.
 RULES = (
     "num_selected_blocks", "window_size", "gate_proj_weight", "causal", "scale", "q_tile_size", "num_cmp_selected_blocks",
     "select_block_size", "init_blocks", "local_blocks",
@@ -72,7 +72,7 @@ RULES = (
 
 SHOWN = 8  # lengths of sequences in the repr of a cache
 
-PIECE_ELEMENTS = 1 << 22  # the most elements of a branch's output, or per thread of its gradient, that a call holds at a time
+PIECE_ELEMENTS = 1 << 22  # about how many elements of a branch's output (of its gradient: per thread) a call holds at a time
 
 
 def __dir__() -> list[str]:
@@ -94,8 +94,8 @@ class NSAGradients(NamedTuple, Generic[AnyKind]):
 
 @dataclass(frozen=True, eq=False)
 class NSAContext(Generic[AnyKind]):
-    """The results that `nsa` keeps for `nsa_backward`. The context refers to the floating-point arrays of the call, which must not change
-    until then.
+    """The results that `nsa` keeps for `nsa_backward`. The context refers to the floating-point arrays of the call, which must not
+    change before `nsa_backward` has run.
 
     Attributes
     ----------
@@ -202,7 +202,7 @@ def nsa(
     compress_block_size : int
         Number l of tokens per compressed block. Tokens after the last complete block are in no compressed block.
     num_selected_blocks : int
-        Largest number n of blocks that are selected, including forced ones. The lists in a context always have n entries.
+        Largest number n of blocks that are selected, including forced ones. Lists that this call selects have n entries in its context.
     window_size : int
         Number W of keys in the window, which ends with the query's own key. If not `causal`, the window has ``W // 2`` keys before the
         query, as many after it, and the query's own key.
@@ -251,7 +251,7 @@ def nsa(
     out : array, optional
         Where to write the result: a writable array of the result's shape and dtype that shares no memory with any input.
     return_context : bool
-        Also return the context that `nsa_backward` needs. It needs a `q` with all tokens, and a call without `compressed_kv` and `kv_lens`.
+        Also return the context that `nsa_backward` needs. True requires a `q` with all tokens, and no `compressed_kv` and `kv_lens`.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional

@@ -150,7 +150,7 @@ def speedups(rows: list[dict[str, Any]]) -> tuple[dict[tuple, list[tuple[float, 
     Raises
     ------
     TypeError, ValueError
-        `rows` is not a list of dicts, or a row lacks one of these columns or has a value of another kind in it.
+        `rows` is not a list of dicts, or a row lacks a column that curves need, or has a value of another kind in such a column.
 
     Examples
     --------
@@ -207,7 +207,7 @@ def _resolution(title: Any, ax: Any, dpi: Any) -> float:
 
 
 def plot_speedup(rows: list[dict[str, Any]], *, title: str | None = None, ax: Any = None, dpi: float = 120) -> Any:
-    """Speed-up over dense attention against sparsity, one line per block shape.
+    """Speed-up over dense attention against sparsity, one line per problem and block shape.
 
     Colour stands for the keys per block, line style for the queries per block, marker for the sequence length. A dashed line marks parity
     with dense attention, a grey curve the ideal 1 / (1 - sparsity).

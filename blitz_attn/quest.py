@@ -659,7 +659,7 @@ def select_and_attend(
     Returns
     -------
     out : array
-        As `paged_select_attention`.
+        As from `paged_select_attention`.
     lse : array
         With `return_lse`, as from `paged_select_attention`.
     selected, counts : array

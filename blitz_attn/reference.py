@@ -1,9 +1,9 @@
 """Slow float64 NumPy twins of the public operations: the oracle of the tests and the specification in code.
 
-Every function here has the name and the signature of the operation that it mirrors, and returns float64 arrays. These functions share with
-the library only signatures and the code that reads some arguments, so that a mistake of the library is not repeated here. A wrong argument
-that would give a wrong result is refused in a sentence; other wrong arguments fail with an error of NumPy. Score matrices are built a strip
-of query rows at a time, so that memory stays bounded for sequences of tens of thousands of tokens.
+Each twin has the name and the arguments of the operation that it mirrors (some leave out `num_threads`), and computes in float64. Twins
+share with the library only signatures and the code that reads some arguments, so that a mistake of the library is not repeated here. A
+wrong argument that would give a wrong result is refused in a sentence; other wrong arguments fail with an error of NumPy. Score matrices
+are built a strip of query rows at a time, so that memory stays bounded for sequences of tens of thousands of tokens.
 
 `dense_same_precision`, `dense_same_precision_backward`, `paged_same_precision` and `nsa_same_precision` compute the same attention as a
 plain array program would, in the precision of the inputs. Their errors are the yardsticks of the tests.

@@ -96,16 +96,16 @@ class BlockGrid(NamedTuple):
 
 
 def small_frame(block_shape: tuple[int, int], tokens: int = 256) -> FrameWidths:
-    """Frame of about `tokens` tokens at the left and the top, and one block at the right and the bottom.
+    """Frame of about `tokens` tokens at the left, a quarter more at the top, and one block at the right and the bottom.
 
-    At 256 tokens, the widths are those of upstream's tests, where the frame is a quarter wider at the top.
+    At 256 tokens, the widths are those of upstream's tests.
 
     Parameters
     ----------
     block_shape : (int, int)
         Number of tokens per block of queries and of keys.
     tokens : int
-        Width of the frame at the left and the top.
+        Width of the frame at the left.
 
     Returns
     -------

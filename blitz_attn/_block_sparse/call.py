@@ -300,7 +300,7 @@ def block_sparse_attention(
         and not (is_registered(q) or is_registered(k) or is_registered(v))
     ):
         # If the number of positional arguments plus twice the number of keyword arguments is above 30, CPython 3.11 first makes a dict of
-        # the keywords, which slows small calls down. So the first arguments are passed by position, here and below.
+        # the keywords, which slows small calls down. So both calls of this function pass the first arguments by position.
         return _core.block_sparse_attention(
             empty, q, k, v, sabi, block_shape, scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads,
             num_kv_heads, None, num_threads, q_begin, kv_ranges, q_total, attn_mask, alibi_slopes, softcap, sinks=sinks,

@@ -51,7 +51,7 @@ class Reals(NamedTuple):
 
 
 def reals(x: Any, name: str, dtype: Any, kind: str) -> tuple[np.ndarray, str]:
-    """Contiguous copy (or view) of an array in the dtype of sums for `kind`, and the name of its own dtype."""
+    """Contiguous array of the numbers of `x` in the dtype of sums for `kind`, and the name of the dtype of `x`."""
     array, own = floats(x, name, dtype, strided=True)
     if (own == "float64") != (kind == "float64"):
         expected = "float64" if kind == "float64" else "float32, float16 or bfloat16"

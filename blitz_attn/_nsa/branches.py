@@ -436,7 +436,7 @@ def window_attention(
         ``(B, N, H, D)``, ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``; with `cu_seqlens`, B is left out. float32, float16, bfloat16 or
         float64. If `q` has fewer tokens than `k` and `v`, they are the last tokens of `k` and `v`.
     window_size : int
-        Number W of keys that a query sees, at least 1. The last is the query's own key.
+        Number W of keys in the window, at least 1. The last is the query's own key.
     causal : bool
         False: a query sees ``W // 2`` keys before it, as many after it, and its own key.
     scale, cu_seqlens, cu_seqlens_q, return_lse, dtype, num_threads

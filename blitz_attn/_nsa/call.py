@@ -101,13 +101,13 @@ class Call:
 
     @property
     def width(self) -> int:
-        """The most entries of a row of the selection that can be in use: the number that is asked for, or the number of blocks of the
-        longest sequence if that is less."""
+        """Entries of a row of the selection: the number that is asked for, or the number of blocks of the longest sequence if that is less,
+        but at least 1, and at least the number of blocks that are always selected."""
         return max(1, self.rules.init + self.rules.local, min(self.rules.count, -(-self.sequences.longest // self.rules.select)))
 
     @property
     def group_width(self) -> int:
-        """The most entries of a row that can be in use in lists of groups of compressed keys."""
+        """Entries of a row of lists of groups: the number that is asked for, or the number of groups if that is less, but at least 1."""
         assert self.most_groups is not None
         return max(1, min(self.most_groups, -(-self.k_cmp.shape[-3] // CMP_GROUP)))
 

@@ -29,8 +29,8 @@ def compressed_shape(x: np.ndarray, size: int, stride: int, sequences: Sequences
 
 
 def check_compressed(x: np.ndarray, size: int, stride: int, sequences: Sequences, name: str = "k_cmp") -> None:
-    """Refuses a number of compressed keys other than `compress_kv` makes from the tokens of the sequences; only arrays with room for more
-    tokens may have more. Such keys could belong to another sequence or another stride, and the result would be silently wrong."""
+    """Refuses compressed keys that are not as many as `compress_kv` makes from the tokens of the sequences; only arrays with room for more
+    tokens may have more. Other numbers of keys could belong to another stride, and the result would be silently wrong."""
     if sequences.blocks is not None:
         expected = int(sequences.blocks[-1])
     else:
@@ -137,7 +137,7 @@ def compress_kv(
     >>> nsa.compress_kv(k, k, 4, stride=2)[0].ravel().tolist()
     [1.5, 3.5, 5.5, 7.5]
 
-    The last two of them, where the first two are known:
+    The last two blocks, where the first two are known:
 
     >>> nsa.compress_kv(k[:, 2 * 2 :], k[:, 2 * 2 :], 4, stride=2)[0].ravel().tolist()
     [5.5, 7.5]

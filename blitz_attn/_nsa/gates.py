@@ -99,7 +99,7 @@ def _fill_with_thirds(gates: np.ndarray) -> None:
 
 
 def gates_as_reals(gates: Any, shape: tuple[int, ...], dtype: Any, kind: str) -> Reals:
-    """Gates of any dtype that the caller gave, in the dtype of sums."""
+    """The caller's gates, of any floating dtype, converted to the dtype of sums."""
     array, own = floats(gates, "gates", dtype, strided=True)
     expect_shape(array, "gates", (*shape[:-1], 3), "(..., H, 3)")
     return Reals(np.ascontiguousarray(converted(array, own, real_of(kind))), own)

@@ -176,8 +176,8 @@ def check_tiles(rules: Rules, sequences: Sequences) -> None:
 
 
 def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], q: np.ndarray, sequences: Sequences) -> np.ndarray:
-    """The selection that the caller gave, after checks: it has the rows that the call needs, and a row names blocks that exist, each
-    once."""
+    """The selection that the caller gave, after checks: it has the rows that the call needs, and each row names blocks that exist, none
+    of them twice."""
     lists = _arrays.array(block_indices, "block_indices", "an integer array")
     if lists.dtype.kind not in "iu" or lists.dtype.itemsize < 2:
         raise TypeError(f"block_indices: expected int16, int32 or int64, got {lists.dtype}")

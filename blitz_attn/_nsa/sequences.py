@@ -140,7 +140,7 @@ def packed_cuts(cu_seqlens: Any, cu_seqlens_q: Any, queries: int, tokens: int | 
 class Piece(NamedTuple):
     """A part of a call that is computed by itself: some sequences, or some heads and consecutive queries of one sequence.
 
-    The first four fields are the indices of the piece in arrays of queries, of keys, of compressed keys and of gate weights.
+    The first three fields are the indices of the piece in arrays of queries, of keys and of compressed keys.
     """
 
     queries: tuple[Any, ...]
@@ -189,10 +189,10 @@ def pieces_of_heads(sequences: Sequences, rows: int, most: int, heads: tuple[int
 
 
 def pieces(batch: int, sequences: Sequences, tile: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
-    """The whole call in pieces of about `most` rows of queries, cut between heads and between tiles.
+    """The whole call in pieces of about `most` rows of queries, cut between sequences, heads and tiles.
 
-    Each piece reads all keys of its heads. So heads are separated first, and queries are cut only where one head has too many. The cuts of
-    a sequence, and with them the bits of its result, depend on its own shape alone, never on other sequences of the batch.
+    Each piece reads all keys of its heads. So heads are separated first, and queries are cut only where one KV head has too many. The cuts
+    of a sequence, and with them the bits of its result, depend on its own shape alone, never on other sequences of the batch.
     """
     if sequences.queries is None:
         begins, lengths = sequences.begin, sequences.lengths

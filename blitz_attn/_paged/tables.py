@@ -28,7 +28,7 @@ def tables_for_core(block_tables: Any, seq_lens: Any) -> tuple[Any, Any, Any, An
 
 
 def cache_shape(cache: Any, name: str, kv_layout: str) -> tuple[int, ...]:
-    """The shape of k_cache or v_cache; refuses one without four axes."""
+    """The shape of k_cache or v_cache, which is refused unless it has four axes."""
     shape = _arrays.shape_of(cache)
     if len(shape) != 4:
         axes = "page_size, Hkv" if kv_layout == "NHD" else "Hkv, page_size"

@@ -18,10 +18,10 @@ BlockShape = tuple[int, int]
 class BlockList(np.ndarray):
     """A block list that knows its block shape: a NumPy array with one attribute more.
 
-    Functions that make lists for a block shape return such arrays: the builders of `blitz_attn.sabi`, `blitz_attn.select_blocks_prefill`
-    and `blitz_attn.select.list_from_scores`. Attention takes them without a `block_shape`, and refuses a `block_shape` that contradicts the
-    list. ``BlockList(array, block_shape)`` makes such a list from an array of integers, and shares the array's memory. `from_block_mask`
-    with a `block_shape` makes one from a mask.
+    Functions that make lists for a block shape return such arrays: the builders of `blitz_attn.sabi`, `blitz_attn.video.blocks`,
+    `blitz_attn.select_blocks_prefill` and `blitz_attn.select.list_from_scores`. Attention takes them without a `block_shape`, and refuses a
+    `block_shape` that contradicts the list. ``BlockList(array, block_shape)`` makes such a list from an array of integers, and shares the
+    array's memory. `from_block_mask` with a `block_shape` makes one from a mask.
 
     Parameters
     ----------

@@ -218,7 +218,7 @@ def sink_local(
     s_q, s_kv, block_shape, dtype, width
         As in `sliding_window`.
     sink : int
-        Number of tokens at the start that every query sees, at least 0.
+        Number of tokens at the start that queries see, at least 0.
     local : int
         Number of tokens before the diagonal (and, unless `causal`, after it) that a query sees, at least 0.
     causal : bool

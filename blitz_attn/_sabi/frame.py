@@ -35,7 +35,7 @@ class FrameWidths(NamedTuple):
 
 
 class FramePlan(NamedTuple):
-    """The numbers of blocks that a frame and a sparsity keep on a grid: see `frame_plan`."""
+    """The blocks of a frame, and the numbers of blocks that a frame and a sparsity keep on a grid: see `frame_plan`."""
 
     forced_columns: list[int]
     free_columns: list[int]
@@ -132,7 +132,7 @@ def random_with_frame(
     dtype: DType | None = None,
     width: int | None = None,
 ) -> BlockList:
-    """Random blocks inside a fixed frame, equally many in each row. The rule and its results are upstream's.
+    """Random blocks inside a fixed frame, equally many in each row that is not of the frame. The rule and its results are upstream's.
 
     Head h of batch entry b draws from ``random.Random(seed + b + h)``. See `frame_plan` for the counts. Sparsity 0
     gives the full list, so that a benchmark at sparsity 0 measures the sparse path.

@@ -161,9 +161,9 @@ def from_function(
 
     Notes
     -----
-    The function is evaluated on all pairs of tokens, about 128 x 512 at a time: no array of the size of queries times keys is kept, except
-    the mask of ``token_rule="attn_mask"``. 16384 x 16384 pairs take about a second for each head. Where the keys that a query sees have
-    gaps, another order of the tokens may close them: for a video, an order that goes cube by cube does (`blitz_attn.video.cube_order`).
+    The function is evaluated on all pairs of tokens, at most 128 x 512 at a time: no array of the size of queries times keys is kept,
+    except the mask of ``token_rule="attn_mask"``. 16384 x 16384 pairs take about a second for each head. Where the keys that a query sees
+    have gaps, another order of the tokens may close them: for a video, an order that goes cube by cube (`blitz_attn.video.cube_order`).
 
     Examples
     --------

@@ -159,7 +159,7 @@ def select_blocks_prefill(
     -------
     sabi : array
         ``(B, H, ceil(Sq / block_shape[0]), W)``: the kept columns of each row, rising, then pads (-1, for uint16 65535). W is the
-        length of the longest row, at least 1. A torch tensor where `q` is one.
+        length of the longest row, at least 1. Of the kind of array of `q`: NumPy, torch or JAX.
     scores : array
         With `return_scores`: ``(B, H, ceil(Sq / block_shape[0]), ceil(Skv / block_shape[1]))`` float32; 0 for
         blocks that a row does not see. With `per_kv_head`, Hkv heads.
@@ -363,7 +363,7 @@ def list_from_scores(
     -------
     array
         ``(B, H, ceil(s_q / block_shape[0]), W)``, exactly the list that `select_blocks_prefill` makes from the same scores. Scores of Hkv
-        heads give lists of Hkv heads. A torch tensor where `scores` is one.
+        heads give lists of Hkv heads. Of the kind of array of `scores`.
 
     Raises
     ------

@@ -86,7 +86,7 @@ def make_paged(
     table_seed: int = 0,
     index_dtype: str = "int32",
 ) -> Paged:
-    """Normally distributed queries and a paged cache. Requests own random pages of a pool of 1.5 times as many pages, and two more.
+    """Normally distributed queries and a paged cache. For n pages that requests own, drawn at random, the cache has n + n // 2 + 2 pages.
 
     Parameters
     ----------

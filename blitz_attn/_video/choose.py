@@ -27,7 +27,7 @@ __all__ = ["choose_rules"]
 @in_usual_mode
 def _best(kept: list[np.ndarray], counts: np.ndarray) -> list[int]:
     """For each head, the rule that keeps the most mass, and of several such rules the first. `kept` has the masses, (B, H, queries), of
-    each rule; `counts`, (B or 1, 1, queries), says which queries count. The counted queries are the same for all rules, so that sums
+    each rule; `counts`, which broadcasts to them, says which queries count. The counted queries are the same for all rules, so that sums
     compare like means."""
     return np.stack([np.where(counts, mass, 0).sum(axis=(0, 2)) for mass in kept]).argmax(axis=0).tolist()
 

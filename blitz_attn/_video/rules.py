@@ -225,7 +225,7 @@ _POWERS = 2 ** np.arange(MOST_ROWS.bit_length() + 1)
 
 @dataclass(frozen=True)
 class Radial:
-    """A cube sees a window of each frame that shrinks with the distance of the frames.
+    """A cube sees a window of each frame. The window shrinks with the distance of the frames.
 
     The distance d of two cubes is the number of frames from the first frame of one to the first frame of the other, and m is
     ``floor(log2(d))``. If d is at most 1, a cube sees the whole layer of cubes. Beyond, it sees the cubes whose distance along the height,

@@ -196,7 +196,7 @@ def compute_block_indices_reference(
 
 
 def _cuts(cu_seqlens: Any, step: Callable[[int], int]) -> np.ndarray:
-    """The places where the rows of each sequence begin, where a sequence of n tokens has step(n) rows."""
+    """The row at which each sequence begins, and the end of the last: a sequence of n tokens has step(n) rows."""
     sums = _arrays.integers(cu_seqlens, "cu_seqlens")
     if sums.ndim != 1 or sums.size == 0 or sums[0] != 0 or _arrays.falls(sums).any():
         raise ValueError(f"cu_seqlens: expected numbers rising from 0, got {shown(sums.tolist())}")
@@ -266,7 +266,7 @@ def fused_compress_kv_backward(
 
 
 def _entries(num_selected_blocks: Any, k_cmp: Any) -> int:
-    """The number of entries in a row of the selection, which is at most the number of blocks."""
+    """The number of entries in a row of the selection: `num_selected_blocks`, or the number of blocks if it is smaller and not 0."""
     wanted, shape = number(num_selected_blocks, "num_selected_blocks"), _arrays.shape_of(k_cmp)
     return min(wanted, shape[1]) or wanted if len(shape) > 1 else wanted
 

@@ -184,7 +184,7 @@ def blitz_sparse_attention(
     attention_out : array
         An array of the shape, dtype and kind of `query`, with the last dimension of `value`.
     softmax_lse : array
-        float32 ``(B, N, Sq)``, by the natural log. Its shape is ``(0,)`` without `softmax_lse_flag`, and with layout TND.
+        float32 (float64 for float64) ``(B, N, Sq)``, by the natural log; float32 ``(0,)`` without `softmax_lse_flag`, and with layout TND.
 
     Raises
     ------
