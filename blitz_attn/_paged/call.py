@@ -283,7 +283,7 @@ def paged_attention(
         ``(H,)`` float32: one more score per head, which takes part in the softmax but has no value. The log-sum-exp includes it. A
         sink beyond about +-2.3e38 counts as infinite, unless `q` is float64.
     softcap : float, optional
-        Replaces each score by ``softcap * tanh(score / softcap)``; it is positive. With 0, and by default, scores are not capped.
+        As in `block_sparse_attention`: replaces each score by ``softcap * tanh(score / softcap)``. With 0, and by default, it does nothing.
     k_scale, v_scale : array of float32, or float, optional
         The factors of int8 and float8 e4m3 caches: ``(pages, page_size, Hkv)``, one for each token and head, ``(Hkv,)``, one for each head,
         or one number. Arrays of other floats are converted. Other caches accept only the number 1, which has no effect.
