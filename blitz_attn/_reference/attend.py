@@ -101,7 +101,7 @@ def sequence(
     q: Array, k: Array, v: Array, *, begin: int | None = None, left: int | None = None, right: int | None = None, q_len: int | None = None,
     kv_len: int | None = None, ranges: Array | None = None,
 ) -> Sequence:  # fmt: skip
-    """A sequence whose queries see `left` keys before their own and `right` keys after it (None: all), within each query's run in `ranges`.
+    """A sequence in which a query sees its own key, `left` keys before it and `right` after it (None: all), within its run in `ranges`.
 
     By default, the queries are the last tokens.
     """
@@ -211,7 +211,7 @@ def weights(s: Sequence, rules: ScoreRules, r: Rounding, sinks: Array | None = N
 
 @np.errstate(all="ignore")
 def attend(s: Sequence, rules: ScoreRules, r: Rounding, sinks: Array | None = None) -> tuple[Array, Array]:
-    """(heads, queries, dim_v) P V and (heads, queries) log-sum-exp: 0 and -inf where a query sees nothing."""
+    """(heads, queries, dim_v) P V, 0 where a query sees no key; (heads, queries) log-sum-exp, -inf where it sees no key and no sink."""
     out = grouped(np.zeros((*s.q.shape[:2], s.v.shape[2]), s.q.dtype), len(s.k))
     lse = grouped(np.zeros(s.q.shape[:2], s.q.dtype), len(s.k))
     for strip, p, sums in weights(s, rules, r, sinks):

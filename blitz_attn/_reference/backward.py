@@ -46,7 +46,8 @@ def _numbers(x: Any, real: type, layout: str, offsets: Any, entries: int) -> lis
 
 
 def _gradients(name: str, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sabi: Any, o: dict[str, Any]) -> tuple[Any, ...]:
-    """The gradients as a program in dtype `name` computes them, written or added to `grads` where these are given."""
+    """The gradients as a program in dtype `name` computes them, written to `grads` if given. With `accumulate`, dk and dv are added
+    to the numbers there."""
     layout, real, inputs = o["layout"], real_of(name), name_of(q, o["dtype"])
     dout, q, k, v, out = (to_float64(x, o["dtype"]).astype(real) for x in (dout, q, k, v, out))
     sequences = sequences_of(q, k, v, sabi, o, inputs)

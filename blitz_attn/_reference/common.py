@@ -19,7 +19,7 @@ __all__ = ["round_to", "to_float64"]
 
 
 def _host_array(x: Any) -> np.ndarray:
-    """NumPy view or copy of `x`; framework tensors are widened to float64 first, which NumPy always has."""
+    """NumPy view or copy of `x`. Tensors of torch become float64, since NumPy may lack their dtype."""
     if hasattr(x, "detach"):
         return x.detach().cpu().double().numpy()
     return array(x, "x", "an array")

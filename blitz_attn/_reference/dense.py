@@ -36,7 +36,7 @@ def split(x: np.ndarray, layout: str, offsets: Sequence[int] | None = None, head
 
 
 def join(parts: Sequence[np.ndarray], layout: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `split`, in float64. `shape`: the shape of the result, which may be empty."""
+    """The inverse of `split`, in float64. `shape`: the shape of the result, which is read where there are no parts, and in layout BSH."""
     if not parts:
         return np.zeros(shape)
     if layout == "TND":

@@ -34,7 +34,7 @@ class NSAGradients(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The arrays of one sequence that its gradient needs. Lists have an entry per branch; arrays are (heads, tokens, dim)."""
+    """The arrays of one sequence that its gradient needs. Lists have an entry per branch; arrays are (heads, queries, ...)."""
 
     branches: list[Sequence]
     out: list[Array]

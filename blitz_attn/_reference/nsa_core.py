@@ -22,7 +22,7 @@ class Places(NamedTuple):
 
     queries: list[int] | None  # cumulative numbers where sequences are packed
     tokens: list[int] | None
-    of: list[tuple[int, int]]  # the token number of each sequence's first query, and its tokens
+    of: list[tuple[int, int]]  # the token number of each sequence's first query, and its number of tokens
 
     @property
     def layout(self) -> str:
@@ -66,8 +66,8 @@ def compressed_branch(
     q: Array, k_cmp: Array, v_cmp: Array, begin: int, size: int, stride: int, mode: str, causal: bool, groups: Array | None = None,
     tile: int = 1,
 ) -> Sequence:  # fmt: skip
-    """Compressed keys that a query may see. In mode paper, these are the keys of blocks that end at or before the query; in mode mslk, of
-    blocks that begin at or before the query.
+    """Compressed keys that a query may see: if causal, those of blocks that end (mode paper) or begin (mode mslk) at or before the query;
+    else all.
 
     `groups` (heads, tiles, groups of compressed keys) restricts each tile of queries to the groups that are True.
     """
@@ -80,14 +80,14 @@ def compressed_branch(
 
 
 def selected_branch(q: Array, k: Array, v: Array, begin: int, lists: Array, size: int, tile: int, causal: bool) -> Sequence:
-    """Tokens of the blocks that `lists` (heads or KV heads, tiles, n) names for a query's tile, none after the query."""
+    """Tokens of the blocks that `lists` (heads or KV heads, tiles, n) names for a query's tile; if causal, none after the query."""
     s = sequence(q, k, v, begin=begin, right=0 if causal else None)
     s.kept, s.block_shape = named(lists, -(-k.shape[1] // size)), (tile, size)
     return s
 
 
 def window_branch(q: Array, k: Array, v: Array, begin: int, window: int, causal: bool) -> Sequence:
-    """`window` keys, the last of which is the query's own. If not causal: half of `window` before it, half after it, and its own."""
+    """`window` keys, the last of which is the query's own. If not causal: `window // 2` keys before it, as many after it, and its own."""
     left, right = (window - 1, 0) if causal else (window // 2, window // 2)
     return sequence(q, k, v, begin=begin, left=left, right=right)
 
@@ -141,7 +141,7 @@ def _mslk_scores(q: Array, k_cmp: Array, rules: Rules, scale: float, begin: int,
 
 
 def _paper_scores(q: Array, k_cmp: Array, rules: Rules, scale: float, begin: int, tokens: int) -> Array:
-    """(KV heads, queries, blocks): the probabilities of the compressed keys that overlap a block, over the heads of the group."""
+    """(KV heads, queries, blocks): the sum over the group's heads of the probabilities of the compressed keys that overlap a block."""
     blocks, compressed, rows = -(-tokens // rules.select), k_cmp.shape[1], q.shape[1]
     scores = np.zeros((len(k_cmp), rows, blocks))
     first = np.arange(blocks) * (rules.select // rules.stride)

@@ -44,7 +44,7 @@ def is_e4m3(array: np.ndarray, kv_dtype: Any = None) -> bool:
 
 
 def cache_to_float64(values: Any, kv_dtype: Any = None) -> np.ndarray:
-    """float64 copy of cache entries of any dtype; scales are not applied."""
+    """float64 copy of cache entries of any dtype, before they are multiplied by `k_scale` or `v_scale`."""
     array = np.asarray(values)
     if array.dtype == np.uint8 and kv_dtype in CELL_BYTES:
         return dequantize_rows(array, kv_dtype)
@@ -78,7 +78,7 @@ def dequantize_kv(values, scale):
     return cache_to_float64(values) * np.asarray(scale, np.float64)[..., None]
 
 
-CELL_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # of 32 numbers
+CELL_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # bytes that hold 32 numbers
 
 
 def pair_of(kv_dtype: Any) -> tuple[Any, Any]:
@@ -104,11 +104,11 @@ def quantize_rows(x, kv_dtype, *, dtype=None):
         heads, numbers = [d], (np.trunc(np.abs(quotients) + 0.5) * np.sign(quotients)).astype(np.int8)  # halves away from 0
     elif name == "q4_0":
         first = np.abs(cells).argmax(axis=-1)[..., None] if cells.size else np.zeros((*cells.shape[:-1], 1), int)
-        d = (np.take_along_axis(cells, first, axis=-1) + np.float32(0)) / np.float32(-8)  # + 0: -0 counts as 0
+        d = (np.take_along_axis(cells, first, axis=-1) + np.float32(0)) / np.float32(-8)  # + 0 turns -0 into 0
         heads, numbers = [d], np.minimum(15, np.floor(_quotients(cells, d) + 8.5)).astype(np.uint8)
     else:
         first = cells.argmin(axis=-1)[..., None] if cells.size else np.zeros((*cells.shape[:-1], 1), int)
-        low = np.take_along_axis(cells, first, axis=-1)  # 0 and -0 count as equal: the first of them; likewise below
+        low = np.take_along_axis(cells, first, axis=-1)  # of 0 and -0, which count as equal, the first one; so does argmax below
         last = cells.argmax(axis=-1)[..., None] if cells.size else first
         d = (np.take_along_axis(cells, last, axis=-1) - low) / np.float32(15)
         quotients = _quotients(cells - low, d).astype(np.float32)
@@ -239,8 +239,8 @@ def paged_attention(q, k_cache, v_cache, block_tables, seq_lens=None, **options)
 def paged_same_precision(q, k_cache, v_cache, block_tables, seq_lens=None, selected=None, **options):
     """Paged attention as a plain array program computes it in the precision of the queries.
 
-    It is to paged attention what `dense_same_precision` is to attention over whole arrays. Cache entries of another dtype are widened to
-    float32 and not rounded to the queries' dtype.
+    It is to paged attention what `dense_same_precision` is to attention over whole arrays. Cache entries of another dtype are widened, and
+    not rounded to the queries' dtype.
 
     Parameters
     ----------

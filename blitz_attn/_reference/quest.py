@@ -156,7 +156,7 @@ def _scores_of_query(q: np.ndarray, parts: list[np.ndarray], method: str, page_s
 
 
 def _choose(scores: np.ndarray, slots: int, sink: int, recent: int, ascending: bool) -> np.ndarray:
-    """Selected pages of one row of scores: sinks, then by falling score with ties to the lower page, then the newest."""
+    """Selected pages of one row of scores: sinks, others by falling score (of equal scores, the lower page first), newest; or sorted."""
     n = len(scores)
     slots = min(slots, n)
     recent = min(recent, slots)
@@ -188,7 +188,7 @@ def _unsummarised(seq_lens: Any, since: Any, size: int) -> np.ndarray:
 
 
 def _newest(recent: Any, tokens: np.ndarray, q_lens: Any, size: int) -> np.ndarray:
-    """Number of newest pages of each request: `recent`, counted from the page of each query's own token."""
+    """Number of newest pages of each request, among them `recent` pages up to that of each query's own token."""
     recent = np.broadcast_to(np.asarray(recent), tokens.shape)
     if q_lens is None:
         return recent

@@ -26,7 +26,7 @@ _DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _rules_of(chooser: Any, block_q: int, block_kv: int) -> tuple[str, dict[str, Any]]:
-    """The class of a chooser and its fields."""
+    """The name of a chooser's class, and its fields; "Given" for a function that returns scores."""
     if isinstance(chooser, str):
         kind, fields = _DEFAULTS[choice(chooser, "chooser", tuple(_DEFAULTS))]
         if kind == "Pooled":
@@ -148,7 +148,7 @@ def _vertical_slash(fields: dict[str, Any], q, k, visible, scale, block_shape) -
 
 
 def _joined(shares: np.ndarray, over: str, inside: np.ndarray) -> np.ndarray:
-    """Scores of a row of blocks, which add up to 1. `inside`: the blocks that the row sees."""
+    """Scores of a row of blocks. They add up to 1, or are 0 if the row sees no block. `inside`: the blocks that it sees."""
     shares = np.where(shares > 0, shares, 0)  # NaN becomes 0, too
     scores = shares.max(axis=0) if over == "largest" else shares.mean(axis=0)
     scores = np.where(inside, scores, 0)
@@ -156,7 +156,8 @@ def _joined(shares: np.ndarray, over: str, inside: np.ndarray) -> np.ndarray:
 
 
 def _forced(row: int, rows: int, inside: np.ndarray, s: Sequence, visible, block_shape, frame: tuple[int, ...]) -> np.ndarray:
-    """The blocks that a row of blocks always keeps: each is forced for one of the row's queries, and this query sees it."""
+    """The blocks that a row of blocks always keeps: of those that it sees, all in the first and last rows, else the last columns
+    and those that are sink or recent for a query that sees them."""
     block_q, block_kv = block_shape
     sink, recent, last_columns, first_rows, last_rows = frame
     column = np.arange(inside.size)

@@ -1,4 +1,5 @@
-"""Attention over several processes, on one machine or many, by MPI: context parallelism, bit-identical for any number of ranks.
+"""Attention over several processes, on one machine or many, by MPI: context parallelism. Results, and gradients of queries, are
+bit-identical for any number of ranks.
 
 Needs mpi4py (``pip install '.[mpi]'`` in a checkout) and an MPI library; both are imported when a call first needs them. A communicator
 is any object with the methods of ``mpi4py.MPI.Comm``.

@@ -275,7 +275,7 @@ def block_type(starts: Iterable[int], lengths: Iterable[int]) -> Any:
     Parameters
     ----------
     starts, lengths : iterable of int
-        Bytes from the start of the buffer. Runs that touch become one.
+        Where runs begin, in bytes from the start of the buffer, and their bytes. A run that touches the run before is joined to it.
 
     Returns
     -------

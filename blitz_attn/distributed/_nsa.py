@@ -1,4 +1,4 @@
-"""Native sparse attention over a sequence that is spread over ranks: by KV heads, and by rows where there are more ranks than KV heads."""
+"""Native sparse attention over a sequence that is spread over ranks: by KV heads, and by rows where whole heads are uneven work."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def nsa(
     gates : array, optional
         This rank's tokens of ``(B, N, H, 3)``, given by all ranks or by none.
     comm_type, overlap
-        As in `context_parallel_attention`; "all_gather" is not offered.
+        As in `context_parallel_attention`; "all_gather" and "thread" are not offered.
     compress_block_size, num_selected_blocks, window_size, w_k_compress, w_v_compress, gate_proj_weight, causal, scale, q_tile_size
         As in `blitz_attn.nsa.nsa`, the same on all ranks, weights included.
     num_cmp_selected_blocks, mode, compress_stride, select_block_size, init_blocks, local_blocks, dtype, num_threads

@@ -250,7 +250,7 @@ class Problem:
 
     @computed_once
     def work(self) -> ndarray:
-        """(classes, rows): pairs of a query and a key in the blocks that are seen, over the heads of a group and all alike sequences."""
+        """(classes, rows): pairs of a query and a key in the blocks that a row sees, over the heads of a group and the batch entries."""
         found = np.zeros((self.classes, self.rows))
         for entry in range(self.entries):
             queries, _, _ = self._seen(entry)

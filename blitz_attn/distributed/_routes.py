@@ -11,7 +11,7 @@ from ._dispatch import DISPATCHES, Cut, Dispatch, balance, cut_of, even, loads
 from ._lazy import computed_once
 from ._problem import Problem
 
-TIE = 1.02  # a later dispatch is taken if it is faster by this factor
+TIE = 1.02  # a later dispatch is taken if it is faster by more than this factor
 
 
 class Segments(NamedTuple):

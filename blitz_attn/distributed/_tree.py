@@ -1,7 +1,7 @@
 """Which rank merges which nodes of the tree of states (_states.py), and which nodes ranks send, when ranks share the chunks of requests.
 
-A rank merges the nodes of which it has all chunks. It sends such a node if the node's parent has chunks on other ranks. Every rank merges
-the rest of the tree.
+A rank merges the nodes of which it has all chunks. It sends such a node if the node is the root, or if its parent has chunks on other
+ranks. Every rank merges the rest of the tree.
 """
 
 from __future__ import annotations

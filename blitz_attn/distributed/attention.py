@@ -42,7 +42,7 @@ class _Call:
         self.tokens = [sum(b - a for a, b in ranges) for ranges in (plan.q_ranges, plan.kv_ranges)]
 
     def read(self, *, scale: Any, comm_type: Any, overlap: Any, dtype: Any, num_threads: Any) -> None:
-        """Checks the arguments that all functions have. Call this method, and all checks of arrays, inside the agreement."""
+        """Checks the arguments that forward and backward calls share. Call this method, and all checks of arrays, inside the agreement."""
         if self._comm is not None and self._comm != self.plan.comm:
             raise ValueError("comm: expected the communicator that the plan was made with, got another")
         self.scale = None if scale is None else number(scale, "scale")

@@ -197,7 +197,7 @@ class DecodePlan:
     num_queries : int
         Number of queries in the `q` that calls take: `batch`, or the sum of `q_lens`.
     states : ndarray
-        ``(ranks,)``: number of rows, one per query, that each rank sends in a call.
+        ``(ranks,)``: number of rows that each rank sends in a call, one per query of each state.
     page_size : int
         Number of tokens per page.
     seq_lens : ndarray
@@ -573,9 +573,9 @@ def decode_context_parallel_attention(
 
     Notes
     -----
-    Rank r sends ``plan.states[r]`` rows of ``H * (Dv + 1)`` float32 numbers to all others. If each rank holds one run of chunks of a
-    request, it sends at most two nodes per level of the tree. If ranks take turns of 1, 2, 4 or another power of two chunks, each rank
-    sends at most one node per turn; with other turns, it sends more nodes.
+    Rank r sends ``plan.states[r]`` rows of ``H * (Dv + 1)`` numbers to all others: float32 (float64 for float64). If each rank holds one
+    run of chunks of a request, it sends at most two nodes per level of the tree. If ranks take turns of 1, 2, 4 or another power of two
+    chunks, each rank sends at most one node per turn; with other turns, it sends more nodes.
 
     Examples
     --------

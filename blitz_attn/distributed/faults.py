@@ -121,8 +121,8 @@ def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], 
     Parameters
     ----------
     x : ndarray
-        The tokens of ``before[rank]``, one stretch after the other along `axis`. The dtype, which may be any dtype, and the other axes
-        are the same on all ranks.
+        The tokens of ``before[rank]``, one stretch after the other along `axis`. The dtype, whose elements have 1, 2, 4 or 8 bytes, and the
+        other axes are the same on all ranks.
     before : sequence of sequence of (int, int)
         For each rank of `comm` the stretches of tokens ``(begin, end)`` that it has. A token that several ranks have is taken
         from the lowest of these ranks.

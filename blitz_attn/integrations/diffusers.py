@@ -116,7 +116,7 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
     gradient checkpointing, `torch.compile`. Each call of `sparse_video` logs anew. Results of dense steps and dense layers are those of
     `blitz_attn.block_sparse_attention` over all blocks. Attention over a list has gradients; the choice of the list has none.
 
-    In each layer, queries, keys and values are copied into the order of cubes, and outputs are copied back.
+    In each sparse layer, queries, keys and values are copied into the order of cubes, and outputs are copied back.
 
     Examples
     --------

@@ -1,9 +1,9 @@
 """The library for JAX: attention on CPU arrays that `jax.jit` compiles into its computations, and that JAX differentiates and maps.
 
-The functions have the names of the library's functions, and their arguments except these: `kv_split`, `out`, `out_dtype`, `dtype`,
+Functions that have the names of the library's functions take their arguments except these: `kv_split`, `out`, `out_dtype`, `dtype`,
 `kv_dtype` and `return_sabi`. Paged calls and those that choose blocks also lack `q_begin` and `q_total`, and `nsa` lacks `return_context`
 and the arguments for decoding (`compressed_kv`, `cu_seqlens_q`, `kv_lens`). Inside a transform of JAX, the library works on the memory of
-the computation. Outside, it calls the library's own functions, which take JAX arrays, too. There are first derivatives in reverse mode
+the computation. Outside, the library's own functions are called, which take JAX arrays, too. There are first derivatives in reverse mode
 (`jax.grad`, `jax.vjp`). JAX refuses forward mode (`jax.jvp`, `jax.linearize`) and `jax.linear_transpose`. `jax.vmap` computes the entries
 of a mapped call one after the other. The functions require JAX 0.6.1 or later, and run on the CPU.
 """

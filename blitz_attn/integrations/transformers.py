@@ -194,8 +194,8 @@ def trained_sparse(model: PreTrainedModel) -> Trained:
     With ``attn_implementation="blitz_attn"``, such a model attends to its own tokens anyway, but its code around attention makes a score
     for each head, query and key, and the keys and values of all heads for all tokens of the cache. `trained_sparse` replaces both steps, on
     the modules of this model alone. `blitz_attn.select_tokens` chooses the tokens. The compressed keys and values are attended as they are,
-    and the projection that would expand them is folded into queries and outputs. Only for the first tokens of a prompt are they expanded,
-    where that costs less. While another implementation is set, the model's own code runs.
+    and the projection that would expand them is folded into queries and outputs. Keys and values are expanded only for the first
+    tokens of a prompt, where that costs less. While another implementation is set, the model's own code runs.
 
     GLM-5.3 and Qwen4 choose pools of tokens, and DeepSeek-V4 attends to a window and to compressed entries, of which it chooses some. Their
     own code makes masks of all queries and keys; here, lists take their place.

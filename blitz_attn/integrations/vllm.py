@@ -41,11 +41,12 @@ def register() -> None:
     each new token of a request with more tokens than `decode_budget` attends to `decode_budget` tokens; Quest chooses among the engine's
     own blocks (``--block-size``), which also hold their summaries. Layers with a sliding window keep everything.
 
-    Caches may be ``auto``, ``fp8``, ``fp8_per_token_head`` and ``int8_per_token_head`` (``--kv-cache-dtype``). With ``auto``, the option
-    `kv_dtype` keeps keys and values in rows of 8.5, 4.5 or 5 bits per number: ``"q8_0"``, ``"q4_0"``, ``"q4_1"``, or a pair for keys and
-    values; see `blitz_attn.quantize_rows`. The head dim must then be a multiple of 32. Layers that need something that the operations lack,
-    such as attention from a decoder to an encoder, are computed by vLLM's own backend, and the reason is logged once. `register` is written
-    for the interface of vLLM 0.32. With a release that has another interface, vLLM's own backend computes all layers.
+    The cache's dtype (``--kv-cache-dtype``) may be ``auto``, ``float16``, ``bfloat16``, ``fp8``, ``fp8_e4m3``, ``fp8_per_token_head`` or
+    ``int8_per_token_head``. With ``auto``, the option `kv_dtype` keeps keys and values in rows of 8.5, 4.5 or 5 bits per number:
+    ``"q8_0"``, ``"q4_0"``, ``"q4_1"``, or a pair for keys and values; see `blitz_attn.quantize_rows`. The head dim must then be a multiple
+    of 32. Layers that need something that the operations lack, such as attention from a decoder to an encoder, are computed by vLLM's own
+    backend, and the reason is logged once. `register` is written for the interface of vLLM 0.32. With a release that has another interface,
+    vLLM's own backend computes all layers.
 
     The bits of attention do not depend on the other requests of a step. They do depend on how vLLM cuts a prompt into chunks.
 

@@ -30,8 +30,8 @@ def _blocks_of(cube: tuple[int, int, int]) -> tuple[int, int]:
 class SparseVideo:
     """Which tokens of a video see each other in self-attention, in which steps and layers.
 
-    A query sees the blocks of keys that `rule` lists, or those that the best rule of `choose_from` lists. A chooser adds blocks, of which
-    the share is `density` or comes from the `schedule`. Without a rule, a query sees the blocks that the chooser takes and those of its own
+    A query sees the blocks of keys that `rule` lists, or those that the best rule of `choose_from` lists. A chooser adds blocks; their
+    share is `density`, or comes from the `schedule`. Without a rule, a query sees the blocks that the chooser takes and those of its own
     cube. Text and other plain tokens see everything and are seen by everything.
 
     Attributes

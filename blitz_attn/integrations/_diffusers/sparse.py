@@ -414,7 +414,7 @@ def _as_keys(mask: Any, batch: int, tokens: int) -> Any:
 
 
 def _keys_seen(mask: Any, batch: int, order: video.TokenOrder) -> dict[str, Any]:
-    """The arguments of attention that hide the keys that a mask of the model's order hides: as lengths, where these suffice."""
+    """The arguments of attention that hide the keys that a mask in the model's order hides: lengths, where these suffice."""
     if mask is None:
         return {}
     keys = order.permute(_as_keys(mask, batch, order.geometry.num_tokens), layout="BSH")

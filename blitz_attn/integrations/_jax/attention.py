@@ -39,7 +39,7 @@ __all__ = ["block_sparse_attention", "dot_product_attention", "select_and_attend
 
 _FORWARD, _BACKWARD = ({x.name: x for x in OPERATIONS[f"block_sparse_attention{of}"]} for of in ("", "_backward"))
 _FLOATS = tuple(name for name, x in _BACKWARD.items() if x.differentiable and x.role == "floats")
-_LEARNED = tuple(name for name, x in _BACKWARD.items() if x.differentiable and x.role != "floats")  # arrays that are added to scores
+_LEARNED = tuple(name for name, x in _BACKWARD.items() if x.differentiable and x.role != "floats")  # biases of the scores
 _NAMES = {
     "q": "query",
     "k": "key",
@@ -182,7 +182,7 @@ def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_l
         See `blitz_attn.block_sparse_attention`.
     attn_mask : jax.Array, optional
         ``(B, H, Sq, Skv)``, or any shape that broadcasts to it: bool, False where a query does not see a key, or numbers that are added to
-        the scores, which may be differentiated.
+        the scores. The numbers may be differentiated.
     alibi_slopes : jax.Array or sequence of float, optional
         ``(H,)``: how much the score of each head falls per token of distance. Read as float32.
     sinks : jax.Array or sequence of float, optional

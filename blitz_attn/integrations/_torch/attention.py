@@ -210,13 +210,13 @@ def scaled_dot_product_attention(
     query : torch.Tensor
         ``(..., H, Sq, D)``: a CPU tensor, float32, float16, bfloat16 or float64.
     key, value : torch.Tensor
-        ``(..., Hkv, Skv, D)`` and ``(..., Hkv, Skv, Dv)``, same dtype. Leading axes of the three broadcast, without copies, as do one head
-        of `key` and `value`, or of `query`.
+        ``(..., Hkv, Skv, D)`` and ``(..., Hkv, Skv, Dv)``, same dtype. Leading axes of the three broadcast, and so does a single head of
+        `key` and `value`, or of `query`; with up to four axes, without copies.
     attn_mask : torch.nn.attention.bias.CausalBias or torch.Tensor, optional
         ``causal_upper_left`` means the same as `is_causal`; ``causal_lower_right`` aligns the diagonal to the last query and the last key.
         A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats that are added to the
-        scores, and may need a gradient. It is read once. It is expanded only if it has several leading axes and some, but not all, of them
-        have length 1.
+        scores, and may need a gradient. It is read once. It is expanded only where `query` has several axes before H, and some, but not
+        all, of these are missing or 1 in the mask.
     dropout_p : float
         Must be 0.
     is_causal : bool
@@ -253,8 +253,9 @@ def scaled_dot_product_attention(
     Notes
     -----
     A mask of bool, or of 0 and ``-inf``, is replaced by the cheapest rule that does the same. If all heads share the mask, and the keys of
-    each query have no gap between them, it becomes a run of keys for each query, and costs no more than `is_causal`. Otherwise, blocks of
-    128 x 128 pairs in which no pair is seen are left out. Masks of other numbers make a call take a tenth to a third more time.
+    each query have no gap between them, it becomes a run of keys for each query, and costs no more than `is_causal`. Otherwise, unless
+    `sabi` is given, blocks of 128 x 128 pairs in which no pair is seen are left out. Masks of other numbers make a call take a tenth to a
+    third more time.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The operators of attention over sequences: with listed blocks, its gradients, and with chosen blocks."""
+"""The operators of attention over sequences: attention over listed blocks, its gradients, and attention over chosen blocks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LEARNED = [name for name, x in _GIVEN.items() if x.differentiable]  # the gradi
 
 
 def _read(told: dict[str, Any]) -> None:
-    """Replaces the mask of a call by cheaper rules that do the same, if there are any. The call is in layout BNSD or BSND, and its other
-    rules are a list, lengths and the diagonal. The operator does so when it runs, because a graph does not know the elements of a mask."""
+    """Replaces the mask of a call by cheaper rules that do the same, if there are any. The call is in layout BNSD or BSND, and has no
+    other mask and no `kv_ranges`. The operator does so when it runs, because a graph does not know the elements of a mask."""
     q, mask, axis = told["q"], told.pop("attn_mask"), 1 if told.get("layout") == "BSND" else 2
     told |= read_mask(mask, q.shape[axis], told["k"].shape[axis], q.dtype, lists=told.get("sabi") is None)
 
@@ -87,7 +87,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> Any:
     *inputs, out, lse = ctx.saved_tensors  # read once: under torch.utils.checkpoint, each reading computes them again
     given = named(_ATTENTION, tuple(inputs), {})
-    needed = [name for name, needs in zip(given, ctx.needs_input_grad, strict=False) if needs]  # without the arguments left out
+    needed = [name for name, needs in zip(given, ctx.needs_input_grad, strict=False) if needs]  # of the arguments that are given
     dout = torch.zeros_like(out) if dout is None else dout
     grads: dict[str, Any] = {}
     if any(name in _LEARNED for name in needed):

@@ -22,8 +22,8 @@ def read_mask(mask: Any, queries: int, keys: int, dtype: Any, *, lists: bool) ->
     """The arguments of `block_sparse_attention` that do what `mask` does, in the least time, for tensors of `dtype`.
 
     `mask` has at most four axes, of B, H, Sq and Skv entries or 1. Where it only hides keys, and the keys that a query sees have no gap
-    between them, `kv_ranges` replaces it. Where there are gaps, a mask of bool replaces it, with `lists` together with a list of the blocks
-    in which some pair is seen. Masks that do more than hide keys are returned as they are. No mask is expanded to all pairs.
+    between them, `kv_ranges` replaces it. Where there are gaps, or heads differ, a mask of bool replaces it; if `lists`, with a list of the
+    blocks in which some pair is seen. Masks that do more than hide keys are returned as they are. No mask is expanded to all pairs.
     """
     given = mask.detach().reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     given = given[tuple(slice(1) if step == 0 else slice(None) for step in given.stride())]

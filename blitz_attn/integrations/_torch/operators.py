@@ -149,7 +149,7 @@ _CLASSES = frozenset() if torch is None else frozenset((torch.Tensor, torch.nn.P
 
 def _needs_dispatch(*given: Any, **options: Any) -> bool:
     """Whether torch would do more for a call than pass it on to the CPU: torch follows a tensor for a gradient, a tensor is of a derived
-    class, autocast is on, a mode or torch's profiler watches operators, or a graph is made of them."""
+    class, autocast is on, a mode, a transform of torch.func or torch's profiler watches operators, or a graph is made of them."""
     return (
         torch.compiler.is_compiling()
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(*given, **options))

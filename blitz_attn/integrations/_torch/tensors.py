@@ -131,7 +131,7 @@ def integers_of(x: Any, name: str) -> Any:
 
 
 def lists_of(x: Any, name: str, kinds: tuple[str, ...] = _LISTS) -> Any:
-    """A tensor of a block list, or of other integers of these kinds; None stays None."""
+    """A tensor of a block list, or of other integers. Arrays must have one of the dtypes `kinds`. None stays None."""
     if x is None or isinstance(x, torch.Tensor):
         return _of_integers(x, name)
     if torch.compiler.is_compiling():
@@ -143,7 +143,7 @@ def lists_of(x: Any, name: str, kinds: tuple[str, ...] = _LISTS) -> Any:
 
 
 def ranges_of(x: Any, name: str) -> Any:
-    """A tensor of a run of keys for each query; None stays None."""
+    """A tensor of runs of keys, or of other integers (arrays: int32 or int64); None stays None."""
     return lists_of(x, name, _RANGES)
 
 
@@ -155,7 +155,7 @@ def tensor_of(x: Any, name: str) -> Any:
 
 
 def numbers_of(x: Any, name: str) -> Any:
-    """A float32 tensor of the numbers of a sequence, an array or a tensor; None stays None."""
+    """A tensor of numbers: `x` if it is a tensor, else a float32 copy of a sequence or an array; None stays None."""
     if x is None or isinstance(x, torch.Tensor):
         return tensor_of(x, name)
     if torch.compiler.is_compiling() and isinstance(x, (tuple, list)):
@@ -188,5 +188,5 @@ def _of_integers(x: Any, name: str) -> Any:
 
 def _copied(given: Any) -> Any:
     """A tensor with the numbers of an array, or of a NumPy scalar. It is a copy, because backward reads it later, and torch would not
-    notice if the array changed until then."""
+    notice a change of the array before then."""
     return torch.from_numpy(np.array(given, order="C"))

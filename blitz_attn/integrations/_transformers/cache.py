@@ -45,7 +45,7 @@ class Pages(NamedTuple):
         return Pages.of, (self.keys, self.values, self.length)
 
     def with_length(self, length: int) -> Pages:
-        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # its last page is made again
+        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # last page: made again
         return self._replace(length=length, views=_views(self.keys, self.values, length), summarised=summarised)
 
     def with_room(self, tokens: int) -> Pages:
@@ -59,7 +59,7 @@ class Pages(NamedTuple):
 
     def with_whole_pages(self, end: int, starts: tuple[int, ...], size: int) -> Pages:
         """The same, in larger buffers where these do not hold whole pages of `size` tokens, from `starts` on, for all tokens before
-        `end`, and at least one page from each."""
+        `end`, and at least one page from each start."""
         needed = max((start + max(1, -((start - end) // size)) * size for start in starts), default=end)
         if needed <= self.keys.shape[1]:
             return self
@@ -74,8 +74,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     """Keys and values of one layer, in pages of `page_size` tokens.
 
     The pages of a batch entry lie one after the other in its own row of a buffer. All its keys are therefore one view, which `update`
-    returns and any attention can read; and pages may begin at any token, behind padding on the left. They have the dtype in which attention
-    is computed: that of torch.autocast where it is on, else that of the latest keys and values.
+    returns and any attention can read; and pages may begin at any token, behind padding on the left. Keys and values have the dtype in
+    which attention is computed: that of torch.autocast where it is on, else that of the latest keys and values.
 
     Each method writes new data where it is not visible yet, and publishes it by one assignment at its end: an exception before that leaves
     the layer as it was.
@@ -262,7 +262,7 @@ class IndexedPagedLayer(PagedLayer):
 
     @property
     def indexer_keys(self) -> Any:
-        """One tensor as long as the layer holds these keys: what is made of them can be kept as long."""
+        """The same tensor until the layer's keys change, so that what is made of them can be kept until then."""
         held = self._indexed.indexer
         if self._indexer_view[0] is not held:
             self._indexer_view = held, held and held.views[0][:, 0]

@@ -1,7 +1,7 @@
 """Masks as rules: what transformers' mask functions say, without a matrix of queries times keys.
 
-transformers makes a mask once per forward pass and kind of layer, and hands it to the attention of each layer. It calls `make_mask` for
-that, which reads the rule that the mask function stands for (causal, a window, packed sequences, chunks, images whose tokens see one
+transformers makes a mask once per forward pass and kind of layer, and hands it to the attention of each layer. For that, it calls
+`make_mask`, which reads the rule that the mask function stands for (causal, a window, packed sequences, chunks, images whose tokens see one
 another), and the padding, and returns a `RuleMask`. Where there is no such rule, the mask says why, and attention takes its elements.
 
 While torch traces a model (`torch.compile`), padding and packed sequences are tensors without elements. `make_mask` then returns a
@@ -147,7 +147,7 @@ def _common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _joined_runs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The keys of both runs, which must overlap or touch."""
+    """The keys that are in either run. The runs must overlap or touch."""
     a, b = np.broadcast_arrays(a, b)
     a, b = (np.where((x[..., :1] < x[..., 1:]), x, y) for x, y in ((a, b), (b, a)))  # an empty run adds nothing
     if (np.maximum(a[..., 0], b[..., 0]) > np.minimum(a[..., 1], b[..., 1])).any():
@@ -339,9 +339,9 @@ class RuleMask(torch.Tensor):
     """A mask of shape (B, 1, Sq, Skv), or (B, Sq, Skv) as indexers take it, that holds rules instead of elements.
 
     It is a tensor, so that transformers and models hand it on like any other mask. An operation of torch on it makes the elements,
-    True where a query sees a key, and works on those elements. A mask that results from such an operation has no rules. Where a model adds
-    the mask to scores or to a position bias, 0 and the smallest finite number are added in place of True and False. Operations whose
-    meaning depends on the numbers that a model expects in its mask are refused.
+    True where a query sees a key, and works on those elements. Only an alias, ``mask[:, 0]`` and the result of `among`
+    joined to its mask keep the rules. Where a model adds the mask to scores or to a position bias, 0 and the smallest finite number are
+    added in place of True and False. Operations whose meaning depends on the numbers that a model expects in its mask are refused.
 
     Attributes
     ----------

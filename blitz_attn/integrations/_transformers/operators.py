@@ -36,7 +36,7 @@ class _Indexer:
 
 @dataclass
 class Traced:
-    """Stands for the module of a layer: it has the attributes that attention, and the function that it falls back to, read."""
+    """Stands for the module of a layer: it has the attributes that attention and its fallback read."""
 
     source: str  # the name of the Python module that the layer is from
     kind: str

@@ -30,8 +30,8 @@ class _Step(NamedTuple):
 
 @functools.lru_cache(maxsize=_KEPT)
 def _step_of(size: int, pages: int, start: int, first: int, queries: int, ends: tuple[int, ...], **rules: Any) -> _Step:
-    """The step of batch entries with `pages` pages of `size` tokens each, which begin at token `start` and end before `ends`, and with
-    `queries` queries each, of which the first is token `first`. `rules`: options of `PagedPlan`."""
+    """The step of batch entries. Each has `pages` pages of `size` tokens from token `start` on, an end (exclusive) in `ends`, and
+    `queries` queries, the first of which is token `first`. `rules`: options of `PagedPlan`."""
     places = np.arange(first, first + queries)
     lengths = np.where(places < np.array(ends)[:, None], places + 1 - start, 0).clip(0).ravel()
     plan = PagedPlan(_tables(len(ends), pages).repeat(queries, axis=0), lengths, page_size=size, **rules)
@@ -56,7 +56,7 @@ class Group(NamedTuple):
     dtype: str | None  # "bfloat16" where arrays hold bits
 
     def summarise(self, begin: int, end: int) -> None:
-        """Makes the summaries of the pages that hold the tokens from `begin` to `end`."""
+        """Makes the summaries of the pages that hold tokens from `begin` to before `end`."""
         entries, pages = self.largest.shape[:2]
         quest_prefill_metadata(
             self.k_cache, _tables(entries, pages), [max(0, end - self.start)] * entries, _tables(entries, 1), self.largest, self.smallest,

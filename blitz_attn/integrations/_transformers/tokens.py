@@ -82,12 +82,12 @@ def check_indices(indices: Any, batch: int, queries: int, keys: int) -> None:
 
 
 def pieces(rules: Rules, call: Call, most: int) -> Iterator[tuple[slice, Call]]:
-    """Cuts a call into ranges of its queries: first those that see at most `most` keys, then as many as the mask of one call has room for.
+    """Cuts a call into ranges of its queries: first those that see at most `most` keys, then as many at a time as one mask has room for.
 
     In causal calls, the keys after the last query of a piece are left out of it. A call with a window and without the causal rule is not
     divided, since its window is counted from the last query and the last key.
     """
-    row = (call.entries.stop - call.entries.start) * (max(call.kv_lens) + 2 * 8 * most)  # of a mask of bool, and of int64 lists
+    row = (call.entries.stop - call.entries.start) * (max(call.kv_lens) + 2 * 8 * most)  # bytes per query: a mask of bool, and int64 lists
     rows = max(_ROWS, _MOST_BYTES // max(1, row) // _ROWS * _ROWS)
     if rules.window is not None and not rules.causal:
         rows = max(1, rules.q_length)

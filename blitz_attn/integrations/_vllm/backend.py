@@ -1,6 +1,6 @@
 """The attention backend that vLLM's CPU engine runs in place of its own. vLLM imports this module by name, in each of its processes.
 
-Layers that need something that the operations lack are computed by vLLM's own backend, from which the classes here are derived.
+Layers that need something that the operations lack are computed by vLLM's own backend, from which `Backend` and `Layer` are derived.
 """
 
 from __future__ import annotations
