@@ -15,7 +15,7 @@ LSE_TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-5, "bfloat16":
 
 
 def dtype_of(x):
-    """Name of the dtype that an array from `testing.make_qkv` stands for, such as bfloat16 for its bits."""
+    """Name of the dtype of an array from `testing.make_qkv`: bfloat16 for uint16, which holds its bits."""
     return "bfloat16" if x.dtype == np.uint16 else x.dtype.name
 
 
@@ -89,7 +89,7 @@ def assert_same(got, expected):
 
 
 def random_lists(rng, batch, heads, rows, columns, *, share=0.5, empty=0.0, dtype=np.int32):
-    """Unsorted random block lists that keep `share` of the blocks; a share `empty` of the rows lists nothing."""
+    """Unsorted random block lists: a row is empty with probability `empty`, and otherwise lists each block with probability `share`."""
     mask = rng.random((batch, heads, rows, columns)) < share
     mask &= rng.random((batch, heads, rows, 1)) >= empty
     order = rng.random(mask.shape)

@@ -11,7 +11,7 @@ from cases_nsa import PAPER, WEIGHTS, problem
 
 class Case(NamedTuple):
     make: Callable  # () -> an object
-    call: Callable  # (object) -> None, after a change of the object
+    call: Callable  # (object): may change the object
     seen: Callable  # (object) -> the state that a user can see, in a form that can be compared
 
 

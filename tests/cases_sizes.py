@@ -382,7 +382,7 @@ SIZES = {"compress_block_size": 64, "num_selected_blocks": 4, "window_size": 256
 
 
 def native(of, **options):
-    """Makes a call of `of` with arrays in layout BSND."""
+    """`of(q, k, v, options)` returns the call. The arrays are in layout BSND."""
 
     def make(tokens, queries, requests, threads):
         q, k, v = (reals(requests, tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))

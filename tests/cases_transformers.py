@@ -155,7 +155,7 @@ def eager(q, k, v, mask, bias=0.0, scale=None, softcap=None, sinks=None):
 
 
 def seen_by_calls(mask):
-    """The keys that each query sees in the calls that stand for a mask, if calls are aligned as the operations document it."""
+    """The keys that each query sees in the calls that stand for a mask, if calls are aligned as the operations' docstrings say."""
     batch, _, queries, keys = mask.shape
     rules, seen = mask.rules, np.zeros((batch, queries, keys), bool)
     left, right = rules.window or (-1, -1)

@@ -375,8 +375,8 @@ static void check_patterns_in(test_case *c) {
     }
 }
 
-/* The place where pack_few and order_few put element d of a query. The kernel takes groups of 8, 4, 2 or 1 queries together; in a group, the
- * vectors of its queries alternate. With order_few, the even-numbered elements of every two whole vectors come before the odd-numbered ones. */
+/* The place where the kernels for few queries put element d when they pack and order a query. They take groups of 8, 4, 2 or 1 queries together; in
+ * a group, the vectors of its queries alternate. With order_few, the even-numbered elements of every two whole vectors come first. */
 static int64_t place_of_few(const test_case *c, int64_t query, int64_t d) {
     const int64_t vector = c->s.f->lanes[1];
     for (int64_t first = 0, together;; first += together) {
@@ -390,8 +390,8 @@ static int64_t place_of_few(const test_case *c, int64_t query, int64_t d) {
     }
 }
 
-/* Checks pack_queries. Packed queries of few kernels are read in place. Those of panels are read by way of `scores`, with unit vectors as keys: each
- * score is then one packed element, in whatever format the family packs. */
+/* Checks pack_queries. Queries that are packed for the kernel for few queries are read in place. Packed panels are read by way of `scores`, with
+ * unit vectors as keys: each score is then one packed element, in whatever format the family packs. */
 static void check_pack_queries(test_case *c) {
     record *r = &records[PACK_QUERIES];
     const int64_t lanes = most_queries(c);
@@ -1129,7 +1129,8 @@ static void bench(const subject *s) {
         }
 }
 
-/* Each argument is a part of the names of kernels to check or, after a dash, of kernels to leave out. With none to check, all are. */
+/* Each argument is a part of the names of kernels to check or, after a dash, of kernels to leave out. Without a name to check, all kernels are
+ * checked. */
 int main(int argc, char **argv) {
     const bool timing = argc > 1 && strcmp(argv[1], "--bench") == 0;
     const bool sampled = argc > 3 && strcmp(argv[1], "--sample") == 0;

@@ -7,8 +7,8 @@
 
 /* ---- Guarded memory ----------------------------------------------------------------------------------------------- */
 
-/* Every buffer lies between two protected pages: its end touches the page behind it, or, after flip_side(), its beginning touches the page
- * before it. The buffer, and the unprotected bytes beside it, are filled with bits of 1 (NaN, -1, or an invalid pointer). */
+/* Every buffer lies between two protected pages, at the end or the beginning of the memory between them; flip_side() changes the side. The buffer,
+ * and up to 64 unprotected bytes on either side of it, are filled with bits of 1 (NaN, -1, or an invalid pointer). */
 typedef enum buffer {
     PANEL_Q,
     PANEL_O,
@@ -121,7 +121,7 @@ void guarded_run(void (*run)(void *context), void *context, record *r);
 
 /* ---- A case (checkkernels_case.c) --------------------------------------------------------------------------------- */
 
-/* The kernels to check: those of a family, with K and V of its own dtype, or those over a cache of another dtype, of the cache or of the family. */
+/* The kernels to check: a family's kernels, with K and V of its own dtype; or kernels over a cache of another dtype, the cache's or the family's. */
 typedef struct subject {
     const char *name;
     const ba_attend_family *f;
@@ -172,7 +172,7 @@ extern operand q, k, v;
 extern const double specials[3]; /* NaN and the infinities */
 
 bool in_rows(const test_case *c); /* whether the variant is FEW or ROUTED, whose o is [query][dim] */
-/* Draws everything of a case except the kernel, the variant and the sizes. Forgets all placed buffers. */
+/* Draws everything of a case except the kernel, the variant and what the arguments say. Forgets all placed buffers. */
 void make_case(test_case *c, fill fill, mask mask, int64_t queries, int64_t keys, int64_t head_dim, int64_t v_dim);
 void set_variant(test_case *c, int variant, int64_t queries);
 void drop_options(test_case *c); /* removes the softcap, the scales and the bias */
@@ -181,7 +181,7 @@ void draw_range(test_case *c, int64_t lane);
 bool sees(const test_case *c, int64_t lane, int64_t key);
 int64_t most_queries(const test_case *c);
 
-/* Places operands in guarded memory for a kernel. The arrays of pointers to rows end at a guard page, as the rows do. */
+/* Places operands in guarded memory for a kernel. The arrays of pointers to rows touch a guard page, as the rows do. */
 const void **place_rows(const test_case *c, row_pool pool, buffer pointers, const operand *x, int64_t first, int64_t rows, int64_t dim);
 void **place_out_rows(const test_case *c);
 ba_panel empty_state(const test_case *c, buffer o, buffer m, buffer l);
@@ -192,7 +192,8 @@ ba_chunk open_chunk_of(const test_case *c, int64_t first, int64_t keys, int64_t 
 ba_bias place_bias(const test_case *c, int64_t first, int64_t keys); /* without numbers if the case has no bias */
 void attend(const test_case *c, ba_panel *panel, const ba_chunk *chunk);
 
-/* Marks a panel with an empty state as fresh and fills its sums with NaN, in most cases; does nothing if the family takes no fresh panels. */
+/* Marks a panel with an empty state as fresh and fills its sums with NaN, in most cases, if the variant and the family take fresh
+ * panels. */
 void refresh(const test_case *c, ba_panel *panel);
 /* Sets the sums of a panel that is still fresh to 0, as the driver does for a panel that has attended nothing. */
 void close_fresh(const test_case *c, ba_panel *panel);

@@ -1,5 +1,5 @@
 /* Checks the kernels of the backward pass against plain double arithmetic: weights and slopes of a panel, rows of dK and dV, whole tiles, and the
- * kernels that pack and unpack rows. */
+ * kernels that pack, multiply and store rows. */
 #include "checkkernels.h"
 
 #include <math.h>
@@ -26,7 +26,8 @@ static void fill_dout(const test_case *c, operand *x, int64_t rows, int64_t dim)
 
 /* ---- A panel ------------------------------------------------------------------------------------------------------ */
 
-/* The log-sum-exp of the keys that a lane sees, as the forward pass gives it. One lane in 16 gets the value of a lane that has attended no key. */
+/* The log-sum-exp of the scores that a lane sees, in log2 units, as gradient kernels read it. One lane in 16 gets the value of a lane that has
+ * attended no key. */
 static double lane_lse(const test_case *c, int64_t lane) {
     double top = -INFINITY, sum = 0;
     for (int pass = 0; pass < 2; pass++)
@@ -86,7 +87,7 @@ static void draw_numbers(test_case *c) {
     }
 }
 
-/* With `of_bias`, the panel has no dq, and the slopes are those of the bias. */
+/* With `of_bias`, the panel has no dq, and the slopes are those for the gradient of the bias. */
 static void check_panel(const test_case *c, bool of_bias) {
     const int64_t real = c->s.f->real_size, keys = c->keys;
     ba_gradient_panel panel = open_gradients(c);
@@ -478,7 +479,7 @@ static void check_joined_tiles(void *context) {
     }
 }
 
-/* ---- Packing and unpacking rows ----------------------------------------------------------------------------------- */
+/* ---- Products of rows, and storing rows --------------------------------------------------------------------------- */
 
 static void check_dots(test_case *c, record *r, int64_t dim) {
     const ba_attend_family *f = c->s.f;

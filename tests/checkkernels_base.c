@@ -166,7 +166,7 @@ const rounding *rounding_of(const ba_attend_family *family) {
                  {"_pairs", {.weight_unit = 0x1p-8, .few_weight_unit = 0x1p-8, .flushes = true}},
                  {"_neon_bf16_", {.flushes = true}},
                  {"", {.flushes = false}}};
-    static const ba_attend_family *last; /* remembered, because this function is called for every element of a reference */
+    static const ba_attend_family *last; /* remembered, because plain arithmetic calls this function for every element */
     static int i;
     if (family != last) {
         last = family;

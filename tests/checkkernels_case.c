@@ -206,7 +206,7 @@ void close_fresh(const test_case *c, ba_panel *panel) {
 ba_panel open_panel(const test_case *c) {
     const ba_attend_family *f = c->s.f;
     ba_panel panel = empty_state(c, PANEL_O, PANEL_M, PANEL_L);
-    const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim); /* the array of pointers ends at a guard page */
+    const void **rows = place_rows(c, Q_ROWS, ROW_POINTERS, &q, 0, c->queries, c->head_dim); /* the array of pointers touches a guard page */
     if (c->variant == FEW) {
         panel.q = place(PANEL_Q, BA_FEW_QUERIES * ba_round_up(c->head_dim, f->dim_pad) * f->q_bytes);
         const ba_order_few_fn order_few = c->s.cache ? c->s.cache->order_few : f->few->order_queries;
@@ -225,7 +225,7 @@ ba_panel open_panel(const test_case *c) {
         panel.lanes = c->named_lanes;
     }
     if (c->mask == NO_MASK) return panel;
-    int32_t lo[BA_MAX_LANES] = {0}, hi[BA_MAX_LANES]; /* lanes without a query see all keys */
+    int32_t lo[BA_MAX_LANES] = {0}, hi[BA_MAX_LANES]; /* places of few queries that hold no query see all keys */
     for (int i = 0; i < BA_MAX_LANES; i++) hi[i] = INT32_MAX;
     memcpy(lo, c->lo, (size_t)c->lanes * sizeof *lo);
     memcpy(hi, c->hi, (size_t)c->lanes * sizeof *hi);
@@ -292,7 +292,8 @@ void **place_out_rows(const test_case *c) { /* one row for each query, and none 
 
 /* ---- The results of plain arithmetic ------------------------------------------------------------------------------ */
 
-double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); } /* for double, the reference rounds, too */
+/* For double, twice the unit: plain arithmetic rounds, too. */
+double unit(const test_case *c) { return unit_of(real_dtype(c)) * (real_dtype(c) == BA_FLOAT64 ? 2 : 1); }
 /* Whether the kernel for few queries packs queries in a format of its own. A cache's kernels take queries that are packed as reals. */
 bool few_are_own(const test_case *c) { return c->variant == FEW && !c->s.cache && ba_tuning_at(c->s.f->isa)->few_least_heads[c->s.kv_dtype] > 0; }
 double tiny(const test_case *c) {

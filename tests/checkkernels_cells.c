@@ -40,7 +40,7 @@ static void set_half(unsigned char *at, double value) {
     memcpy(at, &bits, sizeof bits);
 }
 
-/* Draws the rows of `keys` keys, and marks in `bad` the keys with factors that are not finite. */
+/* Draws the rows of `keys` keys, and marks in `bad` the keys with a factor or an offset that is not finite. */
 static void draw_rows(cell_rows *x, row_pool pool, ba_dtype dtype, int64_t keys, int64_t heads, int64_t dim, bool *bad, bool draw_bad) {
     x->dtype = dtype;
     x->dim = dim;

@@ -156,7 +156,7 @@ void check_promises(test_case *c) {
     if (c->variant <= 1 && c->s.f->has_cuts) check_long_cuts(c);
     for (int n = 0; n < 120; n++) {
         if (!is_drawn()) continue;
-        const int64_t before = pick(2) * step; /* keys in a chunk before this one */
+        const int64_t before = pick(2) * step; /* keys of a chunk that is attended first */
         const int64_t keys = before + 1 + pick(ba_min(5 * step, BA_MAX_CHUNK - before));
         make_case(c, n % 4 ? RANDOM : TINY, n % 2 ? RANGES : STAIRS, 1 + pick(lanes), keys, n % 3 ? 1 + pick(40) : 32 * (1 + pick(2)), 1 + pick(40));
         const key_range ranges[] = {{0, before}, {before, c->keys}};
@@ -289,7 +289,7 @@ void check_heads(test_case *c) {
     }
 }
 
-/* Promise of join_few: joining with an empty state changes no bit of the other state, whichever of the two is the target. */
+/* Promise of `join`: joining with an empty state changes no bit of the other state, whichever of the two is the target. */
 void check_empty_join(test_case *c) {
     for (int n = 0; n < 20; n++) {
         if (!is_drawn()) continue;

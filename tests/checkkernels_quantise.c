@@ -8,7 +8,7 @@ enum { ANY, HALVES, STEPS, SMALL, LARGE, ZEROS, NOT_FINITE, ROWS_DRAWN };
 
 static double draw(int kind, double limit) {
     switch (kind) {
-    /* With a scale of 1, HALVES have ties of int8 and of normal numbers of e4m3. STEPS have ties of its subnormal numbers, whose step is 2^-9. */
+    /* With a scale of 1, HALVES have ties of int8 and of normal numbers of e4m3. STEPS have ties of e4m3's subnormal numbers, whose step is 2^-9. */
     case HALVES: return (double)(pick(2 * (int64_t)limit + 1) - (int64_t)limit) / 2;
     case STEPS: return (double)(pick(64) - 32) * 0x1p-10;
     case SMALL: return uniform() * (pick(2) ? 0x1p-140 : 0x1p-1060); /* the scale is subnormal, or would be 0 */

@@ -1,4 +1,4 @@
-"""Runs Python in a process of its own, for tests of environment variables, affinity and forks, which take effect once per process."""
+"""Runs Python in a process of its own, for tests of forks and of what is read once per process, such as environment variables."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Every kind of array is read without a copy, and results are of the same kind as the inputs."""
+"""Every kind of array is read without a copy. Tensors and JAX arrays give results of their own kind, and all others NumPy arrays."""
 
 import tracemalloc
 from array import array

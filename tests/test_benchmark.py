@@ -85,7 +85,7 @@ def rows_of(printed):
     ],
 )
 def test_a_script_prints_its_table_and_its_figure_is_drawn(script, options, count, small_operations, capsys, tmp_path, monkeypatch):
-    """Every script checks its own results and those of other libraries against float64, and reports wrong results in rows and notes."""
+    """Scripts check their own results and those of other libraries, and report wrong results in rows and notes."""
     printed = main_of(script, options, capsys)
     rows = rows_of(printed)
     assert len(rows) == count if count else rows

@@ -224,7 +224,7 @@ def test_probes_measure_rates_above_zero():
 
 
 def test_probes_return_0_where_they_cannot_measure():
-    for size, threads in ((1 << 62, 4), (1 << 62, 1), ((1 << 63) - 100, 1)):  # the bytes of all threads, or their rounded number, exceed 64 bits
+    for size, threads in ((1 << 62, 4), (1 << 62, 1), ((1 << 63) - 100, 1)):  # more than there is, and in two cases more than int64 holds
         assert _core.probe_read("portable", size, 0.01, threads) == 0
     too_many = 1025
     assert _core.probe_flops("portable", 0.001, too_many) == 0

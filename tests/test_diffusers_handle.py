@@ -414,7 +414,7 @@ def test_images_of_flux_are_grids(computed, monkeypatch):  # noqa: F811
 
 
 def share_of(lists, tokens, config):
-    """The mean share of the blocks that lists keep, without padding."""
+    """The mean share of the blocks that lists keep. Padding of a list does not count."""
     counts = [(x.numpy() >= 0).sum(-1).mean() / -(-tokens // config.block_shape[1]) for x in lists]
     return sum(counts) / len(counts)
 

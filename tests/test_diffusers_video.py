@@ -173,7 +173,7 @@ def test_heads_get_the_rule_that_keeps_most(name, monkeypatch):
 
 
 def test_the_choice_of_rules_is_by_mass(monkeypatch):
-    """Heads get the spatial rule if queries and keys depend on their frame alone, and the temporal rule if on their place in it."""
+    """Heads get the spatial rule if queries and keys depend on their frame alone, and the temporal rule if they depend on their place in the frame alone."""
     geometry = Geometry([(4, 4, 6)])
     order = video.cube_order(geometry, (1, 2, 2))
     frame, place = torch.arange(96) // 24, torch.arange(96) % 24
@@ -198,7 +198,7 @@ def test_the_text_padding_of_hunyuan_video_is_left_out(computed, monkeypatch):
 
 
 def test_keys_with_gaps_are_left_out(monkeypatch):
-    """A mask may hide keys anywhere, and not only padding at the end. Here it replaces the text mask of HunyuanVideo."""
+    """A mask may hide keys anywhere, and not only padding at the end. Here such a mask replaces the text mask of HunyuanVideo."""
     given, tokens = inputs("hunyuan", batch=2), geometry_of("hunyuan", (3, 5, 7), 6).num_tokens
     shown = torch.rand(2, 1, 1, tokens) < 0.6
     shown[..., 0] = True

@@ -1,5 +1,5 @@
 """Plans of context-parallel attention, without MPI: each block that a row sees arrives once at the rank that computes the row, the plan's bytes
-are those of the tokens that arrive, and work is balanced."""
+are those of all rows that ranks send, and work is balanced."""
 
 import itertools
 

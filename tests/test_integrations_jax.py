@@ -115,7 +115,7 @@ def test_gradients(rule, compiled):
 
 
 def test_gradient_of_one_result():
-    """A loss may use only one of the two results, and then has no gradient of the other result."""
+    """A loss may use only one of the two results. The other result then has no gradient."""
     q, k, v = inputs()
     call = lambda q: functions.block_sparse_attention(q, k, v, causal=True, return_lse=True)  # noqa: E731
     of_out, of_lse = (jax.jit(jax.grad(lambda q, n=n: call(q)[n].sum()))(q) for n in range(2))

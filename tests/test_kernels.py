@@ -102,7 +102,7 @@ def objects(flags):
 
 
 def passed(output):
-    """The number of kernels that passed. Asserts that none failed."""
+    """The number of checks that passed. Asserts that none failed."""
     count, failed = re.fullmatch(r"(\d+) passed, (\d+) failed", output.splitlines()[-1]).groups()
     assert failed == "0"
     return int(count)

@@ -101,7 +101,7 @@ def case_block_types(comm):
     type(requests[0]).Waitall(requests)
     before = np.arange(1000, dtype=np.uint8) + (rank - 1) % size
     expected = np.zeros(1000, np.uint8)
-    # Bytes 3..8 are adjacent and become one run, which fills the receiver's runs in their order.
+    # Bytes 3..8 are adjacent and become one run. The message fills the receiver's runs in their order.
     stream = np.concatenate([before[3:9], before[500:600]])
     expected[900:904], expected[10:12], expected[200:300] = stream[:4], stream[4:6], stream[6:]
     assert (received == expected).all()

@@ -82,9 +82,9 @@ def library_of(program):
 
 
 def run(script, *arguments, ranks, library="openmpi", options=(), environment=None, seconds=SECONDS, python=("-m", "mpi4py")):
-    """Run a Python script with several ranks until it ends or the time limit is reached, and end all processes that it started.
+    """Run a Python script with several ranks. If it does not end within the time limit, end all processes that it started.
 
-    `options` are mpirun's. The script runs under mpi4py's runner, so that an exception on one rank ends all ranks.
+    `options` are mpirun's. By default, the script runs under mpi4py's runner, so that an exception on one rank ends all ranks.
     """
     command, own = starter(library)
     paths = [package_folder(), str(HERE), str(HERE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

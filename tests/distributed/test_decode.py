@@ -182,7 +182,7 @@ def test_bad_input_raises_the_same_on_all_ranks(name):
 
 
 def test_queries_of_requests_longer_than_one_process_takes():
-    """All ranks together may have more tokens than one process takes. In tables, -1 stands for pages of other ranks."""
+    """All ranks together may have more tokens than one process takes."""
     lens, size = [2**31, 40], 2**25
     plan = DecodePlan(np.zeros((2, 64), np.int32), lens, page_size=size, comm=Alone(), kv_split=size, q_lens=[3, 2])
     assert plan.num_queries == 5

@@ -1,4 +1,4 @@
-/* Several threads call operations at the same time, each call with a num_threads of its own, and compare every result with that of one thread. The
+/* Several threads call operations at the same time, with various numbers of threads, and compare every result with that of one thread. The
  * program is built with ThreadSanitizer (make tsan), which reports data races in the pool, in the lists of work and in joining partial results.
  *
  *     races [rounds [callers]] */
@@ -154,7 +154,7 @@ static void *caller(void *seed) {
             failures++;
             printf("%s on %d threads: %s\n", operations[n].name, threads, status == BA_OK ? "other bits" : ba_last_error());
         }
-        ba_set_num_threads(1 + (int)(rand_r(&state) % 4)); /* changes the default all the time, which no call here uses */
+        ba_set_num_threads(1 + (int)(rand_r(&state) % 4)); /* keeps changing the default, which ba_merge_states uses */
     }
     free(r);
     return NULL;
