@@ -1,4 +1,5 @@
-"""Writing new tokens into paged caches, by slots, tables and plans, with and without summaries: against the reference, bit for bit except means.
+"""Writing new tokens into paged caches, by slots, tables and plans, with and without summaries: against the reference,
+bit for bit except for means.
 
 Dtypes, views, kinds of arrays, scales and pieces are drawn together in tests/fuzz/cache_problems.py.
 """
@@ -72,7 +73,7 @@ def test_by_slots(dtype, kv_dtype):
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize(("kv_dtype", "as_bits"), [*((dtype, False) for dtype in DTYPES), ("bfloat16", True)])
 def test_summaries_follow(kv_dtype, as_bits, kv_layout, by):
-    """After every append, the summaries equal those of the whole cache, and those of the reference, except that means may be rounded otherwise."""
+    """After every append, the summaries equal those of the whole cache, and, up to rounding of means, those of the reference."""
     case = testing.make_paged(2, 4, KV_HEADS, [30, 23], 4, DIM, V_DIM, kv_dtype, kv_dtype, kv_layout, poison=False)
 
     def given(x):

@@ -253,7 +253,7 @@ def test_a_record_of_speeds_is_compared_with(small_operations, tmp_path, capsys)
 
 
 def test_tiles_are_measured_before_and_after_each_sample(small_operations, tmp_path, capsys, monkeypatch):
-    """A share of the tiles' rate is marked as a share of the sustained rate, and is not compared with a share of P in an old record."""
+    """A share of the tiles' rate is marked P_sustained, and is not compared with a share in an old record, which is marked P."""
     events = []
 
     def call():

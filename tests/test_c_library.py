@@ -1,5 +1,6 @@
 """The library for C programs: the files that make install-lib installs, the functions that the library exports, and the example, compiled
-as its comment says. Also calls with NULL and other values that the package never passes, and calls while another thread changes the level."""
+as its comment says. Also calls with NULL and other values that the package never passes, and calls while another thread
+changes the level."""
 
 import os
 import re
@@ -147,7 +148,7 @@ int main() {
 
 
 def null_calls():
-    """(parameter, call) for each parameter that points to a struct. The call passes NULL for it, and zeros, or structs of zeros, for all others."""
+    """(parameter, call) for each parameter that points to a struct. The call passes NULL for it, and zeros for all others."""
     for result, name, parameters in declared():
         if result != "ba_status":
             continue
