@@ -5,9 +5,9 @@ of an operation, and one for its refused calls.
     make growth                             # a million calls and a million refusals of each: an hour on one core
     make growth CALLS=1000 ARGS="--only nsa"
 
-`RSS` is the memory of the process in KiB, after some calls to warm up and at the end. `blocks` and `bytes` are the growth per call: blocks that
-Python's allocator has handed out, and bytes that malloc has handed out (glibc only). The smallest possible leaks would show as 1 block and as
-32 bytes per call.
+`RSS` is the memory of the process in KiB, after some calls to warm up and at the end. `blocks` and `bytes` are the growth per call: blocks
+that Python's allocator has handed out, and bytes that malloc has handed out (glibc only). The smallest possible leaks would show as 1 block
+and as 32 bytes per call.
 """
 
 import argparse

@@ -38,7 +38,7 @@ def test_every_rule_is_right(rule, dtype, kv_dtype, kv_layout):
 )
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (16, 2), (9, 1), (40, 2)], ids=lambda h: f"h{h[0]}x{h[1]}")
 def test_numbers_of_queries(heads, dtype, kv_dtype):
-    """More than 8 queries of a KV head take turns only over at least 64 keys per query. Requests have 64 keys per query, or one key less."""
+    """More than 8 queries of a KV head take turns only over at least 64 keys per query. Requests have 64 per query, or one key less."""
     group = heads[0] // heads[1]
     drafts = sorted({max(1, n // group) for n in (8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40)})
     for more in (-1, 0):
