@@ -173,7 +173,7 @@ def test_heads_get_the_rule_that_keeps_most(name, monkeypatch):
 
 
 def test_the_choice_of_rules_is_by_mass(monkeypatch):
-    """Heads whose queries and keys depend on the frame alone get the spatial rule; on the place in the frame alone, the temporal rule."""
+    """Heads get the spatial rule if queries and keys depend on the frame alone, and the temporal rule if they depend on the place alone."""
     geometry = Geometry([(4, 4, 6)])
     order = video.cube_order(geometry, (1, 2, 2))
     frame, place = torch.arange(96) // 24, torch.arange(96) % 24
