@@ -55,10 +55,10 @@ def measure(case, axis, times, threads, found, i):
 
 
 def peaks(case, axis, threads=1):
-    """The peaks of a case with one axis at its size, twice and four times that. A peak is -1 if the call fails.
+    """The peaks of a case with one axis at its size, at twice its size and at four times its size. A peak is -1 if the call fails.
 
-    The system may reclaim pages of libraries during a call, which hides just as much of the call's memory. So peaks that seem to grow are
-    measured again.
+    Pages of libraries that the system reclaims during a call hide as much of the call's memory. So peaks that seem to grow are measured
+    again.
     """
     found = multiprocessing.RawArray("q", [-1] * 3)
     for _ in range(3):

@@ -2,8 +2,8 @@
 
 A test marked ``sampled`` is parametrised with a full product of options. All cases are collected, and most are deselected again. With a number, as in
 ``sampled(3)``, that many such samples run together. Tests that take seconds each are marked ``sampled("options")``: every option occurs, but not
-every pair. The environment variable ``SAMPLE_SEED`` draws another sample, and ``SAMPLE_SEED=all`` runs everything. If the command line names a test
-with its options, nothing is left out.
+every pair. The environment variable ``SAMPLE_SEED`` draws another sample, and ``SAMPLE_SEED=all`` runs everything. With ``-m``, or if the
+command line names a test with its options, nothing is left out.
 
 ``SAMPLE_ONE_IN=3`` keeps one case in three of every parametrised function, sampled or not, and one in three of the other tests of each file, but at
 least one. This variable is for a further run of the suite: with another Python over the same kernels, or over kernels that have checks of their own.
@@ -33,7 +33,7 @@ def description():
 def covering(cells, rng, pairs=True):
     """Positions of a few cells that contain every option that occurs in any cell, and with ``pairs`` every pair of options.
 
-    A cell is a tuple of options, one per axis. The cell with the most missing pairs is always taken next.
+    A cell is a tuple of options, one per axis. The cell with the most missing pairs (without ``pairs``: options) is always taken next.
     """
     order = rng.sample(range(len(cells)), len(cells))
     together = 2 if pairs else 1

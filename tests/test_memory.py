@@ -112,7 +112,7 @@ print(max(peaks(Sized(prefill, (1024, 1, 1), (1024, 1, 1)), "t")))
 
 
 def test_memory_with_kv_splits_is_bounded():
-    """A state for each query and KV split would take 2.6 GiB for 4096 tokens."""
+    """A state for each query and KV split would take 1 GiB for 4096 tokens."""
     assert measure(PEAK_OF_CHUNKS) <= 48 * MIB
 
 

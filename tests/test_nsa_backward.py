@@ -52,7 +52,7 @@ def test_directions(mode, lengths, weights):
 @pytest.mark.parametrize("name", ["q", "k", "v", *WEIGHTS[:2], "gates"])
 @every_mode
 def test_every_element(mode, name):
-    """Each element of each gradient is a central difference, at a small size."""
+    """At a small size, each element of each gradient is near a central difference."""
     sizes = {"compress_block_size": 4, "num_selected_blocks": 2, "window_size": 3, "init_blocks": 0, "local_blocks": 1, "q_tile_size": 8}
     rules = {option: MODES[mode][option] for option in ("mode", "causal") if option in MODES[mode]}
     q, k, v, options = problem(18, 2, 1, 3, 2, batch=1, dtype="float64", weights=(*WEIGHTS[:2], "gates"))

@@ -36,7 +36,7 @@ def place(cache):
 @pytest.mark.parametrize("rules", [PAPER, PAPER_STRIDES, BY_TOKEN], ids=["paper", "strides", "mslk"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chunks_of_different_lengths(rules, dtype):
-    """A prompt comes in chunks, then token by token. Each step brings every sequence another number of tokens, which may be 0."""
+    """Tokens come in chunks and one by one, by turns. In a chunk, each sequence has a number of new tokens of its own, which may be 0."""
     q, k, v, options = problem(150, 4, 2, 16, 24, batch=4, dtype=dtype, weights=WEIGHTS[:3])
     options |= rules | bits_option(q)
     cache, lens, rng = nsa.NsaCache(**options), np.zeros(4, np.int64), np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Native sparse attention of the last queries of sequences gives the rows of the whole call, bit for bit, and those of the reference.
+"""Native sparse attention of the last queries of sequences gives the rows of the whole call, bit for bit, and agrees with the reference.
 Sequences come in a batch, packed or with lengths, and the caller may keep the compressed keys.
 
 Numbers of queries, gates, lists and unused room behind sequences are drawn together in tests/fuzz/nsa_problems.py.
@@ -63,8 +63,8 @@ def test_long_sequences_and_many_heads(tokens, heads, dtype, queries, threads):
 @every_mode
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_against_the_reference(mode, dtype):
-    """The reference is given the blocks that the operation selected. In float64, it must choose these blocks itself, too, and give the rows of its
-    own whole call."""
+    """The reference is given the blocks that the operation selected. In float64, the reference without given blocks must
+    also give the rows of its own whole call."""
     rules = ALL_MODES[mode]
     q, k, v, options = problem(150, 4, 2, 16, 24, dtype=dtype, weights=WEIGHTS[:3])
     options |= rules | bits_option(q)

@@ -14,7 +14,7 @@ from blitz_attn._operations import ARRAYS, OPERATIONS, arguments_of, naming_all
 MADE = "empty"  # a function that makes the results for which the caller gives no array
 STATE = "lse_out"  # public functions take this as the second of a pair, out
 TRIPLE = "indptr last_page_len"  # public functions take these two within block_tables, if it is a tuple
-TUPLE = "rules"  # a tuple of the last arguments
+TUPLE = "rules"  # all arguments behind it, as one tuple
 INSIDE = "cu_rows routed key_stride key_last"  # only native sparse attention passes these to the core
 
 # The operation of each public function, the arguments that only the table has, and the arguments that only the function has. Functions that call
@@ -103,7 +103,7 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_graphs_that_were_exported_find_their_operators(name):
-    """Arguments of the first release keep their places and defaults. New tensors and new options may follow them."""
+    """Tensors of these schemas keep their places, and options their types and defaults. New tensors and options may be added."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("blitz_attn.integrations.torch")
     if name == "attend_layer":

@@ -267,7 +267,7 @@ def test_tables_are_used_as_they_were_checked():
 
 # ---- Quantised caches ---------------------------------------------------------------------------------------------
 
-# Half a step of an int8 row is 1 / 254 of its largest magnitude; half a step of float8 e4m3 is 1 / 16 of the value itself.
+# Half a step of an int8 row is 1 / 254 of its largest magnitude; half a step of float8 e4m3 is at most 1 / 16 of the value itself.
 STEP = {"int8": 1 / 254, "float8_e4m3": 1 / 16}
 
 
@@ -344,7 +344,7 @@ def test_error_of_quantised_caches(kv_dtype):
     [("k_scale", 0xFFFFFFFF), ("k_scale", 0), *(("v_scale", x) for x in (0xFFFFFFFF, 0x7FFF8000, 0x7FC00000, 0x7F800000, 0))],
 )
 def test_bad_scales_of_seen_tokens_reach_results(name, bits, q_lens, dtype, kv_dtype, isa_level):
-    """The newest token has a bad scale. One of the scales is a NaN whose bits would become those of 0 if they were rounded."""
+    """The newest token of each request has the scale NaN, inf or 0. Rounding would turn the bits of two of the NaNs into 0 or -0."""
     case = testing.make_paged(2, 8, 2, [90, 77], 16, 64, 48, dtype, kv_dtype, q_lens=q_lens)
     at = tuple(np.array([(case.block_tables[b, t // 16], t % 16) for b, t in enumerate([89, 76])]).T)
     scale = case.options[name].copy()

@@ -47,7 +47,7 @@ def test_quantize_rows(dtype, kv_dtype, isa_level):
     blocks = exact.reshape(*exact.shape[:-1], 3, 32)
     step = np.ptp(blocks, axis=-1) / 15 if kv_dtype == "q4_1" else np.abs(blocks).max(axis=-1) / (127 if kv_dtype == "q8_0" else 8)
     error = np.abs(reference.dequantize_rows(rows, kv_dtype) - exact).reshape(blocks.shape).max(axis=-1)
-    most = 1.0 if kv_dtype == "q4_0" else 0.5  # in steps: a number whose sign is opposite to the largest may be clipped by one step
+    most = 1.0 if kv_dtype == "q4_0" else 0.5  # in steps: a number of the other sign than the largest one may be clipped by one step
     assert (error <= most * step + np.abs(blocks).max(axis=-1) * 2.0**-9 + 2.0**-18).all()
 
 

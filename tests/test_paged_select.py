@@ -73,7 +73,7 @@ def test_order_counts_and_pads(index_dtype, isa_level):
 @pytest.mark.parametrize("rows", [1, 2, 6])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "int8"), ("float16", "float16"), ("float64", "float64")])
 def test_each_query_has_its_own_blocks(dtype, kv_dtype, rows, q_lens, size):
-    """Blocks are single tokens, parts of pages, or longer than a page."""
+    """Blocks are single tokens, parts of pages, as long as pages, or longer."""
     case = testing.make_paged(5, 6, 2, LENS, 16, 40, 24, dtype, kv_dtype, q_lens=q_lens)
     rng = np.random.default_rng(1)
     lens = case.seq_lens.repeat([1] * 5 if q_lens is None else q_lens)

@@ -25,7 +25,7 @@ CHOICES = [
 
 
 class Step:
-    """One layer of a step: caches, summaries of the values, and tables."""
+    """One layer of a step: caches, summaries of the keys before they are quantised, and tables."""
 
     def __init__(self, q_lens=None, seed=0, **options):
         self.case = case = testing.make_paged(len(LENS), 8, 2, LENS, SIZE, DIM, q_lens=q_lens, seed=seed, **options)

@@ -26,7 +26,7 @@ block_shape H B s_q s_kv D frame(L,R,T,B) sparsity Outputs_equal Ref_Latency_[us
 
 
 def test_parse_table():
-    first, second, third = plot.parse_table(TABLE)  # the last line has a cell too few
+    first, second, third = plot.parse_table(TABLE)  # the last row has a cell too few
     assert {
         "block_shape": (128, 128),
         "s_q": 4096,

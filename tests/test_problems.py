@@ -1,4 +1,4 @@
-"""A fixed sample of the fuzzer's problems: all options of an operation are drawn together, and results compared with an oracle. `make fuzz` draws
+"""A fixed sample of the fuzzer's problems: all options of an operation are drawn together, and results are compared with an oracle. `make fuzz` draws
 other problems."""
 
 from contextlib import suppress

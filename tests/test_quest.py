@@ -69,7 +69,7 @@ class Whole:
 
 
 def check_metadata(k_cache, block_tables, lens, size, rows, **options):
-    """Compare the largest and smallest keys bit for bit, and their means, in all summary pages. Other rows must stay as they are."""
+    """Compare the largest and smallest keys bit for bit, and the means of keys, in all summary pages. Other rows must stay as they are."""
     kv_heads, dim = k_cache.shape[1 if options.get("kv_layout") == "HND" else 2], k_cache.shape[3]
     blocks = -(-lens // size)
     tables, count = table_of(-(-blocks // rows), np.random.default_rng(2))

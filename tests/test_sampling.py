@@ -1,4 +1,4 @@
-"""The way the suite itself runs: samples of grids have every pair of options, and a run in several processes loses no failure."""
+"""The way the suite itself runs: a run in several processes runs each test once, and loses no failure."""
 
 import os
 import subprocess

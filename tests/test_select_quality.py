@@ -71,7 +71,7 @@ def captures(scales, tokens=256):
     [("top_p", "mass", 0.9), ("density", "mass", 0.8), ("threshold", "mass", 0.85), ("top_p", "error", 0.2)],
 )
 def test_calibrate_meets_the_target(budget, measure, target):
-    """Each head meets the target, and would miss it with a budget one step lower."""
+    """Each head meets the target, and would miss it with a budget that is one step tighter."""
     layers, rules = captures([0.5, 1.5]), {"causal": True}
     found = select.calibrate(layers, target=target, measure=measure, budget=budget, block_shape=(16, 16), steps=6, **rules)
     assert np.shape(found.numbers) == (2, 4)
@@ -236,7 +236,7 @@ def test_bad_lists(measure):
 
 
 class WithoutViews:
-    """An array without attributes, which only exports DLPack."""
+    """An array with a shape and a dtype, which otherwise only exports DLPack."""
 
     def __init__(self, array):
         self.array, self.shape, self.dtype = array, array.shape, array.dtype

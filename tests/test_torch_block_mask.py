@@ -97,7 +97,7 @@ NO_RULE = {
 
 
 def arguments_of(mask_mod, block, batch=2):
-    """A mask and the arguments made from it, after a check that attention with these arguments equals flex_attention, and dense float64."""
+    """A mask and the arguments made from it, after a check that attention with these arguments equals flex_attention and `expected`."""
     q, k, v = problem()
     mask = flex.create_block_mask(mask_mod, batch, 2, 90, 90, device="cpu", BLOCK_SIZE=block)
     options = from_flex_block_mask(mask)

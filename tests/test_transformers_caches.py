@@ -74,7 +74,7 @@ CHANGES = {
 
 
 def index_keys(batch, tokens):
-    """Adds new keys of the model's own indexer to both caches."""
+    """A change that adds new keys of the model's own indexer to both caches."""
 
     def change(caches, rng):
         for layer in range(2):

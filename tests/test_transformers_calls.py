@@ -172,7 +172,7 @@ def test_pages_that_quest_does_not_choose_are_left_out(starts):
 @pytest.mark.parametrize("starts", [(0, 0), (3, 0), (3, 9)])
 @pytest.mark.parametrize("tokens", [2, 5, 32])
 def test_draft_tokens_attend_as_in_single_steps(tokens, starts):
-    """Draft tokens have the bits of single steps, even where the first draft, below `min_tokens`, attends all keys. Tokens after a prompt do not
+    """Draft tokens have the bits of single steps, except a first draft below `min_tokens`, which attends all keys. Tokens after a prompt do not
     count as part of the prompt."""
     config = transformers.LlamaConfig(num_hidden_layers=1)
     total = 60

@@ -264,7 +264,7 @@ def test_masks_that_have_no_rules(reason):
 
 
 def test_a_mask_that_is_cut_nowhere_keeps_its_rules():
-    """If a slice cuts nothing, the mask is returned without a new view, which torch would refuse if gradients are recorded."""
+    """A slice that cuts nothing shares the mask's rules and elements. It is no view, which torch would refuse if gradients are recorded."""
     mask = make_mask(1, 9, 9)
     found = mask[:, :, :, :9]
     assert found.rules == mask.rules

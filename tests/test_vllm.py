@@ -74,7 +74,7 @@ def test_that_wrong_options_are_refused_by_name(monkeypatch, text, sentence):
 
 
 def drawn_step(rng, requests, causal=True, block_size=4, most=60):
-    """A step of some requests with drawn lengths, about half of which compute their prompts."""
+    """A step of requests with drawn lengths. About half of the requests compute their prompts."""
     q_lens = rng.integers(1, 40, requests)
     seq_lens = q_lens + rng.integers(0, most, requests)
     blocks = -(-seq_lens // block_size)

@@ -1,4 +1,4 @@
-"""Runs vLLM's CPU engine, in a process of its own, over a list of cases, and prints one line of JSON per case. tests/test_vllm.py starts it.
+"""Runs vLLM's CPU engine over a list of cases, and prints a line per case: RESULT, and JSON. tests/test_vllm.py starts it as a process of its own.
 
     python tests/vllm_runs.py '{"model": "llama", "folder": "...", "cases": [{"options": "1", "engine": {}, "run": "generate"}]}'
 
@@ -71,7 +71,8 @@ def embed(llm):
 
 
 def alone(llm):
-    """Computes attention of each request of each step a second time, without the others. Returns how many results were the same, bit by bit."""
+    """Computes attention of each request of each step a second time, without the others. Returns how many of how many
+    results were the same, bit by bit, and the size of the largest batch."""
     import torch
 
     from blitz_attn.integrations._vllm.backend import Layer
@@ -99,7 +100,7 @@ def alone(llm):
 
 
 def load(llm, requests=200, seed=0):
-    """Runs requests that arrive at drawn steps, and then each request by itself. Some have a common beginning, and some are cancelled."""
+    """Runs requests that arrive at drawn steps, and then each request that was not cancelled by itself. Some requests have a common beginning."""
     rng = random.Random(seed)
     common = [rng.randrange(3, WORDS) for _ in range(96)]
     prompts = []

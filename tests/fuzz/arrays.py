@@ -58,7 +58,7 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
 def float8_values(bits: np.ndarray) -> np.ndarray:
     """The numbers that bits of e4m3 stand for: a sign, 4 bits of exponent with bias 7, and 3 of mantissa.
 
-    There is no infinity. The largest exponent has numbers, too. Bits that are all 1, except for the sign, stand for NaN.
+    There is no infinity. The largest exponent has numbers, too. Bits that are all 1, whatever the sign, stand for NaN.
     """
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     size = np.where(exponent > 0, (8.0 + mantissa) * 2.0 ** (exponent.astype(int) - 10), mantissa * 2.0**-9)
@@ -69,7 +69,7 @@ ROWS = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # bytes of 32 numbers of llama.cpp'
 
 
 def numbers_of_rows(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers that rows of these formats stand for. A number is a factor times an integer, to which q4_1 adds an offset.
+    """The numbers that rows of these formats stand for. A number is a factor times an integer, and in q4_1 plus an offset.
 
     For each 32 numbers, a row has a float16 factor, in q4_1 also a float16 offset, and then 32 integers. In q8_0, each integer is a signed
     byte. In the other formats, the integers take 16 bytes: the low halves are the first 16 integers, and the high halves are the last 16.
@@ -109,7 +109,7 @@ def bits_of(array: Any) -> bytes:
 
 # ---- Views --------------------------------------------------------------------------------------------------------
 
-# The position of an array in its buffer. offset: it begins some elements later; gaps: each axis has unused entries before and after it;
+# The position of an array in its buffer. offset: it begins some elements later; gaps: each axis may have unused entries before and after it;
 # steps: it has only every second or third entry of some axes; turned: its axes have another order in memory; reversed: some axes have
 # negative strides.
 VIEWS = ("plain", "offset", "gaps", "steps", "turned", "reversed")
@@ -176,7 +176,7 @@ class Placed:
 
 
 def poisoned(draw: Draw, name: str, shape: Sequence[int], dtype: str, **how: Any) -> Placed:
-    """An output inside a guarded buffer, filled with NaN (integers: with a large number)."""
+    """An output inside a guarded buffer, filled with NaN (integers: with the dtype's largest number)."""
     if dtype in FLOATS:
         return place(draw, name, stored(np.full(shape, np.nan), dtype), **how)
     return place(draw, name, np.full(shape, np.iinfo(dtype).max, dtype), **how)
@@ -272,7 +272,7 @@ INTEGERS_AS = ("list", "tuple", "int32", "int64", "strided")
 
 
 def as_integers(draw: Draw, name: str, numbers: Any) -> Any:
-    """Lengths as a list or as an array of a drawn kind."""
+    """Lengths in a drawn form: a list, a tuple or an array."""
     return integers_as(draw.pick(f"{name}.as", INTEGERS_AS), numbers)
 
 

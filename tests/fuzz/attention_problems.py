@@ -49,7 +49,7 @@ def call(draw: Draw, case: Case, made: Arguments, out_dtype: str) -> tuple[Any, 
 
 
 def check_numbers(case: Case, out: Any, lse: Any, out_dtype: str) -> None:
-    """Compares with the oracle. A row that sees a NaN key must be NaN, and a row that sees an infinite key may be anything."""
+    """Compares with the oracle. A row that sees a NaN key must be NaN, and a row that sees other garbage may be anything."""
     p = case.problem
     f, hit = forward(p), case.hit
     if np.isnan(case.garbage):

@@ -1,4 +1,4 @@
-"""`block_sparse_attention_backward`: the gradients of everything that the forward call takes."""
+"""`block_sparse_attention_backward`: the gradients of q, k and v, and of biases."""
 
 from __future__ import annotations
 

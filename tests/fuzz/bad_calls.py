@@ -95,7 +95,7 @@ class Call:
         self.replaced |= dict.fromkeys(row.changes, "huge, as a refusal has it")
 
     def make_positional(self) -> None:
-        """Passes all arguments by position that can be passed so."""
+        """Passes by position all arguments that may be passed so."""
         names = self.by_position
         for name, parameter in parameters(self.good.call).items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY or name not in self.arguments:
@@ -228,7 +228,7 @@ def _mark(memory: np.ndarray, outside: np.ndarray, written: Any) -> None:
 
 @cache
 def _expected(group: str, name: str) -> list[bytes]:
-    """The bits of the result, and of all written arrays, of the first valid call."""
+    """The bits of the result of the valid call of variety 0, and of its arrays after the call."""
     return _bits(Call(name, GROUPS[group][name], 0))
 
 

@@ -22,7 +22,7 @@ LEAST = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": flo
 def draw_mask(draw: Draw, full: Sequence[int], dtype: str, shown: np.ndarray, *, spoils: bool) -> tuple[np.ndarray, str]:
     """A mask for arrays of `dtype`, and its own dtype. `full`: its sizes if no axis had length 1. `shown`: the pairs that the other rules show.
 
-    Some elements of pairs that the other rules hide are NaN. With `spoils`, elements of shown pairs may be NaN, too.
+    Elements of pairs that the other rules hide may be NaN. With `spoils`, elements of shown pairs may be NaN, too.
     """
     rng = draw.rng("mask")
     single = [draw.flag(f"mask.one_{axis}", share) for axis, share in (("batch", 0.4), ("head", 0.4), ("query", 0.25), ("key", 0.15))]

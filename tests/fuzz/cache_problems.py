@@ -340,7 +340,7 @@ def attends(draw: Draw, case: Append, expected: list[tuple[np.ndarray, np.ndarra
 
 @problem("refused_append", weight=0.4)
 def refused_append(draw: Draw) -> None:
-    """Bad calls are refused and write nothing: a slot twice or beyond the cache, a missing page, too many tokens, an infinite number."""
+    """Bad calls are refused and write nothing: a slot or page twice or outside the cache, unequal numbers of tokens, infinity."""
     case = Append(draw, finite=True)
     rng, used = draw.rng("mistake"), np.flatnonzero(case.slots >= 0)
     mistake = draw.pick("mistake", ("slot", "twice", "page", "length", "infinite", "tokens"))

@@ -20,7 +20,7 @@ THREADS = (1, 2, 3, 4, 7, 16)
 
 @contextlib.contextmanager
 def at_level(draw: Draw) -> Iterator[str]:
-    """Runs the block at an instruction set level of this machine, which is drawn."""
+    """Runs the block at a drawn instruction set level of this machine."""
     level = draw.pick("level", tuple(blitz_attn.isa_levels()))
     with blitz_attn.isa(level):
         yield level

@@ -43,7 +43,7 @@ class Draw:
         return (first >> 11) / 2**53, (second >> 11) / 2**53, (third >> 11) / 2**53
 
     def pick(self, name: str, choices: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
-        """One of `choices`, which are JSON values (str, int, bool, None), the simplest first."""
+        """One of `choices`, which are JSON values (str, int, float, bool, None), the simplest first."""
         if name in self.options:
             raise KeyError(f"option {name} is drawn twice")
         if name in self.fixed:

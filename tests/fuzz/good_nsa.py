@@ -32,7 +32,7 @@ def native(a: Arena, v: int) -> dict[str, Any]:
 
 
 def native_last(a: Arena, v: int) -> dict[str, Any]:
-    """Arguments for queries that are the last two of twelve tokens."""
+    """Arguments for two queries: the last two of twelve tokens, or the last one of each of two packed sequences."""
     lead, keys = ((2,), (12,)) if v & 1 else ((1, 2), (1, 12))
     call: dict[str, Any] = {"q": a.floats(*lead, 2, 8), "k": a.floats(*keys, 1, 8), "v": a.floats(*keys, 1, 8), **SMALL}
     if v & 1:

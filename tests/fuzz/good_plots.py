@@ -1,6 +1,6 @@
 """Valid calls of `blitz_attn.plot` and of `select.Profile`, for `good_calls`.
 
-Some functions are wrapped, because their results do not concern the fuzzer: figures of matplotlib, and the documented OSError for a file that
+Some functions are wrapped, because some outcomes do not concern the fuzzer: figures of matplotlib, and the documented OSError for a file that
 cannot be read. `Profile.save` is not called, because it would write files with unusual names.
 """
 

@@ -30,7 +30,7 @@ def cache(draw: Draw) -> None:
             options[name] = setting.weight(name, *shape).given
     options["dtype"] = setting.named
     rng = draw.rng("tokens")
-    poison = draw.pick("rejected", (1.0, 100.0, np.nan, np.inf))  # factor of tokens that will be cropped
+    poison = draw.pick("rejected", (1.0, 100.0, np.nan, np.inf))  # factor of tokens that will be cropped, and of padding
     steps = [draw.pick(f"step[{i}]", STEPS, (5, 3, 3, 1, 2, 4)) for i in range(draw.integer("steps", 1, 24, likely=(4, 12)))]
     most = draw.pick("most", (3, 1, 8, 40), (4, 2, 2, 1))  # tokens per step
 

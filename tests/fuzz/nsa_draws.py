@@ -153,7 +153,7 @@ class Setting:
     def near(
         self, what: str, got: Any, parts: list[Near], dtype: str | None = None, shape: tuple[int, ...] | None = None, tainted: Any = None
     ) -> None:
-        """Checks that `got`, with one entry per token or block, is near the sequences' exact values. Rows with non-finite values are skipped."""
+        """Checks that `got`, with one entry per token or block, is near the sequences' exact values. Rows in `tainted` are skipped."""
         dtype = dtype or self.dtype
         check_kind(what, got, dtype, self.kind)
         values = arrays.values_of(got, dtype)

@@ -194,7 +194,7 @@ class Case:
         return {"q_begin": begin, "kv_split": self.kv_split, "out_dtype": None if self.out_dtype == p.dtype else self.out_dtype}
 
     def lists(self, rng: np.random.Generator, counts: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """The selected blocks in any order, with -1 behind them, or with counts and arbitrary numbers behind them."""
+        """The selected blocks in any order, with -1 behind them, or with counts and 9999 behind them."""
         chosen = self.problem.selected
         counts = counts and self.problem.selected_size is None
         assert chosen is not None

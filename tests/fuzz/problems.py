@@ -40,7 +40,7 @@ def problem(name: str, weight: float = 1.0) -> Callable[[Callable[[Draw], None]]
 
 
 def load() -> dict[str, Problem]:
-    """All problems, from the files named ``*_problems``, as far as their frameworks are installed."""
+    """All problems, from `bad_calls` and the files named ``*_problems``, as far as their frameworks are installed."""
     from .arrays import HAS_JAX, HAS_TORCH
 
     missing = ["torch_problems"] * (not HAS_TORCH) + ["jax_problems"] * (not HAS_JAX)

@@ -1,4 +1,4 @@
-"""`quest_prefill_metadata`, the three `quest_block_select_paged`, `select_blocks` and `select_and_attend`."""
+"""`quest_prefill_metadata`, the three functions named `quest_block_select_paged...`, `select_blocks` and `select_and_attend`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Metadata:
         self.wanted = [name for name in self.NAMES if draw.flag(name, 0.75)] or ["meanblocks"]
 
     def _eight_bits(self, draw: Draw, own: tuple[list[np.ndarray], int], unusual: float, garbage: float) -> None:
-        """Draws a quantised cache, in which some numbers and scales are NaN, and the keys that it stands for."""
+        """Draws a quantised cache, in which numbers and scales may be NaN, and the keys that it stands for."""
         batch, kind = self.batch, draw.pick("eight.kind", arrays.kinds_for(self.eight))
         every, numbers, scales = [], [], []
         for b, n in enumerate(batch.lens):
@@ -407,7 +407,7 @@ def select_blocks(draw: Draw) -> None:
 
 @problem("select_and_attend", weight=1)
 def select_and_attend(draw: Draw) -> None:
-    """`select_and_attend` must equal attention over the blocks of `select_blocks`, with summaries of the float cache or of the 8-bit values."""
+    """`select_and_attend` must equal attention over the blocks of `select_blocks`, with summaries of the keys as floats."""
     case = Case(draw, listed=False, newest=True)
     q_lens = case.problem.q_lens if case.ragged else None
     p, method, per_query_head = case.problem, draw.pick("method", ("quest", "mean", "max")), draw.flag("per_query_head")
@@ -476,7 +476,7 @@ def select_and_attend(draw: Draw) -> None:
 
 @problem("refused_summaries", weight=0.3)
 def refused_summaries(draw: Draw) -> None:
-    """Tables that name a missing page, or a page twice, and lengths beyond a table are refused, and nothing is written."""
+    """Missing pages, a page twice, lengths beyond a table and outputs of other sizes are refused, and nothing is written."""
     draw.pick("module", (0,))
     case = Metadata(draw)
     batch, outputs, rng = case.batch, case.outputs(), draw.rng("mistake")
@@ -515,7 +515,7 @@ def refused_summaries(draw: Draw) -> None:
 
 @problem("long_blocks", weight=0.4)
 def long_blocks(draw: Draw) -> None:
-    """If blocks are longer than every request, each request has one block, and the same selection for any size of blocks."""
+    """If no request is longer than a block, the selection is the same for any size of blocks."""
     batch, heads, dim = (draw.integer(name, 1, most) for name, most in (("batch", 3), ("kv_heads", 3), ("dim", 40)))
     rows = draw.integer("rows", 1, 9, likely=(4, 8))  # its product with a power of two may be 0 in 64 bits
     rng, lens = draw.rng("values"), np.array([draw.integer(f"seq_lens[{b}]", 0, 64) for b in range(batch)], np.int64)

@@ -93,7 +93,7 @@ def returning(result: Any) -> Callable[[Any], Any]:
 
 
 def triple(**parts: Any) -> Callable[[Any], Any]:
-    """Packed tables with other `indptr`, `indices` or `last`, the last page's length."""
+    """Packed tables with other `indptr`, `indices` or `last`, the lengths of last pages."""
     return lambda x: tuple(np.asarray(parts.get(name, part), np.int64) for name, part in zip(("indptr", "indices", "last"), x, strict=True))
 
 

@@ -16,7 +16,7 @@ MOST = {"q8_0": 127 * 65504.0, "q4_0": 8 * 65504.0, "q4_1": 65504.0}
 
 
 def block(x: np.ndarray, dtype: str) -> bytes:
-    """The bytes of a block of 32 numbers, which are computed one by one in float32."""
+    """The bytes of a block of 32 numbers, computed number by number in float32."""
     x = x.astype(np.float32)
     low, high = np.float32(x[0]), np.float32(x[0])
     largest = np.float32(0)

@@ -53,7 +53,7 @@ def draw_grid(draw: Draw) -> tuple[int, int, tuple[int, int]]:
     return *sizes, tuple(max(b, s // 24) for b, s in zip(blocks, sizes, strict=True))
 
 
-Drawn = tuple[dict[str, Any], np.ndarray]  # a builder's own options, and the blocks that it lists
+Drawn = tuple[dict[str, Any], np.ndarray]  # a builder's own options, and its blocks; `run` applies `causal` (except for document)
 
 
 def builder(name: str, weight: float = 0.2) -> Callable[[Callable[..., Drawn]], Callable[..., Drawn]]:

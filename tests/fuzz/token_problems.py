@@ -69,7 +69,7 @@ def select_tokens(draw: Draw) -> None:
         given[1], scales, exact[1] = _quantised(draw, k, kind, coarse)
         given.append(scales)
         named |= {"kv_dtype": kind} if kind != "int8" else {}
-    own = given[1::2]  # of each batch entry
+    own = given[1::2]  # the keys of each batch entry, and their scales if there are any
     if packed:
         rows = [n // pool for n in tokens] if paged else rows
         given = [np.concatenate([x[b, : n[b]] for b in range(batch)]) for x, n in zip(given, (q_lens, rows, q_lens, rows), strict=False)]
@@ -161,6 +161,6 @@ def _check_row(keys: np.ndarray, scores: np.ndarray, wanted: np.ndarray, slack: 
     if left.size and (wanted[left] - slack[left]).max() > bound:
         raise Finding("a key with a higher score was left out")
     if is_exact:  # all sums are exact, so ties are, too
-        best = np.argsort(-wanted, kind="stable")[:n]  # none of these scores is below the least, because `surely` equals `perhaps`
+        best = np.argsort(-wanted, kind="stable")[:n]  # none of these scores is below the least, since n keys have at least that
         if not np.array_equal(np.sort(chosen) if ascending else chosen, np.sort(best) if ascending else best):
             raise Finding(f"keys {chosen} where {best} were expected")

@@ -42,7 +42,7 @@ class Leaf:
 
 
 def upstream_gradient(draw: Draw, name: str, out: torch.Tensor, dtype: str) -> tuple[torch.Tensor, np.ndarray]:
-    """A gradient of a result, in several memory layouts. torch may pass expanded gradients, too."""
+    """A gradient of a result in a drawn memory layout (torch may pass expanded ones), and as an array in C order."""
     how = draw.pick(f"{name}.as", ("plain", "expanded", "turned", "none"))
     if how == "expanded":
         values = np.ones(tuple(out.shape))

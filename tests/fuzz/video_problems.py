@@ -98,7 +98,7 @@ def choose_rules(draw: Draw) -> None:
     valid = np.arange(tokens) < lens[:, None]  # (B, S)
     masks = [sabi_oracle.blocks_of(video_oracle.seen(spans, cube, rule, **options), shape) for rule in (video.SlidingTiles((1, 1, 1)), *rules)]
     masks = [sabi_oracle.tokens_of(mask, tokens, tokens, shape) for mask in masks]
-    counts = valid & ~masks[0].all(axis=-1)  # a query whose own cube holds all keys keeps all of them by every rule
+    counts = valid & ~masks[0].all(axis=-1)  # if the blocks of a query's own cube hold all keys, every rule keeps them
     kept = [(video_oracle.shares(*(x.astype(np.float64) for x in (q, k)), mask, scale, lens) * counts[:, None]).sum(axis=(0, 2)) for mask in masks[1:]]
     means = np.stack(kept) / max(1, counts.sum())
 

@@ -62,7 +62,7 @@ static void fill_row(const ba_tensor *t, int64_t *at, int64_t columns) {
     at[last] = 0;
 }
 
-/* Fills a tensor of 1 to 4 axes with list rows over `columns` columns. Some have an entry that the call must refuse. */
+/* Fills a tensor of 1 to 4 axes with list rows over `columns` columns. The input may choose wrong entries. */
 void fz_fill_lists(const ba_tensor *t, int64_t columns) {
     if (!fz_backed(t) || t->ndim < 1 || t->dtype < BA_UINT16 || t->dtype > BA_INT64 || fz_elements(t) == 0 || fz_elements(t) > 1e5) return;
     int64_t at[BA_MAX_DIMS] = {0};
@@ -118,7 +118,7 @@ static void draw_slice(ba_block_sparse_args *a, const fz_sizes *s) {
     if (fz_once_in(6)) a->q_total = fz_numbers_from(batch, rows, rows + 20);
 }
 
-/* Fills a tensor of 2 or 3 axes with runs of `keys` keys, most of which are not empty. */
+/* Fills a tensor of 2 or 3 axes with runs among `keys` keys. Most runs are not empty. */
 void fz_fill_ranges(const ba_tensor *t, int64_t keys) {
     if (!fz_backed(t) || t->ndim < 2 || t->ndim > 3 || t->dtype < BA_UINT16 || t->dtype > BA_INT64 || fz_elements(t) == 0 || fz_elements(t) > 1e5)
         return;

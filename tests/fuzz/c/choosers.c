@@ -165,7 +165,7 @@ void fz_choose(void) {
     a.kept = fz_tensor(FZ_OUTPUT, BA_INT64, 4, kept, FZ_FREE_LAST);
     a.counts = fz_tensor(FZ_OUTPUT, BA_INT32, 3, kept, FZ_FREE_LAST);
     if (fz_once_in(2)) a.scores = fz_tensor(FZ_OUTPUT, BA_FLOAT32, 4, scores, FZ_FREE_LAST);
-    if (fz_once_in(5)) { /* drawn last, so that the inputs of past findings keep their meaning */
+    if (fz_once_in(5)) { /* drawn late, so that the inputs of past findings keep their meaning */
         const int64_t given[] = {batch, fz_once_in(2) ? lists : s.heads, rows, columns};
         a.given_scores = draw_given(given);
         if (fz_once_in(8)) fz_unseen(&a.given_scores);

@@ -63,7 +63,7 @@ int64_t *fz_lengths(int64_t count, int64_t most);
 void fz_set_role(const ba_tensor *t, fz_role role);
 void fz_unseen(const ba_tensor *t); /* declares that the call does not read, and so need not refuse, this tensor */
 bool fz_backed(const ba_tensor *t); /* whether the tensor has the memory that its axes address */
-/* The number of elements; a huge number if axes are negative or elements are too many to work on. */
+/* The number of elements; infinity if an axis is negative and none is 0, and 1 if there cannot be so many axes. */
 double fz_elements(const ba_tensor *t);
 void fz_put(const ba_tensor *t, const int64_t *at, int64_t value); /* sets an element of a tensor of integers, or of BA_BOOL */
 double fz_get(const ba_tensor *t, const int64_t *at);              /* an element */
@@ -113,7 +113,7 @@ void fz_count_skipped(fz_op op);
 void fz_count_compared(fz_op op);
 void fz_print_counts(void);
 void fz_fail(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
-/* The largest number of multiply-adds of a call. Calls with more are skipped. */
+/* Drawn sizes are halved until a call has about this many multiply-adds at most (of select_tokens, ten times as many). */
 #define FZ_MOST_WORK 3e5
 int fz_threads(void);
 
@@ -135,7 +135,7 @@ bool fz_is_heavy(const ba_block_sparse_args *a); /* whether the call might take 
 ba_status fz_forward(const void *args);          /* of ba_block_sparse_args */
 ba_status fz_check_forward(const void *args);
 
-/* Fills a tensor of integers, of 1 to 4 axes, with list rows over `columns` columns. Some have an entry that the call must refuse. */
+/* Fills a tensor of integers, of 1 to 4 axes, with list rows over `columns` columns. The input may choose wrong entries. */
 void fz_fill_lists(const ba_tensor *t, int64_t columns);
 void fz_fill_ranges(const ba_tensor *t, int64_t keys);
 

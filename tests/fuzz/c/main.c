@@ -1,4 +1,4 @@
-/* The function that libFuzzer calls. With -DBA_FUZZ_REPLAY, any compiler can build this file to a program that runs input files. */
+/* The function that libFuzzer calls. With -DBA_FUZZ_REPLAY, any compiler can build this file into a program that runs input files. */
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -77,7 +77,7 @@ static bool is_listed(const ba_block_sparse_args *a, int64_t heads, int64_t kv_h
 
 static double scale_of(double scale, int64_t dim) { return isnan(scale) ? 1 / sqrt((double)dim) : scale; }
 
-/* Whether a key is in the range of a query, if ranges are given. `row` counts packed queries. */
+/* Whether a key is in the range of a query. In packed calls, `row` counts the queries of all sequences. */
 static bool is_in_range(const ba_tensor *ranges, int64_t batch, int64_t row, int64_t key) {
     double ends[2];
     for (int64_t end = 0; end < 2; end++) {

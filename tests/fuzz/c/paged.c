@@ -46,7 +46,7 @@ static void draw_cache(ba_paged_args *a, const sizes *s, fz_role role) {
     a->v_scale = fz_scales(k, s->kv_heads, role);
 }
 
-/* Fills a table with numbers of existing pages, in any order. Without `distinct`, some pages belong to several requests. */
+/* Fills a table with numbers of existing pages, in any order. Without `distinct`, pages may belong to several requests. */
 void fz_fill_table(const ba_tensor *t, int64_t pages, bool distinct) {
     if (!fz_backed(t) || t->ndim < 1 || t->ndim > 2 || fz_elements(t) == 0 || fz_elements(t) > 1e5 || t->dtype < BA_UINT16 || t->dtype > BA_INT64)
         return;
@@ -99,7 +99,7 @@ static void draw_requests(ba_paged_args *a, const sizes *s, int64_t *total) {
 static void draw_selected(ba_paged_args *a, const sizes *s) {
     static const int64_t dtypes[] = {BA_INT32, BA_INT64, BA_INT16};
     if (!fz_once_in(3)) return;
-    const int64_t least = fz_once_in(2) ? 1 : s->width; /* with 1, most lists name only pages that even the shortest request has */
+    const int64_t least = fz_once_in(2) ? 1 : s->width; /* for unusual lists: with 1, they name page 0 alone; else, also pages that a request lacks */
     if (fz_once_in(3)) a->selected_size = fz_unusual() ? fz_unusual_number() : fz_range(1, 40);
     const int64_t size = a->selected_size > 0 ? a->selected_size : s->page_size;
     const int64_t list_heads = a->selected_size && fz_once_in(3) ? 1 : fz_once_in(2) ? s->heads : s->kv_heads;

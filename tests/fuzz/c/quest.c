@@ -65,7 +65,7 @@ void fz_quest_metadata(void) {
     if (fz_once_in(3)) a.begin = fz_lengths(a.batch, s.width * s.page_size);
     a.metadata_tables = draw_table(&s, s.summary_width, s.summary_pages, true);
     if (s.summary_pages < s.summary_width * s.batch || a.metadata_tables.strides[0] == 0 || a.metadata_tables.strides[1] == 0)
-        fz_expect_any_order(); /* two requests write the same summary page */
+        fz_expect_any_order(); /* a summary page may be written for two requests */
     const int64_t wanted = fz_range(0, 6);
     if (wanted <= 4) a.maxblocks = draw_summaries(&s, FZ_PARTIAL);
     if (wanted <= 3) a.minblocks = draw_summaries(&s, FZ_PARTIAL);

@@ -60,7 +60,7 @@ def sum_up(logs, seconds):
         print(f"{'calls':32}{'accepted':>12}{'refused':>12}{'with oracle':>12}{'left out':>12}")
     for name, numbers in counts.items():
         print(f"{name:32}" + "".join(f"{n:12}" for n in numbers))
-    calls = sum(2 * accepted + refused for accepted, refused, *_ in counts.values())  # an accepted call is repeated with other threads
+    calls = sum(2 * accepted + refused for accepted, refused, *_ in counts.values())  # an accepted call runs twice
     print(f"{executions} executions, {calls} calls in {seconds:.0f} s, {executions / max(seconds, 1e-9):.0f} executions a second")
 
 

@@ -114,7 +114,7 @@ static void compare(const ba_select_tokens_args *a) {
 
 /* ---- The call ------------------------------------------------------------------------------------------------------------------ */
 
-/* Fills in finite weights, since every call with other weights would be refused. */
+/* Fills in weights. They are finite unless the input makes one unusual, since calls with other weights are refused. */
 static void fill_weights(const ba_tensor *t) {
     int64_t at[BA_MAX_DIMS] = {0};
     fz_seed();
