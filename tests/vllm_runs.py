@@ -1,4 +1,4 @@
-"""Runs vLLM's CPU engine over a list of cases, and prints a line per case: RESULT, and JSON. tests/test_vllm.py starts it as a process of its own.
+"""Runs vLLM's CPU engine over a list of cases, and prints a line of RESULT and JSON for each. tests/test_vllm.py starts it as a process.
 
     python tests/vllm_runs.py '{"model": "llama", "folder": "...", "cases": [{"options": "1", "engine": {}, "run": "generate"}]}'
 
@@ -100,7 +100,7 @@ def alone(llm):
 
 
 def load(llm, requests=200, seed=0):
-    """Runs requests that arrive at drawn steps, and then each request that was not cancelled by itself. Some requests have a common beginning."""
+    """Runs requests that arrive at drawn steps, and then, one by one, those that were not cancelled. Some have a common beginning."""
     rng = random.Random(seed)
     common = [rng.randrange(3, WORDS) for _ in range(96)]
     prompts = []

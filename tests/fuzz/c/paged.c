@@ -99,7 +99,7 @@ static void draw_requests(ba_paged_args *a, const sizes *s, int64_t *total) {
 static void draw_selected(ba_paged_args *a, const sizes *s) {
     static const int64_t dtypes[] = {BA_INT32, BA_INT64, BA_INT16};
     if (!fz_once_in(3)) return;
-    const int64_t least = fz_once_in(2) ? 1 : s->width; /* for unusual lists: with 1, they name page 0 alone; else, also pages that a request lacks */
+    const int64_t least = fz_once_in(2) ? 1 : s->width; /* of unusual lists: 1: page 0 alone; else also pages that a request lacks */
     if (fz_once_in(3)) a->selected_size = fz_unusual() ? fz_unusual_number() : fz_range(1, 40);
     const int64_t size = a->selected_size > 0 ? a->selected_size : s->page_size;
     const int64_t list_heads = a->selected_size && fz_once_in(3) ? 1 : fz_once_in(2) ? s->heads : s->kv_heads;
