@@ -1,5 +1,5 @@
-"""A fixed sample of the fuzzer's problems: all options of an operation are drawn together, and results are compared with an oracle. `make fuzz`
-draws other problems."""
+"""A fixed sample of the fuzzer's problems: all options of an operation are drawn together, and results are compared with an oracle.
+`make fuzz` draws other problems."""
 
 from contextlib import suppress
 

@@ -30,7 +30,7 @@ def test_queries_stand_where_q_begin_says(begin, dtype, rules):
 
 
 def test_few_queries_of_many_take_the_path_of_many():
-    """With q_total, a query of 300 has the bits of the whole call. Without, it runs on the kernel for few queries, which sums in another order."""
+    """With q_total, a query of 300 has the bits of the whole call. Without, a kernel for few queries sums in another order."""
     q, k, v = testing.make_qkv(1, 4, 1, 300, 500, 64, dtype="float32", seed=3)
     whole = attend(q, k, v, causal=True)[0]
     one = {n: attend(q[:, :, 77:78], k, v, causal=True, q_begin=277, **n_total)[0] for n, n_total in ((1, {}), (300, {"q_total": 300}))}

@@ -172,8 +172,8 @@ def test_pages_that_quest_does_not_choose_are_left_out(starts):
 @pytest.mark.parametrize("starts", [(0, 0), (3, 0), (3, 9)])
 @pytest.mark.parametrize("tokens", [2, 5, 32])
 def test_draft_tokens_attend_as_in_single_steps(tokens, starts):
-    """Draft tokens have the bits of single steps, except a first draft below `min_tokens`, which attends all keys. Tokens after a prompt do not
-    count as part of the prompt."""
+    """Draft tokens have the bits of single steps, except a first draft below `min_tokens`, which attends all keys. Tokens after a prompt do
+    not count as part of the prompt."""
     config = transformers.LlamaConfig(num_hidden_layers=1)
     total = 60
     keys, values, q = tensors(2, 2, total, 8), tensors(2, 2, total, 8, seed=1), tensors(2, 4, total, 8, seed=2)

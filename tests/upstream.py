@@ -2,8 +2,8 @@
 
 Upstream's sizes take hours on two cores, so each suite runs at a fraction of these sizes by default, and at the full sizes with ``-m full``. Of the
 largest grids only a sample runs, in which every block shape occurs at every shape and at every sparsity. Problems of up to 1024 tokens are
-compared completely. For longer problems, some query tokens of every block row are compared with the float64 reference, and the whole output must be
-finite.
+compared completely. For longer problems, some query tokens of every block row are compared with the float64 reference, and the whole output
+must be finite.
 """
 
 import functools

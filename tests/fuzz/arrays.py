@@ -109,7 +109,7 @@ def bits_of(array: Any) -> bytes:
 
 # ---- Views --------------------------------------------------------------------------------------------------------
 
-# The position of an array in its buffer. offset: it begins some elements later; gaps: each axis may have unused entries before and after it;
+# The position of an array in its buffer. offset: begins some elements later; gaps: each axis may have unused entries before and after it;
 # steps: it has only every second or third entry of some axes; turned: its axes have another order in memory; reversed: some axes have
 # negative strides.
 VIEWS = ("plain", "offset", "gaps", "steps", "turned", "reversed")

@@ -42,7 +42,7 @@ def cube_of(token: Token, cube: Sequence[int]) -> tuple[tuple[int, ...], tuple[i
 
 
 def order_of(spans: Sequence[Any], cube: Sequence[int]) -> list[int]:
-    """Tokens of full cubes, then of ragged cubes, both by falling size of their grid's full cubes and in raster order, then plain tokens."""
+    """Tokens of full cubes, then of ragged cubes, by falling size of their grid's full cubes and in raster order; then plain tokens."""
     keys = []
     for n, token in enumerate(tokens_of(spans)):
         if token.grid is None:
