@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that the speeds in README.md and in the summary of docs/performance.rst are those of the files under benchmark/results.
+"""Checks that the speeds in tables of README.md and of the summary of docs/performance.rst are those of the files under benchmark/results.
 
 The speeds of the files are rounded as in the documents. The exit code is 1 if one differs. A row of a table is found by its first cell.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the documents' pictures into docs/images: block lists by the library's own plot functions, and results of benchmark/results.
+"""Draws pictures of the documents into docs/images: block lists by the library's own plot functions, and results of benchmark/results.
 
     python docs/pictures.py      # in a checkout that has been built in place
 """
