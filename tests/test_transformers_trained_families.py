@@ -152,11 +152,18 @@ def test_generated_tokens_are_those_of_eager_attention(name, sparse):
     assert computed_here()
 
 
+def move(layer):
+    """Gives tokens other positions, if the layer keeps positions."""
+    if layer.indexer_position_ids is not None:
+        layer.indexer_position_ids = 3 * layer.indexer_position_ids
+
+
 CHANGES = {
     "none": lambda model, layer: None,
     "cropped": lambda model, layer: layer.crop(-3),
     "reordered": lambda model, layer: layer.reorder_cache(torch.tensor([1, 1, 0])),
     "written to": lambda model, layer: layer.indexer_keys[:, :5, :8].mul_(-1) if layer.is_indexer_initialized else None,
+    "moved": lambda model, layer: move(layer),
     "other weights": lambda model, layer: [x.normal_(std=3) for name, x in model.named_parameters() if re.search("k_layernorm|ape", name)],
 }
 
