@@ -178,6 +178,7 @@ def balance(sabi: ArrayLike, *, per_head: bool = False) -> float:
     return _evenness(work.sum(axis=-1) if flag(per_head, "per_head") else work)
 
 
+@in_usual_mode
 def picture(sabi: ArrayLike, columns: int | None = None, *, max_rows: int = 32, max_columns: int = 32) -> str:
     """Text picture of a block list: two characters per cell, one header line per head.
 

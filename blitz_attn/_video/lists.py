@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from .. import _arrays
+from .._float_mode import in_usual_mode
 from .._sabi.block_list import BlockList, listed
 from .._sabi.lists import check_entries, checked_shape, filled, padded, result_dtype, sides_of
 from .order import TokenOrder, order_of_grids
@@ -228,6 +229,7 @@ def density(
     dense_tokens: Integers | None = None,
     per_head: bool,
 ) -> Any: ...
+@in_usual_mode
 def density(
     order: TokenOrder,
     rule: Rule | Sequence[Rule],

@@ -115,6 +115,9 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
         comm = _shrink(comm, mpi)
 
 
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # dtypes that messages have, by bytes per element
+
+
 def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], *, axis: int = 2, comm: Any = None) -> ndarray:
     """Bring tokens from the ranks that hold them to the ranks that hold them in a new plan. All ranks call this function together.
 
@@ -140,8 +143,9 @@ def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], 
 
     Raises
     ------
-    ValueError
-        `x` does not have as many tokens as ``before[rank]``, or no rank has a token that some rank is to have. All ranks raise the error.
+    TypeError, ValueError
+        `x` has another dtype. `x` does not have as many tokens as ``before[rank]``, or no rank has a token that some rank is to have. All
+        ranks raise the error.
 
     See Also
     --------
@@ -163,6 +167,8 @@ def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], 
         array = np.moveaxis(np.asarray(x), axis, 0)
         agreement.same("before and after", (*had, *wanted))
         agreement.same("x", (array.dtype.str, array.shape[1:]))
+        if array.dtype.hasobject or array.dtype.itemsize not in _BITS:
+            raise TypeError(f"x: expected numbers of 1, 2, 4 or 8 bytes, got {array.dtype}")
         if len(array) != len(had[rank]):
             raise ValueError(f"x: expected the {len(had[rank])} tokens of before, got shape {np.shape(x)}")
         last = max((int(tokens.max(initial=-1)) for tokens in (*had, *wanted)), default=-1)
@@ -182,7 +188,7 @@ def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], 
         sides.append((counts.tolist(), (np.cumsum(counts) - counts).tolist()))
     received = np.empty((len(wanted[rank]), *array.shape[1:]), array.dtype)
     if row:
-        bits = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize]
+        bits = _BITS[array.dtype.itemsize]
         sent = np.ascontiguousarray(array[np.concatenate(sends)])
         buffer = np.empty_like(received)
         comm.Alltoallv([sent.view(bits), sides[0]], [buffer.view(bits), sides[1]])

@@ -70,6 +70,11 @@ def test_tokens_are_redistributed_for_a_new_plan():
         assert np.array_equal(result, shard(after[rank]))
 
 
+def test_numbers_that_messages_cannot_have_are_refused():
+    texts = sentences(2, lambda comm: redistribute(np.zeros(5, complex), [[(0, 5)], [(5, 10)]], [[], []], axis=0, comm=comm))
+    assert texts == ["TypeError: x: expected numbers of 1, 2, 4 or 8 bytes, got complex128"] * 2
+
+
 def test_tokens_that_no_rank_has_are_named():
     texts = sentences(2, lambda comm: redistribute(np.zeros(5), [[(0, 5)], [(5, 10)]], [[(0, 11)], []], axis=0, comm=comm))
     assert texts == ["ValueError: before: expected every token of after, got none that has token 10"] * 2

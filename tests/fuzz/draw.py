@@ -48,8 +48,10 @@ class Draw:
             raise KeyError(f"option {name} is drawn twice")
         if name in self.fixed:
             value = self.fixed[name]
-            if value not in choices:
+            same = [one for one in choices if one == value or (one != one and value != value)]  # NaN
+            if not same:
                 raise Discard(f"{name}={value!r}")
+            value = same[0]
         elif weights is None:
             value = choices[int(self._fractions(name)[0] * len(choices))]
         else:
