@@ -377,7 +377,7 @@ assert results == [(alone, alone)]
 @unsanitized
 @pytest.mark.parametrize("kib", [256, 512])
 def test_small_stacks(kib):
-    """RLIMIT_STACK sets the size of the stacks of the program's first thread and of all others."""
+    """RLIMIT_STACK limits the stack of the program's first thread, and is the default size of all others. (Workers have at least 1 MiB.)"""
     limit = (kib << 10, kib << 10)
     run(SMALL_STACK, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, limit))
 

@@ -45,7 +45,8 @@ class Pages(NamedTuple):
         return Pages.of, (self.keys, self.values, self.length)
 
     def with_length(self, length: int) -> Pages:
-        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))  # last page: made again
+        # Where tokens were cut off, the summary of the page that is now the last is made again, without them.
+        summarised = self.summarised if length >= self.length else min(self.summarised, max(0, length - 1))
         return self._replace(length=length, views=_views(self.keys, self.values, length), summarised=summarised)
 
     def with_room(self, tokens: int) -> Pages:
@@ -58,8 +59,8 @@ class Pages(NamedTuple):
         return Pages.of(keys, values, self.length, self.starts)
 
     def with_whole_pages(self, end: int, starts: tuple[int, ...], size: int) -> Pages:
-        """The same, in larger buffers where these do not hold whole pages of `size` tokens, from `starts` on, for all tokens before
-        `end`, and at least one page from each start."""
+        """These pages, if from each of `starts` on the buffers have room for whole pages of `size` tokens, at least one, up to the page
+        with token `end` - 1. Otherwise the same in larger buffers, which have this room."""
         needed = max((start + max(1, -((start - end) // size)) * size for start in starts), default=end)
         if needed <= self.keys.shape[1]:
             return self
@@ -317,8 +318,8 @@ def _copied(layer: Any) -> Any:
 class PagedCache(cache_utils.DynamicCache):
     """Pages for the layers that attend to everything; for other layers what `DynamicCache` has.
 
-    Methods that change all layers make new layers and publish them by one assignment, so that an exception leaves all as they were. (The
-    states of linear attention that a step updates are transformers' own.)
+    Methods that change all layers make new layers and publish them by one assignment, so that an exception leaves all as they were. (A
+    step is not such a method: it changes the states of linear attention in place, by the code of transformers.)
     """
 
     def __init__(self, config: Any, page_size: int) -> None:

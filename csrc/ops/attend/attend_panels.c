@@ -107,8 +107,8 @@ static void attend_chunk(const ba_attend_call *c, const ba_attend_scratch *w, co
         ba_skip_keys(&chunk, skip);
     }
     const int64_t shared = ba_max(0, here->shared - skip), others = chunk.keys - shared;
-    /* The panels of this chunk cannot wait where the ring has no slot for an earlier chunk, or where rows of this chunk are packed into memory that
-     * the rows of the next chunk need, too. */
+    /* The panels of this chunk cannot stay collected while the next chunk is attended in two cases: where w->chunk has slots for two chunks only, the
+     * current and the next one, or where rows of this chunk are packed into memory that the rows of the next chunk need, too. */
     const bool alone = c->chunks == 2 || others;
     if (alone || many->walks >> here->walk & 1) flush(c, many);
     const pack_job k = {c->pack_k, w->packed_k, w->packed_k_rows, chunk.k_scale, p->head_dim},
