@@ -235,8 +235,8 @@ class Report:
 
 
 def parse_rows(text: str, first_columns: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of tables among any other output. A header is a line that starts with one of `first_columns`; a row is a line below the
-    header with as many cells. Text behind a # is ignored."""
+    """The rows of tables among any other output. A header is a line of more than five cells, of which the first is one of `first_columns`;
+    a row is a line below the header with as many cells. Text behind a # is ignored."""
     header: list[str] = []
     rows = []
     for line in text.splitlines():

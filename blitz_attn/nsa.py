@@ -72,7 +72,9 @@ RULES = (
 
 SHOWN = 8  # lengths of sequences in the repr of a cache
 
-PIECE_ELEMENTS = 1 << 22  # about how many elements of a branch's output (of its gradient: per thread) a call holds at a time
+# A forward call holds about so many elements of a branch's output at a time. A backward call holds about so many elements of the
+# gradient of such an output, for each thread.
+PIECE_ELEMENTS = 1 << 22
 
 
 def __dir__() -> list[str]:
@@ -298,8 +300,9 @@ def nsa(
     selected branch, where upstream gives NaN.
 
     A call over the last queries of a sequence returns, bit for bit, their rows of the call over all queries. In mslk mode, these queries
-    must begin where a tile begins, because a tile selects by all of its queries; and there, later tokens may change the rows of earlier
-    tokens. With `compressed_kv`, such a call reads the compressed keys and values, the selected blocks and the window, and no other tokens.
+    must begin where a tile begins, because a tile selects by all of its queries; and in this mode, later tokens may change the rows of
+    earlier tokens. With `compressed_kv`, such a call reads the compressed keys and values, the selected blocks and the window, and no other
+    tokens.
 
     Of blocks with equal scores, the lower is selected. Sums are made in float32 (float64 for float64). A long call without a context is
     computed in pieces of queries, so that the results of the three branches never exist as a whole. Memory is linear in the number of

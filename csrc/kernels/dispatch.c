@@ -52,9 +52,9 @@ const ba_kernels *ba_kernels_at(ba_isa level) {
 
 const ba_kernels *ba_kernels_active(void) { return ba_kernels_at(ba_isa_active()); }
 
-/* The level of the kernels that do each job of a dtype. Few calls whose family has no few kernels use those of the cache's dtype. Gradients whose
- * family has no kernels for them use those of the vector family. A cache is listed with its own kernels, although bfloat16 queries over it may use
- * those of the bfloat16 family. */
+/* The level of the kernels that do each job of a dtype. Calls of few queries use the few kernels of the cache's dtype where their family has none.
+ * Gradients whose family has no kernels for them use those of the vector family. A cache is listed with its own kernels, although bfloat16 queries
+ * over it may use those of the bfloat16 family. */
 static ba_isa few_isa(const ba_kernels *table, ba_dtype dtype) {
     const ba_attend_family *family = table->attend[dtype];
     return family->few->attend[dtype] != NULL && ba_tuning_at(family->isa)->few_least_heads[dtype] > 0 ? family->isa : table->cache[dtype]->isa;

@@ -571,8 +571,8 @@ typedef BA_MAGNITUDE((*ba_magnitude_fn));
 typedef BA_QUANTISE((*ba_quantise_fn));
 
 /* The kernels for a dtype of K and V that may differ from that of the queries: a quantised cache, or a half-precision one under float32 queries. Such
- * calls use a level's float families, whose attend reads floats, which `pack` makes. Families that take scales attend rows that `widen` has made. Few
- * calls use `few`, unless the family of the queries' dtype has a kernel of its own for this dtype. */
+ * calls use a level's float families, whose attend reads floats, which `pack` makes. Families that take scales attend rows that `widen` has made.
+ * Calls of few queries use `few`, unless the family of the queries' dtype has a kernel of its own for this dtype. */
 typedef struct ba_cache_kernels {
     ba_isa isa;
     int prefetch_level;    /* BA_PREFETCH_LEVEL of traits.h */
@@ -628,7 +628,7 @@ typedef struct ba_prefetch_tuning {
                                               most those of `keys` keys. 0: there is no such pass */
 } ba_prefetch_tuning;
 
-/* Few calls. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */
+/* For calls of few queries. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */
 typedef struct ba_few_tuning {
     int64_t part_keys;       /* the most keys of a part, where keys are split among threads: least_part_keys times a power of two */
     int64_t least_part_keys; /* the fewest keys of a part: a multiple of `keys` */
@@ -666,12 +666,12 @@ typedef struct ba_tuning {
     int64_t page_offset;     /* packed queries begin at a page; o and packed K and V begin so many bytes after the start of a page. 0: anywhere */
     int64_t least_pairs[BA_FLOAT_DTYPES]; /* by dtype: queries that must attend a key, on average, for packing K and V to pay. Batch entries with
                                              fewer queries per key use the vector family. 0: packing always pays */
-    ba_few_tuning few;                    /* few calls */
-    ba_few_tuning tile_few; /* few calls that run on tiles, where the level has tiles. Where tile_few.keys is 0, `few` applies to them */
+    ba_few_tuning few;                    /* for calls of few queries */
+    ba_few_tuning tile_few; /* for calls of few queries on tiles, where the level has tiles. Where tile_few.keys is 0, `few` applies to them */
 } ba_tuning;
 
-/* The numbers of a level. A family is tuned by the numbers of its own level, even where a higher level uses the family. Few calls are tuned by the
- * numbers of the level in use. */
+/* The numbers of a level. A family is tuned by the numbers of its own level, even where a higher level uses the family. Calls of few queries
+ * are tuned by the numbers of the level in use. */
 const ba_tuning *ba_tuning_at(ba_isa level);
 
 #endif

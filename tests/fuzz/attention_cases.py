@@ -46,7 +46,7 @@ class Case:
 
     @property
     def mask_sizes(self) -> tuple[int, ...]:
-        """The sizes of a mask without axes of length 1."""
+        """The sizes of a mask in which no axis is shortened to length 1."""
         return (*self.problem.q.shape[:3], self.problem.k.shape[2])
 
 
@@ -215,7 +215,7 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
 def listed(
     blocks: np.ndarray, dtype: str, rng: np.random.Generator, *, extra: int = 0, shuffled: bool = False, garbage: bool = False
 ) -> np.ndarray:
-    """The block list of a mask: each row's columns, rising or shuffled, a pad, and in some cases garbage behind the pad."""
+    """The block list of a mask: each row's columns, rising or shuffled. Places that are left hold pads, or one pad and then garbage."""
     columns, info = blocks.shape[-1], np.iinfo(dtype)
     keys = rng.random(blocks.shape) if shuffled else np.broadcast_to(np.arange(columns) / max(columns, 1), blocks.shape)
     order = np.argsort(np.where(blocks, keys, 2.0), axis=-1, kind="stable")

@@ -1,6 +1,7 @@
 """Runs problems in worker processes until the time is over, and shrinks those that fail.
 
-Before each problem, a worker writes its number and name into shared memory, so that the parent can name the problem of a crash or a hang.
+Before each problem, a worker writes the problem's number and operation into shared memory, so that the parent can name the problem of a crash or
+a hang.
 """
 
 from __future__ import annotations

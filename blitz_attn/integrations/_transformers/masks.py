@@ -338,10 +338,11 @@ _SHAPE_ALONE = frozenset({_aten.empty_like, _aten.full_like, _aten.ones_like, _a
 class RuleMask(torch.Tensor):
     """A mask of shape (B, 1, Sq, Skv), or (B, Sq, Skv) as indexers take it, that holds rules instead of elements.
 
-    It is a tensor, so that transformers and models hand it on like any other mask. An operation of torch on it makes the elements,
-    True where a query sees a key, and works on those elements. Only an alias, ``mask[:, 0]`` and the result of `among`
-    joined to its mask keep the rules. Where a model adds the mask to scores or to a position bias, 0 and the smallest finite number are
-    added in place of True and False. Operations whose meaning depends on the numbers that a model expects in its mask are refused.
+    It is a tensor, so that transformers and models hand it on like any other mask. Four operations of torch on it keep the rules: `detach`,
+    `alias`, ``mask[:, 0]`` of a mask without `listed`, and ``mask & mask.among(listed)``. Other operations make the elements, True where a
+    query sees a key, and work on those elements. Where a model adds the mask to scores or to a position bias, 0 and the smallest finite
+    number are added in place of True and False. Operations whose meaning depends on the numbers that a model expects in its mask are
+    refused.
 
     Attributes
     ----------

@@ -128,7 +128,7 @@ static void swap(candidate *a, candidate *b) {
 static int64_t split(const divider *d, candidate *all, int64_t n, int64_t low, int64_t high);
 
 /* Picks a pivot among n candidates, which are all different, and moves all better candidates to the front, with the pivot right behind them. Returns
- * the place of the pivot, which is near `wanted`. */
+ * the place of the pivot, which is near `wanted` where n is at least LEAST_SAMPLED. */
 static int64_t divide(const divider *d, candidate *all, int64_t n, int64_t wanted) {
     enum { SAMPLE = 32, LEAST_SAMPLED = 8 * SAMPLE };
     int64_t of_pivot = n / 2;
