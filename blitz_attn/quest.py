@@ -65,8 +65,8 @@ def quest_prefill_metadata(
         is named twice.
     maxblocks, minblocks : array
         ``(summary pages, rows, N, D)``, of the dtype of `k_cache` (for 8-bit caches float32), written in place. Either may be None. If rows
-        equals block_size, as upstream [2]_, one of these arrays may be `k_cache` itself (layout NHD): its summaries then lie in pages of
-        the cache that hold no keys.
+        equals block_size, as it does upstream [2]_, one of these arrays may be `k_cache` itself (layout NHD): its summaries then lie in
+        pages of the cache that hold no keys.
     start_lens : sequence of int, optional
         ``(B,)``: only blocks with tokens from ``start_lens[b]`` on are summarised. Default: all blocks.
     kv_layout : {"NHD", "HND"}
@@ -331,8 +331,8 @@ def quest_block_select_paged_in_out_w(
     query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
         See `quest_block_select_paged`. `seq_lens` are the present lengths, which `metadata_block_tables` covers.
     tokens_since_metadata_update : int or sequence of int
-        Number of tokens that each request has got since its summaries were last made: one number for all, or ``(B,)``. The number -1 turns
-        the whole rule off; within a sequence, -1 forces no newest block of that request.
+        Number of tokens that each request has got since its summaries were last made: one number for all, or ``(B,)``. A single -1
+        for all turns the whole rule off; a -1 among ``(B,)`` numbers forces no newest block of its own request.
     selected_indices : array of int32
         ``(B, N, k)``, written in place. The shape ``(B, H, k)`` selects for each query head. Unused entries hold -1.
 

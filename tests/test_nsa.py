@@ -179,7 +179,7 @@ def test_upstream_varlen(lengths):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype, size, heads, kv_heads):
     """Many queries that choose the same blocks are attended block by block. Blocks here are longer or shorter than a kernel attends at a time.
-    A query and its gradients have the same bits alone, with other threads, and together with other queries."""
+    Results and gradients have the same bits with other threads and without the other batch entry, results also beside other neighbours."""
     rules = {"compress_block_size": size, "num_selected_blocks": 5, "window_size": 16}
     q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype=dtype, batch=2)
     check(q, k, v, **rules)
@@ -340,7 +340,7 @@ def test_everything_is_dense(mode, branch, wide, causal):
 @pytest.mark.parametrize("lengths", [101, [33, 0, 101, 1]], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_compress(weighted, dtype, size, stride, lengths):
-    """Results are compared in every dtype, and gradients in the dtypes whose sums are not rounded in between."""
+    """Results are compared in every dtype, gradients only in the dtypes in which they are summed, float32 and float64."""
     _, k, v, options = problem(lengths, 4, 2, 16, 24, packed=isinstance(lengths, list), dtype=dtype, weights=WEIGHTS[:2])
     weights = [options.pop(name) for name in WEIGHTS[:2]]
     call = k, v, size, *(weights if weighted else ())

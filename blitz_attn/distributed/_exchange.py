@@ -31,7 +31,7 @@ def window(shape: tuple[int, ...], dtype: str) -> ndarray:
         return np.zeros(shape, dtype)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if sys.platform == "linux":
-        flags |= 0x4000  # MAP_NORESERVE, which the module names from Python 3.12 on
+        flags |= 0x4000  # MAP_NORESERVE, which the module `mmap` names from Python 3.13 on
     return np.frombuffer(mmap.mmap(-1, count, flags=flags), dtype).reshape(shape)
 
 
@@ -132,9 +132,9 @@ class Stages:
     """The stages of one call on one rank: one KV head each.
 
     While a stage is computed, the keys and values of the next stage travel, and so do the queries of rows that other ranks hold. Results of
-    such rows travel back. A rank's stages are in the order of its KV heads. A rank with fewer stages than others only sends at the end.
-    With `comm_type` "all_gather", step n is that of KV head n on every rank instead, and a rank that does not compute this head only sends
-    and gathers.
+    such rows travel back. A rank's stages are in the order of its KV heads. A rank with fewer stages than others has nothing to compute
+    in the last steps, and only sends then. With `comm_type` "all_gather", step n is that of KV head n on every rank instead, and a rank
+    that does not compute this head only sends and gathers.
 
     Parameters
     ----------
@@ -436,7 +436,7 @@ class Sums:
         self.parts = []
 
     def finish(self) -> None:
-        """Add the parts that have arrived."""
+        """Wait until the parts of the last `send` have arrived, and add them."""
         if self.pending is None:
             return
         transfer, arriving, _ = self.pending

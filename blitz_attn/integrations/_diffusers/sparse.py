@@ -395,7 +395,7 @@ def attend_here(
 
 
 def leave_here(reason: str) -> None:
-    """Leave the attention of the layer that this thread is in as it is, up to the end of the layer."""
+    """Leave attention unchanged up to the end of the layer that this thread is in."""
     now, layer = _here.now, _here.layer
     if now is None or layer is None or now.order is None:
         return

@@ -538,7 +538,8 @@ class _TracedPart:
 
 @dataclass(frozen=True)
 class TracedMask:
-    """Stands for a `RuleMask` while torch traces. It is not a tensor: a model whose own code works on its mask gets an error.
+    """Stands for a `RuleMask` while torch traces. It is not a tensor: a model whose own code works on its mask gets an error, unless it
+    only takes ``mask[:, 0]`` and adds that to scores (`_TracedPart`).
 
     Attributes
     ----------

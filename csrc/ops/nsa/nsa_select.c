@@ -1,8 +1,8 @@
 /* The selection of native sparse attention: chooses the blocks that each query, or each tile of queries, attends.
  *
  * The rows of the result are the lanes of a panel. A chunk of compressed keys gives scores [key][lane], from which scores of blocks [block][lane] are
- * made. Each lane's blocks with the highest scores are chosen. Every step works on all lanes at once. A thread holds the block scores of one panel at
- * a time. */
+ * made for all lanes at once. Each lane's blocks with the highest scores are then chosen, for BA_CHOOSE_LIST_ROWS lanes at a time. A thread holds the
+ * block scores of one panel at a time. */
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -103,7 +103,7 @@ typedef struct item_rows {
     int64_t queries, keys;  /* of the sequence: queries in this call, and compressed keys */
     int64_t begin;          /* token number of the sequence's query 0 */
     int64_t blocks;         /* blocks of the sequence that can be selected */
-    int width;              /* of the panels: 0 wide, 1 narrow where that has room for the rows of all heads of the group */
+    int width;              /* of the panels: 0 wide, 1 narrow; select_item() decides */
     int64_t lanes;          /* of such a panel */
     int64_t side;           /* query heads whose rows lie side by side in a panel: several where the rows leave room for them */
 } item_rows;
