@@ -96,7 +96,7 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # such builds
 
 
 class BuildExt(build_ext):
-    """Compiles each C file with its own flags, several files at a time, and only files that have changed."""
+    """Compiles each C file with its own flags, several at a time. A file is left out where it, its headers and flags are unchanged."""
 
     shows_progress = False  # True: with -q, too
 

@@ -410,8 +410,8 @@ def in_turns(contenders: Sequence[Contender], args: argparse.Namespace, progress
 
 
 class Clock:
-    """Adds up the seconds that modules of torch take, without the time of the linear layers in them. The layer `counted` is not left
-    out."""
+    """Adds up the seconds that modules of torch take, without the time of the linear layers in them. The linear layer
+    `counted`, if there is one, counts, too."""
 
     def __init__(self, modules: Iterable[Any], now: Callable[[], float] = time.perf_counter, counted: Any = None) -> None:
         import torch

@@ -4,8 +4,8 @@
     python benchmark/distributed.py | python benchmark/plot.py
     python benchmark/distributed.py --tokens 65536 --ranks 8 --dispatches cut items
 
-Each row describes a plan. `Moved` divides the bytes that a rank receives (including the queries and results of dispatch "items") by the
-bytes of keys and values that an all-gather would bring it, and is the largest such quotient of a rank. `Imbalance` is the load of the
+Each row describes a plan. `Moved` is the largest quotient, among all ranks, of the bytes that a rank receives (including the queries and
+results of dispatch "items") and the bytes of keys and values that an all-gather would bring it. `Imbalance` is the load of the
 busiest rank over the mean load. Nothing is measured, so the table is the same on every machine. To time ranks: mpirun -n 4 python -m mpi4py
 examples/context_parallel.py.
 """

@@ -7,9 +7,9 @@
 
 One request. These are timed: dense paged decode, making the summaries of all pages (Build), the choice of blocks (Select), attention over
 the chosen blocks (Attend), and Select and Attend in a row (Both). A step goes through several layers, so that it finds in a cache only what
-it would also find there in a real model. Each layer has its own queries, tables and summaries. Layers share pages only where the pool, of
-four times the largest cache, has too few. Times are for one layer. The byte model counts the bytes that must be read: for dense decode, all
-of K and V; for Both, the summaries and the K and V of the chosen blocks. README.md in this folder explains the columns.
+it would also find there in a real model. Each layer has its own queries, tables and summaries. Layers share pages only where the pool, with
+four times the bytes of the largest cache, has too few. Times are for one layer. The byte model counts the bytes that must be read: for
+dense decode, all of K and V; for Both, the summaries and the K and V of the chosen blocks. README.md in this folder explains the columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from operations import ITEM_BYTES, Decode, bits_options, draw_cache, draw_tables
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 QUICK_CONTEXTS = (4096, 32768, 131072)
 MOST_LAYERS = 32
-CACHES_OVER = 4  # a step's summaries have this many times the size of the largest cache, unless that takes more than MOST_LAYERS
+CACHES_OVER = 4  # a step's summaries have this many times the size of the largest cache, unless that takes more layers than MOST_LAYERS
 PROBE_SECONDS = 0.05
 SCORE_TOLERANCE = 1e-4  # of float32 scores against float64 scores, relative to the largest score
 
@@ -56,7 +56,7 @@ class Layers:
         self.summary_bytes = 2 * self.count * args.kv_heads * args.head_dim * item
         self.picked_bytes = min(self.blocks * args.page, context) * token_bytes(args.dtype, args.kv_heads, args.head_dim)
         self.layers = min(MOST_LAYERS, max(1, -(-largest // self.summary_bytes)))
-        self.few = min(self.layers, max(1, -(-2 * largest // self.kv_bytes)))  # as many layers as exceed the caches if all of K is read
+        self.few = min(self.layers, max(1, -(-2 * largest // self.kv_bytes)))  # so many layers that reading all of K exceeds the caches
         self.pool_pages = max(self.count, -(-largest * self.count // self.kv_bytes))
         self.args = args
 

@@ -262,9 +262,9 @@ typedef enum ba_select_method {
     BA_SELECT_MAX,   /* the largest q . k of the page's tokens, NaN where one of these products is NaN; a = k_cache, b not given */
 } ba_select_method;
 
-/* Selects the K pages with the highest scores for each request and each KV head (or query head). The first `sink` pages and the newest
- * pages are always selected. Only pages of the request itself compete; of equal scores, the lower page wins. The queries of a request share
- * its rows: a page's score is the largest of its scores for these queries, NaN where one of these scores is NaN. */
+/* Selects the K pages with the highest scores for each request and each KV head (or query head). The first `sink` and the newest
+ * `recent` pages are always selected, as far as there is room. Only pages of the request itself compete; of equal scores, the lower page wins. The
+ * queries of a request share its rows: a page's score is the largest of its scores for these queries, NaN where one of these scores is NaN. */
 typedef struct ba_select_args {
     ba_select_method method;
     ba_tensor q;             /* (B, H, D), one query per request; with cu_q (T, H, D) */
@@ -304,8 +304,8 @@ typedef enum ba_chooser {
     BA_CHOOSER_ANTIDIAGONAL,   /* rows and groups have pool_q = pool_k tokens; the product of a row and a group is the mean of the products of tokens
                                 * along their antidiagonal */
     BA_CHOOSER_SAMPLED_ROWS,   /* a block of queries is cut into pool_q equal parts; a row is the last query of a part, and a group is a key */
-    BA_CHOOSER_VERTICAL_SLASH, /* the last pool_q queries of a sequence against every key. A block's score is the attention mass of its keys, plus the
-                                * attention mass of its distances between query and key */
+    BA_CHOOSER_VERTICAL_SLASH, /* the last pool_q queries of a sequence against every key. A block's score is the attention mass of its keys, plus, as
+                                * a mean over its queries, the attention mass of the distances from the query to these keys */
     BA_CHOOSER_GIVEN,          /* scores come with the call: `given_scores` */
 } ba_chooser;
 
@@ -513,9 +513,9 @@ BA_API ba_status ba_set_num_threads(int num_threads);
 BA_API const char *ba_num_threads_source(void); /* which of these rules decided, as a short text */
 
 /* Makes long calls of this thread stoppable. While a call runs, the library calls `poll(context)` about twenty times a second, in the thread
- * that made the call and with no lock held. When `poll` returns a value other than 0, all threads of the call stop within some milliseconds and
- * the call returns BA_INTERRUPTED. `poll` may itself call the library. Every thread starts with NULL, with which calls run to their end. Returns
- * BA_ERROR_MEMORY, and sets nothing, where this is the thread's first call and there is no memory. */
+ * that made the call. No other call waits for a lock that this thread then holds. When `poll` returns a value other than 0, all threads of the call
+ * stop within some milliseconds and the call returns BA_INTERRUPTED. `poll` may itself call the library. Every thread starts with NULL, with which
+ * calls run to their end. Returns BA_ERROR_MEMORY, and sets nothing, where this is the thread's first call and there is no memory. */
 typedef int (*ba_poll_fn)(void *context);
 BA_API ba_status ba_set_poll(ba_poll_fn poll, void *context);
 
@@ -524,7 +524,7 @@ BA_API int ba_isa_parse(const char *name);     /* the level of that name; -1: th
 BA_API ba_isa ba_isa_detected(void);           /* the highest level that this CPU, this system and this build have and that is fast on this CPU */
 BA_API ba_isa ba_isa_active(void);             /* the highest level in use: the detected level, or the cap where that is lower */
 BA_API ba_status ba_isa_set_cap(ba_isa level); /* BLITZ_ATTN_ISA is the first cap; a cap above the detected level has no effect */
-BA_API const char *ba_isa_note(void);          /* one sentence that says why the active level is what it is; valid until this thread's next call */
+BA_API const char *ba_isa_note(void);          /* one sentence that says why the active level is what it is; valid until this thread calls it again */
 BA_API const char *ba_cpu_model(void);         /* the CPU's own name for itself, or "unknown CPU" */
 
 /* The list of kernels that a level uses: attention (attend_..., with the sizes of its panels), a few queries (few_...) and gradients (gradient_...)
@@ -541,8 +541,8 @@ BA_API double ba_probe_flops(ba_isa level, double seconds, int num_threads);
  * of changing operands from the first-level cache, and the first quarter of the time is not counted. 0 where the level has no tiles. */
 BA_API double ba_probe_tile_flops(ba_isa level, double seconds, int num_threads);
 /* Reads memory over and over for about `seconds`, and returns the bytes/s of all threads together. The threads share out the `bytes` bytes of `data`;
- * where `data` is NULL, each thread reads `bytes` bytes of its own. Also returns 0 where `data` has fewer than 512 bytes per thread, or where there
- * is no memory. With seconds = 0, `data` is read only once, so that data in no cache is measured as it comes from memory. */
+ * where `data` is NULL, each thread reads `bytes` bytes of its own. Returns 0 where ba_probe_flops() does, where `data` has fewer than 512 bytes per
+ * thread, and where there is no memory. With seconds = 0, `data` is read only once, so that data in no cache is measured as it comes from memory. */
 BA_API double ba_probe_read(ba_isa level, const void *data, int64_t bytes, double seconds, int num_threads);
 
 #ifdef __cplusplus

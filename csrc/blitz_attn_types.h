@@ -44,8 +44,8 @@ typedef enum ba_dtype {
 
 enum { BA_MAX_DIMS = 4 };
 
-/* A strided view of memory that the caller owns. Strides count elements, not bytes. They may be 0 (inputs only) or negative on every
- * axis except the last, which must be contiguous where it runs over the channels of a head. No two elements of an output may share memory.
+/* A strided view of memory that the caller owns. Strides count elements, not bytes. They may be negative, and those of inputs
+ * may be 0; but a last axis that runs over the channels of a head must be contiguous. No two elements of an output may share memory.
  * Where a comment of blitz_attn.h says "not given", the tensor may be all zero (`data == NULL && ndim == 0`). */
 typedef struct ba_tensor {
     void *data;

@@ -46,9 +46,10 @@ static _Atomic int64_t next_item;
 /* ---- Stopping a job ------------------------------------------------------------------------------------------- */
 
 #define POLL_NANOSECONDS 50000000
-/* A check is a call of ba_stopped(). Every check reads the flag `raised` of its job. In the thread of the job's caller some checks also read the
- * clock, to find out whether a poll is due. If the last two readings of the clock lie more than RARE_NANOSECONDS apart, checks are rare, and the very
- * next check reads the clock. Otherwise only the 16th check from then on reads it, because reading the clock costs more than reading the flag. */
+/* A check is a call of ba_stopped() in a job that can be stopped. Every check reads the job's flag `raised`. In the thread of the job's caller some
+ * checks also read the clock, to find out whether a poll is due. If the last two readings of the clock lie more than RARE_NANOSECONDS apart, checks
+ * are rare, and the very next check reads the clock. Otherwise only the 16th check from then on reads it, because reading the clock costs more than
+ * reading the flag. */
 #define RARE_NANOSECONDS 1000000
 enum {
     CHECKS_PER_READ = 16,

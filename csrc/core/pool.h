@@ -24,13 +24,14 @@ ba_status ba_parallel(int threads, int64_t items, ba_item_fn fn, void *context) 
  * and returns early where the answer is true. So does every loop that waits for another item. */
 bool ba_stopped(void);
 
-/* For a loop outside of jobs that may take longer than some milliseconds: returns BA_INTERRUPTED where the caller's poll function stopped the call.
+/* For a loop that runs outside of jobs, and may take longer than some milliseconds: returns BA_INTERRUPTED where the caller's poll function stopped
+ * the call.
  * ba_look_at_turn(i), called in turn i of a loop, looks in every 2^16-th turn only, so that short loops never look. */
 ba_status ba_look_for_stop(void) __attribute__((warn_unused_result));
 enum { BA_TURNS_PER_LOOK = 1 << 16 };
 static inline ba_status ba_look_at_turn(int64_t i) { return i % BA_TURNS_PER_LOOK == BA_TURNS_PER_LOOK - 1 ? ba_look_for_stop() : BA_OK; }
 
-/* For a loop whose turns differ in length: adds the n steps of a turn to *steps, and looks once per 2^16 steps. */
+/* For a loop whose turns differ in length: adds the n steps of a turn to *steps, and looks where *steps reaches or passes a multiple of 2^16. */
 static inline ba_status ba_look_after(int64_t *steps, int64_t n) {
     const int64_t before = *steps / BA_TURNS_PER_LOOK;
     *steps += n;

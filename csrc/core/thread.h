@@ -26,7 +26,7 @@ typedef struct ba_thread {
                                  * short jobs may run between two polls */
     } poll;
     ba_float_mode program_mode; /* the program's float mode. The poll function runs in it, while the library computes in the usual mode */
-    struct ba_stopper *joined;  /* of the job that this thread takes part in; NULL: no job, or a job that nothing can stop */
+    struct ba_stopper *joined;  /* the job that this thread takes part in; NULL: no job, or a job that nothing can stop */
 } ba_thread;
 
 /* The sentence of a failure where even the ba_thread that would hold the sentence cannot be allocated. */

@@ -9,8 +9,8 @@
  *     O^T[d][lane]    = O^T * exp2(m_old - m) + V^T P^T
  *
  * Panel kernels compute all of this vertically: they reduce nothing across lanes. On vectors, m is the running maximum of each lane. On tiles, m is
- * the largest score of the first group that the lane sees, rounded up to a whole number, so that rescaling is exact. Later scores may be larger than
- * m, which is raised only where the weights of a group would have too large a sum.
+ * the lane's largest score in the first group of which it sees a key, rounded up to a whole number, so that rescaling is exact. Later scores may be
+ * larger than m, which is raised only where the weights of a group would have too large a sum.
  *
  * Glossary of csrc/kernels and csrc/ops: words with a sense of their own. Files that choose blocks for prefill have some more
  * (ops/select/select_prefill_call.h).
@@ -63,7 +63,7 @@
  *     item         the work that a thread takes from the plan at a time: some query tiles, or a part
  *     opened       said of a call or of page tables that have been checked, and that hold copies of everything that must not change (ops/open/open.h,
  *                  ops/kv_cache/page_tables.h)
- *     pass         of a prefetcher: it goes over the rows to come once. At every step, a few kernel prefetches a little in each of its passes
+ *     pass         of a prefetcher: going once over the rows to come. At every step, a few kernel prefetches a little in each of its passes
  *
  * In csrc/kernels/tiles/ alone:
  *     tile         one tile register: 16 rows of 64 bytes
@@ -135,8 +135,8 @@ typedef struct ba_bias {
     bool hides;          /* some number is -inf, so that its lane does not see its key */
 } ba_bias;
 
-/* One chunk of keys. Only few kernels read the fields marked "few", and only panel kernels those marked "panel"; the panel kernels of families with
- * takes_scales read scales, too. */
+/* One chunk of keys. Fields marked "few" are for the few kernels alone, and fields marked "panel" for the panel kernels alone; but the panel
+ * kernels of families with takes_scales read scales, too. */
 typedef struct ba_chunk {
     int64_t keys;              /* 1 .. BA_MAX_CHUNK */
     int64_t head_dim, v_dim;   /* 1 .. BA_MAX_HEAD_DIM; pack_queries and scores of families whose rows are reals take any head_dim */
@@ -260,8 +260,8 @@ typedef struct ba_block_sums {
 typedef BA_SUM_BLOCKS((*ba_sum_blocks_fn));
 
 /* Turns the sums of blocks into shares, and joins the shares of every `together` lanes that stand side by side: joined[block][lanes / together] = the
- * largest, or the sum, of max(0, sum * factor). NaN counts as 0. `joined` is written where the sums begin. `together` is a power of two, and `lanes`
- * a multiple of two vectors. */
+ * largest, or the sum, of max(0, sum * factor). NaN counts as 0. `joined` overwrites the beginning of `sums`. `together` is a power of two, and
+ * `lanes` a multiple of two vectors. */
 #define BA_JOIN_LANES(name) void name(void *sums, const void *factor, int64_t blocks, int64_t lanes, int64_t together, bool largest)
 typedef BA_JOIN_LANES((*ba_join_lanes_fn));
 
@@ -381,7 +381,7 @@ typedef struct ba_routed_kernels {
 
 /* ---- Gradients. P is recomputed from the log-sum-exp, for all panels of a query tile:
  *
- *     dS^T = P^T (V dO^T - delta)    dQ^T += K^T dS^T    dV += P^T dO    dK += dS^T Q
+ *     dS^T = P^T (V dO^T - delta)    dQ^T += scale K^T dS^T    dV += P^T dO    dK += scale dS^T Q
  *
  * where the elements of dS are multiplied by the derivatives of their scores' softcap, if there is one. A bias, which is added to a score after the
  * softcap, has the gradient dS without this factor.
@@ -390,13 +390,13 @@ typedef struct ba_gradient_panel {
     const void *q;          /* packed by pack_queries, with scale * log2(e) */
     const void *dout;       /* the gradient of the output, packed by pack_queries, with scale */
     const void *lse;        /* real [lanes], in log2 units; +inf where nothing was attended, so that all weights are 0 */
-    const void *delta;      /* real [lanes]: scale * (dO . O - gradient of the log-sum-exp) */
+    const void *delta;      /* real [lanes]: scale * delta, where delta = dO . O - gradient of the log-sum-exp */
     void *dq;               /* real [round_up(head_dim, dim_pad)][lanes], in the order of o; the kernel adds to it. Only `gradient` takes NULL */
     const int32_t *lo, *hi; /* as in ba_panel */
     ba_bias bias;           /* the bias of the chunk is not read */
 } ba_gradient_panel;
 
-/* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T dS^T. Promises what
+/* weights = P^T and slopes = scale * dS^T, both real [keys][lanes] and exactly 0 where a lane does not see a key; dq += K^T slopes. Promises what
  * attend promises. There are no scales. Where dq is NULL, slopes are those for the gradient of the bias, which are not multiplied by the derivative
  * of the softcap. */
 #define BA_GRADIENT(name) void name(const ba_gradient_panel *panel, const ba_chunk *chunk, void *weights, void *slopes)
@@ -624,8 +624,8 @@ const ba_kernels *ba_kernels_active(void);
 /* How a few kernel prefetches the rows that it reads later. It changes no bit of a result. */
 typedef struct ba_prefetch_tuning {
     int64_t followed_queries;              /* for up to so many queries per head, rows are left to the hardware's prefetcher: see followed_bytes */
-    int64_t distances[BA_PREFETCH_PASSES]; /* of each pass, in rising order: the bytes of K, or of V, between a prefetch and the use, which are at
-                                              most those of `keys` keys. 0: there is no such pass */
+    int64_t distances[BA_PREFETCH_PASSES]; /* of each pass, in rising order: the bytes of K, or of V, between a prefetch and the use, but at
+                                              most the rows of `keys` keys. 0: there is no such pass */
 } ba_prefetch_tuning;
 
 /* For calls of few queries. Memory bounds them, so these numbers depend on the machine more than on the instruction set. */

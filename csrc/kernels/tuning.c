@@ -3,7 +3,8 @@
 #include "kernels/kernels.h"
 #include "kernels/work_tuning.h"
 
-/* The numbers were found by measuring, level by level (docs/notes/ says how, and what else was tried); kernels.h says what each number is. The rules:
+/* The numbers were found by measuring, level by level (docs/notes/ says how, and what else was tried); kernels.h and work_tuning.h say what each
+ * number is. The rules:
  *
  *     chunk_keys                 the scores of a wide panel and its packed queries fit L1 together
  *     list_keys                  a list row is not attended for so long that the keys that it shares with other list rows leave L2

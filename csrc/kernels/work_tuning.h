@@ -19,7 +19,7 @@ typedef struct ba_work_tuning {
     double survey_entries;  /* lists with more entries than this are checked by several threads */
     double small_work;      /* elements: operations that only stream over memory use one thread below this */
     double small_quantised; /* numbers: quantisation uses one thread below this */
-    double small_products;  /* multiply-adds: choosing blocks, and selection in native sparse attention, use one thread below this */
+    double small_products;  /* multiply-adds: choosing blocks or tokens, and selection in native sparse attention, use one thread below this */
     int64_t small_padding;  /* bytes: less padding than this is cleared by one thread */
     int64_t merge_rows;     /* rows per item of a merge */
     int64_t round_queries;  /* attention with kv_split: queries that are attended together, as far as there are so many */
@@ -48,13 +48,13 @@ typedef struct ba_work_tuning {
         int64_t bands;        /* bands per thread: where there are fewer, fewer panels make a band */
         int64_t pooled_bytes; /* the most bytes of pooled keys that are in memory at a time, unless one KV head has more */
         int64_t bucket_keys;  /* a block row with more blocks than this is sorted with buckets */
-        int64_t moves;        /* moves per block of a block row: where sorting by insertion takes more, it is done by bytes */
+        int64_t moves;        /* moves per block of a block row: where sorting by insertion would take more, the row is sorted by bytes */
     } choose;
 
     /* Choosing tokens */
     struct {
-        int64_t rows;      /* the most query rows (queries times heads) scored together, or one query's; families without scratch use tile_rows */
-        int64_t tile_rows; /* the most query rows of an item, or those that are scored together: a panel of keys is packed once per item */
+        int64_t rows;      /* the most query rows (queries times heads) scored together, but at least one query's; without scratch: tile_rows */
+        int64_t tile_rows; /* the most query rows of an item, but at least those that are scored together: a panel of keys is packed once per item */
         int64_t tiles;     /* tiles per thread: where there are fewer, the keys of each tile are cut into parts */
         int64_t part_keys; /* the fewest keys of a part */
     } tokens;

@@ -81,8 +81,8 @@ bool call_same_array(const ba_tensor *a, const ba_tensor *b) {
     return same;
 }
 
-/* The loop skips an array and itself, a pair that it compares in the other order, two arrays of a pool, and summaries that are their keys' array.
- * Where a call has a pool, arrays that are written or of the pool may interleave, if they share no element. */
+/* The loop skips the pair of an array and itself, a pair that it compares in the other order, two arrays of a pool, and summaries that are their
+ * keys' array. Where a call has a pool, arrays that are written or of the pool may interleave, if they share no element. */
 int call_expect_disjoint(const py_call *call) {
     enum { COMPARED = ARG_WRITTEN | ARG_POOL };
     bool has_pool = false;

@@ -22,7 +22,7 @@ typedef struct py_call {
     arg_list list[CALL_MOST_LISTS];
     PyObject *result[CALL_MOST_RESULTS];
     int64_t *cumulative; /* of call_cumulative() */
-    bool each;           /* an argument of ARG_HEADS or ARG_PER_SEQUENCE may be given */
+    bool each;           /* false: no argument of ARG_HEADS or ARG_PER_SEQUENCE is given */
     bool pages_by_token; /* the caches are in layout NHD: see ARG_SUMMARISED. Summaries are then checked by call_expect_summary_pages() */
 } py_call;
 

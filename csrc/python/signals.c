@@ -1,6 +1,6 @@
 /* Ctrl-C within a call: lets Python's signal handlers run while the library works. INTERRUPTIBLE (ops.h) makes run_signal_handlers the poll function,
- * which core/pool.c calls twenty times a second on the calling thread. Where a handler raises, the loops of all drivers stop (ba_stopped), the call
- * returns BA_INTERRUPTED, and the handler's exception reaches the caller. */
+ * which core/pool.c calls about twenty times a second on the calling thread. Where a handler raises, the loops of all drivers stop (ba_stopped), the
+ * call returns BA_INTERRUPTED, and the handler's exception reaches the caller. */
 #if defined(__linux__)
 #define _GNU_SOURCE /* syscall */
 #include <sys/syscall.h>
