@@ -1,8 +1,8 @@
 """Arrays in and out: this file tells the arrays of NumPy, ml_dtypes, torch and JAX apart.
 
 The compiled core reads whatever exports the buffer protocol or DLPack. This module adds what neither protocol can express:
-ml_dtypes arrays go in as their bits with the name of their dtype, and results come back as arrays of the caller's kind. No framework is
-imported: a framework that is not in ``sys.modules`` cannot have made the array.
+ml_dtypes arrays go in as their bits with the name of their dtype, and results come back as arrays of the caller's kind. Neither torch nor
+JAX is imported: a framework that is not in ``sys.modules`` cannot have made the array.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def is_registered(x: np.ndarray) -> bool:
 
 
 def _bits_of(x: np.ndarray) -> tuple[np.ndarray, str] | None:
-    """An ml_dtypes array as its bits, with the name of their dtype; None for an array of any other dtype."""
+    """An array of a dtype in `_BITS` as its bits, with the core's name of the dtype; None for an array of any other dtype."""
     entry = _BITS.get(_plain_name(x.dtype)) if x.dtype.kind == "V" else None
     return None if entry is None else (x.view(entry[0]), entry[1])
 
@@ -129,8 +129,8 @@ def readable(x: Any, name: str, cache: bool = False) -> Any:
 
 
 def _as_bits(x: Any, name: str) -> Any:
-    """An input array of any dtype: `x` itself, or its bits with the name of their dtype. Refuses masked arrays, tuples, lists,
-    block masks, tracers of JAX, and tensors whose gradient or tangent would be lost."""
+    """An input array of any dtype: `x` itself (a tensor detached, without torch's negative bit), or its bits with the name of their dtype.
+    Refuses masked arrays, tuples, lists, block masks, tracers of JAX, and tensors whose gradient or tangent would be lost."""
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name}: expected an array without a mask, got MaskedArray")
@@ -223,7 +223,7 @@ def finished(result: Any, given: Any, family: Family) -> Any:
 
 
 def split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
-    """The caller's arrays for the result and for the log-sum-exp, from an `out` that may be both in a pair."""
+    """The caller's arrays for the result and for the log-sum-exp, from `out`, which may be a pair of both."""
     if not isinstance(out, tuple):
         return out, None
     if not flag(return_lse, "return_lse") or len(out) != 2:
@@ -298,7 +298,7 @@ def array(x: Any, name: str, expected: str) -> np.ndarray:
         return _of_a_size(x, name)
     if hasattr(type(x), "__getitem__") and not isinstance(x, (Sequence, np.generic)):
         exports = hasattr(x, "__array__") or hasattr(x, "__dlpack__") or hasattr(x, "__array_interface__")
-        if not exports and not _exports_buffer(x):  # NumPy would go on reading items forever
+        if not exports and not _exports_buffer(x):  # NumPy might go on reading items forever
             raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
     made = _memory(x, name, expected)
     if made.dtype == object:
@@ -465,8 +465,8 @@ def take(x: Any, indices: np.ndarray, axis: int, out: Any = None) -> Any:
 
 def _plain_memory(x: Any) -> np.ndarray | None:
     """NumPy's view of a tensor's memory, as integers of the size of its elements. NumPy takes from this view several times as fast as torch
-    from the tensor. None where there is no tensor, and where only torch can take: because it follows the tensor (for gradients, say), or
-    because the tensor is no plain strided tensor in CPU memory."""
+    from the tensor. None where there is no tensor, and where torch must take, because it follows the tensor (for gradients, say) or because
+    the tensor is not a plain strided one in CPU memory with elements of at most 8 bytes."""
     torch = sys.modules["torch"]
     if x is None or torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu":
         return None
@@ -506,8 +506,8 @@ def of_format(v_cache: Any, kv_dtype: Any) -> tuple[Any, Any]:
 
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> Any:
-    """Plain name of a NumPy, ml_dtypes, torch or JAX dtype, such as ``"bfloat16"``; other strings and None are returned unchanged. The
-    e4m3 without infinity, which frameworks call float8_e4m3fn, is ``"float8_e4m3"`` here."""
+    """Plain name of a NumPy, ml_dtypes, torch or JAX dtype, such as ``"bfloat16"``. Strings and None are returned unchanged, except that
+    the e4m3 without infinity, which frameworks call float8_e4m3fn, is always ``"float8_e4m3"`` here."""
     if dtype is None or isinstance(dtype, str):
         name = dtype
     else:

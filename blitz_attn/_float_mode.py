@@ -1,7 +1,7 @@
 """Arithmetic of Python and NumPy whose results do not depend on the rounding mode of the calling thread.
 
-The core computes in the usual mode by itself. Computations of this package outside the core are in functions that `in_usual_mode`
-decorates.
+The core computes in the usual mode by itself. Where operations compute outside the core, they do so in functions that `in_usual_mode`
+decorates. The twins in `reference`, `testing` and `plot` compute in the mode of their caller.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def memory_of(x: Any, name: str) -> np.ndarray | None:
 
 
 def refuse_overlaps(outputs: dict[str, Any], **inputs: Any) -> None:
-    """Refuses outputs of the caller that may share memory with one of `inputs`. Outputs and inputs that are None are not given."""
+    """Refuses outputs of the caller that may share memory with one of `inputs`. None stands for an output or input that was not given."""
     views = {name: memory_of(x, name) for name, x in inputs.items() if x is not None}
     for name, x in outputs.items():
         array = memory_of(x, name) if views and x is not None else None

@@ -1,5 +1,5 @@
-"""Number formats that NumPy lacks: bfloat16, float8 e4m3 and rows of ggml's blocks. NumPy's integers hold their bits, from which values are
-made. Values are also rounded to bfloat16."""
+"""Number formats that NumPy lacks: bfloat16, float8 e4m3 and rows of ggml's blocks. Arrays of integers hold their bits. Functions here make
+values from the bits, and round values to bfloat16."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The arguments of each operation, from the core's table (csrc/python/operations.h), with the defaults and shapes that Python adds.
 
-Functions that pass arguments on, such as those for torch and JAX, take names, roles and order from here. So they need no line of code for a
-new argument of an operation that stands in that table and in the signature of the NumPy function.
+Functions that pass arguments on, such as those for torch and JAX, take names, roles and order from here. So a new argument needs no line of
+code in them, once it stands in that table and in the signature of the NumPy function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 REQUIRED = inspect.Parameter.empty  # takes the place of a default: the argument must be given
 
-# Roles of arguments that are arrays. All others are options: Python values.
+# Roles of arguments that are arrays. An argument of the role `own` may be anything; those of all other roles are options: Python values.
 ARRAYS = frozenset({
     "floats", "cache", "reals", "scales", "indices", "pages", "tables", "mask", "heads", "list", "lengths", "per_sequence",
 })  # fmt: skip
@@ -72,7 +72,7 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, Argument]:
 
 def like(function: Callable[..., Any], without: tuple[str, ...]) -> Callable[[_Function], _Function]:
     """A decorator for a function that passes its keywords on to `function`. It gives the decorated function the signature of `function`,
-    less the arguments in `without`, and adds the arguments that its docstring lacks."""
+    less the arguments in `without`, and adds to its docstring the arguments that are missing there."""
 
     def decorate(decorated: _Function) -> _Function:
         signature = inspect.signature(function)

@@ -34,7 +34,7 @@ def rename(error: Exception, names: Mapping[str, str]) -> None:
 
 
 def number_shown(value: float) -> str:
-    """A number as a sentence quotes it: with six digits, or as many more as it takes to read back the same number."""
+    """A number as a sentence quotes it: with up to six digits, or with as many more as it takes to read back the same number."""
     texts = (f"{value:.{digits}g}" for digits in range(6, 18))
     return next((x for x in texts if float(x) == value), "nan")
 

@@ -51,7 +51,7 @@ class HasItemsize(Protocol):
         """Bytes of a number."""
 
 
-# The types that docstrings call array, array_like, sequence of int, int or sequence of int, sequence of float, and str or dtype.
+# The types that docstrings call "array", "array_like", "sequence of int", "int or sequence of int", "sequence of float" and "str or dtype".
 Array = ExportsDLPack | ExportsBuffer
 ArrayLike = NumpyArrayLike | ExportsDLPack
 Integers = Array | Sequence[SupportsIndex]

@@ -73,7 +73,7 @@ def get_num_threads() -> int:
 
 
 class IsaCap:
-    """A cap on the instruction sets in use, which the end of a ``with`` block removes. It is made by `isa`."""
+    """A cap on the instruction sets in use, made by `isa`. The end of a ``with`` block sets the cap to the level that was in use before."""
 
     def __init__(self, level: str | None) -> None:
         self._before = _core.isa_active()
@@ -101,7 +101,7 @@ def isa(level: str | None = None) -> IsaCap:
     Parameters
     ----------
     level : str, optional
-        One of `isa_levels`. If the CPU lacks this level, the cap is the highest level that the CPU has. None changes nothing.
+        One of `isa_levels`. If the CPU or the build lacks this level, the highest level that both have is used. None changes nothing.
 
     Returns
     -------

@@ -181,8 +181,8 @@ def merge_states_tree(outs: Iterable[Array], lses: Array | Iterable[Array]) -> t
 def merge_states_tree(outs: Any, lses: Any) -> tuple[Any, Any]:
     """`merge_states_n` in a fixed order: pairs of neighbours are merged, then pairs of the results, and so on.
 
-    A part's index alone decides which parts it is merged with. So the nodes of the tree may be computed by different processes, and the
-    result is still bit-identical. A node is the state of 2**l neighbouring parts, where 2**l divides the index of the first of these parts.
+    Indices alone decide which parts are merged. So the nodes of the tree may be computed by different processes, and the result is still
+    bit-identical. A node is the state of 2**l neighbouring parts (of fewer at the end), where 2**l divides the index of the first of them.
 
     Parameters
     ----------

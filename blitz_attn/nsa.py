@@ -185,18 +185,18 @@ def nsa(
 ) -> Any:
     """Native sparse attention, strictly causal by default (``mode="paper"``); ``mode="mslk"`` looks ahead.
 
-    Each query attends to three sets of keys: block means of all keys before the query (compressed), the tokens of the blocks whose means
+    Each query attends to three sets of keys: block means of the keys up to the query (compressed), the tokens of the blocks whose means
     score highest (selected), and the tokens near the query (window). The result is the sum of the three results, each times its gate.
 
-    In ``mode="paper"`` no output depends on a later token. In ``mode="mslk"``, the rule of MSLK ("upstream") [2]_, a query sees the
-    compressed block that it lies in, so that its output depends on up to ``compress_block_size - 1`` *later* tokens. The selection of its
-    tile depends on later queries of the tile, too. So this mode is not for models that generate text.
+    In causal calls with ``mode="paper"``, no output depends on a later token. In ``mode="mslk"``, the rule of MSLK ("upstream") [2]_, a
+    query sees the compressed block that it lies in, so that its output depends on up to ``compress_block_size - 1`` *later* tokens. The
+    selection of its tile depends on later queries of the tile, too. So this mode is not for models that generate text.
 
     Parameters
     ----------
     q : array
         ``(B, N, H, D)``, with `cu_seqlens` ``(T, H, D)``: float32, float16, bfloat16 or float64. D from 1 to 576. If `q` has fewer tokens
-        than `k`, they are the last tokens of `k`.
+        than `k`, its tokens are the last tokens of `k`.
     k : array
         ``(B, N, Hkv, D)``, of the dtype of `q`. H must be a multiple of Hkv; query head h reads key head ``h // (H // Hkv)``.
     v : array
@@ -253,7 +253,7 @@ def nsa(
     out : array, optional
         Where to write the result: a writable array of the result's shape and dtype that shares no memory with any input.
     return_context : bool
-        Also return the context that `nsa_backward` needs. True requires a `q` with all tokens, and no `compressed_kv` and `kv_lens`.
+        Also return the context that `nsa_backward` needs. True requires a `q` with all tokens, and neither `compressed_kv` nor `kv_lens`.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional
@@ -288,16 +288,16 @@ def nsa(
     ``mode="paper"`` follows the paper [1]_: compressed block i holds tokens ``[i d, i d + l)`` and is visible to query t if it is complete,
     that is, if ``i d + l - 1 <= t``. The probabilities of the compressed branch, summed over the heads of a KV group, score the blocks of
     l' tokens: block j gets the sum of ``p[(l'/d) j + a - b]`` over all ``a < l'/d`` and ``b < l/d`` (m and n in Eq. 9 and 10). So a
-    compressed block counts once for each stride of d tokens that it shares with block j. For each KV head, a query selects n blocks that
-    begin at or before it.
+    compressed block counts once for each stride of d tokens that it shares with block j. For each KV head, a query selects up to n
+    blocks that begin at or before it.
 
     ``mode="mslk"`` follows upstream's reference [2]_: blocks do not overlap, and block j is visible from its *first* token on. For each
     query head, a tile of queries selects among the complete blocks that begin before the tile's end, by the product of the compressed keys
     with the tile's mean query. Where upstream's fast path differs from its own reference, this function follows the reference: selected
-    blocks are not widened to 128 tokens, the window has W keys and not W + 1, and reaches both ways in calls that are not causal, and the
-    backward pass uses the lists of the forward pass. Three cases differ from the reference. N need not be a multiple of anything. Unused
-    entries of a selection are -1 and attend to nothing, where upstream repeats block 0. A query that sees no selected token gets 0 from the
-    selected branch, where upstream gives NaN.
+    blocks are not widened to 128 tokens, the window of a causal call has W keys and not W + 1, the window of any other call reaches both
+    ways, and the backward pass uses the lists of the forward pass. Three cases differ from the reference. N need not be a multiple of
+    anything. Unused entries of a selection are -1 and attend to nothing, where upstream repeats block 0. A query that sees no selected
+    token gets 0 from the selected branch, where upstream gives NaN.
 
     A call over the last queries of a sequence returns, bit for bit, their rows of the call over all queries. In mslk mode, these queries
     must begin where a tile begins, because a tile selects by all of its queries; and in this mode, later tokens may change the rows of
@@ -403,9 +403,9 @@ class NsaCache:
     Memory doubles when it is full, so that appending a token costs the same on average, however long the sequences are. A block is
     compressed once, when its last token comes. A call that fails or is interrupted leaves the cache as it was.
 
-    Results are bit-identical to those of `nsa` over the tokens so far. (As long as a sequence has so few tokens that each key head has at
-    most eight queries, another kernel computes them than in a call over more tokens. The results of these first tokens may therefore
-    differ by rounding from those of `nsa` over more tokens.)
+    Results are bit-identical to those of `nsa` over the tokens so far. (While a sequence has so few tokens that each key head has at most
+    eight queries, another kernel computes its results than in a call of `nsa` over more tokens. The results of these first tokens may
+    therefore differ by rounding from the results of such a call.)
 
     Parameters
     ----------
@@ -659,7 +659,7 @@ def nsa_backward(dout: Array, ctx: NSAContext[AnyKind], *, num_threads: int | No
     Raises
     ------
     TypeError
-        `ctx` is not a context, or `dout` is of another kind or dtype than the result.
+        `ctx` is not a context, or `dout` is not an array of the dtype of the result.
     ValueError
         `dout` has another shape than the result of the call that made the context.
 
@@ -672,8 +672,8 @@ def nsa_backward(dout: Array, ctx: NSAContext[AnyKind], *, num_threads: int | No
     The gates come first: they give ``do_c = g_c dout``, and the gradients of queries and weights through the sigmoid. Then comes the
     gradient of attention in each branch, with the log-sum-exp of the forward pass. Last, the gradients of compressed keys and values go
     back through their weights to the tokens of their blocks. The scores of the selection have no gradient, as in upstream's program and in
-    the paper. The gradients of keys and values, compressed ones included, and of weights are summed in float32 (float64 for float64) and
-    rounded once, in an order that does not depend on the threads of this library or of BLAS.
+    the paper. The gradients of keys and values, compressed ones included, and of weights are summed in float32 (float64 for float64), in an
+    order that does not depend on the threads of this library or of BLAS, and rounded once.
 
     Examples
     --------

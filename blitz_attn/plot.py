@@ -92,8 +92,8 @@ def _rows_of(rows: Any) -> list[Any]:
 def parse_table(text: str) -> list[dict[str, Any]]:
     """Rows of a benchmark table, found among any other output.
 
-    A row starts with a block shape such as ``128x512``. The last header line above a row, which starts with ``block_shape``, names its
-    columns. Without a header line, they are upstream's, `COLUMNS`.
+    A row starts with a block shape such as ``128x512``. A header line, which starts with ``block_shape``, names the columns of the rows
+    between it and the next header line. Rows above the first header line have upstream's columns, `COLUMNS`.
 
     Parameters
     ----------
@@ -393,7 +393,7 @@ def plot_cubes(
 ) -> Any:
     """Picture of the part of a video that one block of queries sees, one panel per frame.
 
-    Tokens of the block itself are orange, the keys that it sees are blue, and lines show the cubes.
+    Tokens of the block itself are orange, the other tokens that it sees are blue, and lines show the cubes.
 
     Parameters
     ----------

@@ -65,7 +65,7 @@ def quest_prefill_metadata(
         is named twice.
     maxblocks, minblocks : array
         ``(summary pages, rows, N, D)``, of the dtype of `k_cache` (for 8-bit caches float32), written in place. Either may be None. If rows
-        equals block_size, as it does upstream [2]_, one of these arrays may be `k_cache` itself (layout NHD): its summaries then lie in
+        equals block_size, as it does upstream [2]_, one of these arrays may be `k_cache` itself (layout NHD): the summaries then lie in
         pages of the cache that hold no keys.
     start_lens : sequence of int, optional
         ``(B,)``: only blocks with tokens from ``start_lens[b]`` on are summarised. Default: all blocks.
@@ -452,7 +452,7 @@ def select_blocks(
         `k` in tokens, at least 1: ``max(1, budget // block_size)`` blocks are selected. Give exactly one of `k` and `budget`.
     method : {"quest", "mean", "max"}
         The score of a block. quest: an upper bound of ``q.k`` from the largest and the smallest value of each channel. mean: the product of
-        ``q`` and the mean key. max: the largest ``q.k`` of its keys, which reads all keys.
+        ``q`` and the mean key. max: the largest ``q.k`` of its keys, for which all keys are read.
     sink : int
         Number of blocks at the start of a request that are always selected, at least 0.
     recent : int or sequence of int

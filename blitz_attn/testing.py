@@ -553,9 +553,9 @@ def meets_error_rule(ours: Errors, dense: Errors, dtype: Any, factor: float = 2.
     """True where an error is at most `factor` times the error of a dense computation in the same precision.
 
     The factor holds for the relative error in the Frobenius norm. The largest single error is a matter of chance in both computations. It
-    may be twice as large as the factor allows, which still catches a wild element that the norm would hide. One rounding of the result and
-    four roundings of the float32 sums are always allowed, since the dense result of a small problem can be exact or lucky. For float64, the
-    reference is no more precise than the result: there, the error must stay within 1000 roundings.
+    may be twice as large as the factor allows, which still catches a wild element that the norm would hide. Four roundings of float32, and
+    for results of 16 bits one rounding of the result, are always allowed, since the dense result of a small problem can be exact or lucky.
+    For float64, the reference is no more precise than the result, so the error must stay within 1000 roundings.
 
     Parameters
     ----------

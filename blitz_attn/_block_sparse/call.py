@@ -138,7 +138,7 @@ def block_sparse_attention(
 
     ``out = softmax(scale * q k^T) v``, where a query sees a key when the key's block is listed for the query's block
     *and* the token rules (`causal`, `window`, `q_lens`, `kv_lens`, `kv_ranges`, `attn_mask`) allow it. Rules cut inside a listed
-    block, to the token. A query that sees no key at all gets output 0 and log-sum-exp ``-inf``.
+    block, to the token. A query that sees no key at all gets output 0 and, without `sinks`, log-sum-exp ``-inf``.
 
     Parameters
     ----------
@@ -384,7 +384,7 @@ def block_sparse_attention_backward(
     dtype: Any = None,
     num_threads: int | None = None,
 ) -> tuple[Any, ...]:
-    """Gradients of `block_sparse_attention` with respect to q, k and v, and with `bias_grads` to `attn_mask` and `alibi_slopes`.
+    """Gradients of `block_sparse_attention` with respect to q, k and v and, if `bias_grads`, to `attn_mask` and `alibi_slopes`.
 
     Let ``P = exp(scale * q k^T + bias - lse)`` where a query sees a key, and 0 elsewhere, with the bias of `attn_mask` and `alibi_slopes`.
     Then ``dS = P * (dout v^T - dout . out + dlse)``, ``dq = scale * dS k``, ``dk = scale * dS^T q``, ``dv = P^T dout``. With a `softcap`

@@ -85,8 +85,8 @@ class Rules(NamedTuple):
 
 
 def scales_for_core(scale: Any, name: str, cache: Any) -> Any:
-    """k_scale or v_scale as the core can read it: a number, or an array of other floats, as an array of float32. A `cache` of 16 bits or
-    more has no scale: for such a cache, the number 1 becomes None."""
+    """k_scale or v_scale as the core can read it: a number, or an array of other floats, becomes an array of float32. A `cache` of 16 bits
+    or more has no scale: for such a cache, the number 1 becomes None."""
     if type(scale) is ndarray:
         number = scale.ndim == 0
     else:  # a released memoryview has `ndim` but raises when it is read: it is then refused as a number
@@ -311,8 +311,8 @@ def paged_attention(
         ``(B, H, Dv)`` or ``(T, H, Dv)``, with the dtype of `q` (or `out_dtype`) and the kind of array of `q`. A query that sees no token
         gets 0.
     lse : array
-        With `return_lse`: ``(B, H)`` or ``(T, H)``, natural log of the sum of ``exp(score)``; ``-inf`` where no token is seen. It is
-        float32, for float64 queries float64.
+        With `return_lse`: ``(B, H)`` or ``(T, H)``, natural log of the sum of ``exp(score)``; without `sinks` ``-inf`` where no token is
+        seen. It is float32, for float64 queries float64.
 
     Raises
     ------
@@ -333,7 +333,7 @@ def paged_attention(
 
     Notes
     -----
-    Query heads that share a key/value head are computed together, so that each byte of the cache is read once. Long requests are cut into
+    Query heads that share a key/value head are computed together, so that they share each read of the cache. Long requests are cut into
     parts, whose states are joined in order. The cuts of a request depend on that request alone: the result has the same bits for any number
     of threads, and whatever else is in the batch.
 
@@ -341,7 +341,7 @@ def paged_attention(
     computed by itself, and the results and log-sum-exps of the chunks (float32, for float64 queries float64) are merged by
     `merge_states_tree`; then `sinks` take part, and the result is rounded once. So chunks may be computed in different places. Make a call
     for each chunk, as a request of its own with `q_begin` and unrounded results (``out_dtype="float32"`` for queries of 16 bits), and merge
-    the results in the same way: they are bit-identical. Each chunk has the columns of `attn_mask` that belong to its tokens.
+    the results in the same way: the merged result is bit-identical. Each chunk has the columns of `attn_mask` that belong to its tokens.
 
     A prefix that many requests share can be read once for all of these requests. One call attends to the prefix with all queries, a second
     call to the rest of each request, and `blitz_attn.merge_states` merges the two results (see the second example).

@@ -151,8 +151,8 @@ def from_function(
     TypeError
         `mask_mod` is not callable, or does not return booleans.
     ValueError
-        Under ``token_rule="kv_ranges"`` the keys that a query sees have a gap within the listed blocks, or they differ among heads. A
-        result of a wrong shape, sizes out of range, or a row that holds more than `width` blocks.
+        Under ``token_rule="kv_ranges"``, a function for which no run of keys per query, the same for all heads, hides exactly the right
+        keys of the listed blocks. A result of a wrong shape, sizes out of range, or a row that holds more than `width` blocks.
 
     See Also
     --------

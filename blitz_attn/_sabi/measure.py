@@ -81,8 +81,8 @@ def density(sabi: ArrayLike, columns: int, *, per_head: bool = False) -> Any:
     """Share of all pairs of blocks that is kept.
 
     Every row counts as if it could see all columns. A causal list of all visible blocks therefore has a density of about one half. A list
-    of `select_blocks_prefill` with ``density=0.25, causal=True`` has a density of about one eighth, because the argument `density` there is
-    a share of the blocks that the rules let a sequence see.
+    of `select_blocks_prefill` with ``density=0.25, causal=True`` has a density of about one eighth, because that argument is a
+    share of the blocks that the rules let a sequence see.
 
     Parameters
     ----------
