@@ -16,7 +16,7 @@ class Operation(NamedTuple):
 
     call: Callable[[], Any]
     outs: tuple[np.ndarray, ...] = ()
-    refused: Callable[[], Any] | None = None  # the same call with an argument that raises ValueError or TypeError
+    refused: Callable[[], Any] | None = None  # a call of the operation that raises ValueError or TypeError
 
 
 def arrays_of(result):

@@ -1,6 +1,6 @@
 """Random problems for every public operation, checked by oracles: ``make fuzz``.
 
-- ``draw``: draws, fixes, records and shrinks the options of a problem;
+- ``draw``: draws, fixes and records the options of a problem;
 - ``arrays``: arrays in every dtype, view and kind, with guards around them;
 - ``checks``: comparisons of results, and their tolerances;
 - ``problems``: the registry; ``*_problems``: a function for each operation, which draws, calls and checks;

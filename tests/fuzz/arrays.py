@@ -69,7 +69,7 @@ ROWS = {"q8_0": 34, "q4_0": 18, "q4_1": 20}  # bytes of 32 numbers of llama.cpp'
 
 
 def numbers_of_rows(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers that rows of these formats stand for. A number is a factor times an integer, and in q4_1 plus an offset.
+    """The numbers that rows of these formats stand for. A number is a factor times an integer, in q4_1 plus an offset.
 
     For each 32 numbers, a row has a float16 factor, in q4_1 also a float16 offset, and then 32 integers. In q8_0, each integer is a signed
     byte. In the other formats, the integers take 16 bytes: the low halves are the first 16 integers, and the high halves are the last 16.
@@ -205,7 +205,7 @@ def page_table(draw: Draw, name: str, pages: Sequence[np.ndarray]) -> Placed:
 
 
 class Dlpack:
-    """An array that only exports the DLPack protocol."""
+    """An array that is exported by the DLPack protocol alone."""
 
     def __init__(self, array: np.ndarray):
         self._array = array

@@ -108,7 +108,7 @@ def block_sparse_attention_backward(draw: Draw) -> None:
     case = draw_case(draw, spreads=(1, 0.02, 4), all_blocks=check == "dense")
     p = case.problem
     f = forward(p)
-    case.bad &= ~(p.ungrouped(f.seen.any(axis=2)) > 0)  # bad keys that a query sees would make all gradients bad
+    case.bad &= ~(p.ungrouped(f.seen.any(axis=2)) > 0)  # bad keys that a query sees would spoil its gradients
     with checks.at_level(draw):
         given = draw_given(draw, case, f)
         made = Arguments(draw, case)

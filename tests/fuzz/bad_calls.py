@@ -1,7 +1,8 @@
-"""Bad calls: a valid call of a public function in which one argument, sometimes two, is replaced by an unusual value.
+"""Bad calls: a valid call of a public function in which one argument, sometimes two, is replaced by an unusual value, or is missing, unknown or
+surplus.
 
-Either the call is accepted, or it is refused with a TypeError or a ValueError, whose only sentence names an argument that was replaced. In
-both cases nothing outside the outputs is written, and the call takes little time and memory.
+Either the call is accepted, or it is refused with a TypeError or a ValueError, whose only sentence names an argument. In both cases nothing
+outside the outputs is written, and the call takes little time and memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ try:
 except ImportError:  # not on every platform
     resource = None  # type: ignore[assignment]
 
-SECONDS = 10.0  # far more than any call takes, even on a busy machine: this finds calls that do not end, not slow ones
+SECONDS = 10.0  # of processor time, far more than any call should take: this does not find calls that are merely slow
 SECONDS_PER_ELEMENT = 1e-6  # allowed in addition, for results that the arguments make large
 KIBIBYTES = 1 << 20
 VARIETIES = 32

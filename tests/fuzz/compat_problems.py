@@ -166,7 +166,7 @@ class Upstream:
 
 
 def call_in_style(draw: Draw, function: Any, leading: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Calls with `options`, in upstream's order: all by position, all by name, or without those that are None."""
+    """Calls with `options`, which have upstream's order: all by position, all by name, or by name without those that are None."""
     style = draw.pick("style", ("keywords", "positions", "short"))
     if style == "positions":
         return function(*leading, *options.values())

@@ -1,7 +1,7 @@
 """Valid calls of `blitz_attn.plot` and of `select.Profile`, for `good_calls`.
 
 Some functions are wrapped, because some outcomes do not concern the fuzzer: figures of matplotlib, and the documented OSError for a file
-that cannot be read. `Profile.save` is not called, because it would write files with unusual names.
+that cannot be read. `Profile.save` is left out, because it would write files with unusual names.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Tensor(NamedTuple):
 class Setting:
     """The first draws of a problem: the dtype and the kind of its arrays, and the shapes of q, k and v.
 
-    `arrays` lists all arguments that were made since then. `check_inputs` checks at the end that none was written.
+    `arrays` lists the arrays that `tensor` has made. `check_inputs` checks at the end that none was written.
     """
 
     def __init__(

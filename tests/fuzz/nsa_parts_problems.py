@@ -121,7 +121,8 @@ def check_weight(setting: Setting, name: str, got: Any, parts: list[Near], w: Te
 
 @problem("score_and_select_blocks")
 def score_and_select_blocks(draw: Draw) -> None:
-    """Ties are judged without a tolerance if arithmetic is exact: in mslk mode, for small integers, with tiles and scales that are powers of two."""
+    """Ties are judged without a tolerance if arithmetic is exact: in mslk mode, for small integers, whole tiles
+    of 2^n queries, and a scale that is 0, 2^n or -2^n."""
     with Part.at_level(draw) as part:
         setting, how = part.setting, part.how
         rules, options = draw_rules(setting)

@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def pieces(draw: Draw) -> Iterator[None]:
-    """Shortens the pieces in which the package computes long calls, so that a problem has several pieces."""
+    """Shortens the pieces in which the package computes long calls, so that a problem may have several pieces."""
     module = sys.modules["blitz_attn.nsa"]
     before = module.PIECE_ELEMENTS
     module.PIECE_ELEMENTS = draw.pick("piece_elements", (before, 64, 1024, 8192))
@@ -122,7 +122,7 @@ def zeroed(x: np.ndarray) -> Near:
 
 
 def work_off(call: Call, context: NSAContext, bad: dict[str, list[np.ndarray]], how: Arithmetic) -> list[Whole]:
-    """The oracle's results for all sequences. The selection comes from the context, and is checked."""
+    """The oracle's results for all sequences. Unless lists are given, the selection comes from the context, and is checked."""
     setting, rules = call.setting, call.rules
     indices = np.asarray(context.block_indices)
     if call.lists is not None:

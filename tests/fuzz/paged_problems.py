@@ -26,7 +26,7 @@ class Cache:
     def __init__(self, draw: Draw, name: str, shape: tuple[int, ...], dtype: str, used: np.ndarray, garbage: float, hnd: bool):
         rng = draw.rng(name)
         self.dtype, self.scales = dtype, None
-        self.terms = 0.0  # if values are differences of two numbers, as in formats of 4 bits: the largest of these numbers
+        self.terms = 0.0  # if values are sums or differences of two numbers, as in formats of 4 bits: a bound of these numbers
         if dtype in ("int8", "float8_e4m3"):
             bits = rng.integers(0, 256, shape, dtype=np.uint8)
             bits[(bits & 0x7F) == 0x7F] = 0x11
@@ -180,7 +180,7 @@ class Case:
         }  # fmt: skip
 
     def roundings(self) -> tuple[float, float]:
-        """The errors that outputs and log-sum-exps may have in addition, where values are differences of two numbers."""
+        """The errors that outputs and log-sum-exps may have in addition, where values are sums or differences of two numbers."""
         p = self.problem
         sums = np.abs(p.q).sum(axis=-1).max(initial=0)
         score = 2.0**-22 * abs(p.scale) * float(sums) * self.k.terms
