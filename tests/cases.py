@@ -20,7 +20,7 @@ def dtype_of(x):
 
 
 def bits_option(x):
-    """The keyword argument `dtype` if `x` holds bits of bfloat16, as it does without ml_dtypes."""
+    """The keyword argument `dtype` if `x` holds bits of bfloat16. (Where ml_dtypes is installed, arrays may have its bfloat16 instead.)"""
     return {"dtype": "bfloat16"} if x.dtype == np.uint16 else {}
 
 

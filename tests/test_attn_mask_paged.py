@@ -22,7 +22,7 @@ def paged(dtype="float32", kv_dtype=None, lens=LENS, q_lens=Q_LENS):
 
 
 def tree(rng, queries, tokens):
-    """A mask for trees of drafted tokens, the new tokens of requests. Each sees the tokens before the tree, its ancestors and itself."""
+    """A mask for trees of drafted tokens, the new tokens. A drafted token sees what is before its tree, its ancestors and itself."""
     mask = np.ones((3, 1, queries, tokens), bool)
     for b, (n, length) in enumerate(zip(Q_LENS, LENS, strict=True)):
         drafted = mask[b, 0, :n, length - n : length]

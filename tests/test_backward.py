@@ -184,7 +184,7 @@ PACKED = {"layout": "TND", "cu_seqlens_q": [0, 200, 201, 330], "cu_seqlens_kv": 
     "options", [{}, {"window": (200, 0)}, {"causal": True, "q_begin": [390]}, PACKED], ids=["all", "window", "part", "packed"]
 )
 def test_many_queries_of_one_kv_head(options):
-    """For so many queries, keys are packed once. Under a window, the first packed key is a later one. The last keys do not fill a group."""
+    """For so many queries, keys are packed once. Under the window, the first keys are not packed. The last keys do not fill a group."""
     q, k, v = testing.make_qkv(1, 16, 1, 330, 701, 40, dtype="bfloat16")
     if options is PACKED:
         q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1))[:700] for x in (q, k, v))
@@ -249,7 +249,7 @@ def test_padding_of_queries_changes_no_bit():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unseen_is_nothing(dtype, bad):
-    """If rows that nothing attends hold NaN or inf, in any input, no bit of any gradient changes."""
+    """At keys that no query attends and queries that attend nothing, NaN or inf in any input but `lse` changes no bit of any gradient."""
     q, k, v = testing.make_qkv(2, 4, 2, 150, 200, 24, dtype=dtype)
     lists = random_lists(np.random.default_rng(2), 2, 4, 5, 7, share=0.5, empty=0.2)
     options = {"block_shape": (32, 32), "causal": True, "q_lens": [100, 150], "kv_lens": [200, 130]}

@@ -377,7 +377,8 @@ assert results == [(alone, alone)]
 @unsanitized
 @pytest.mark.parametrize("kib", [256, 512])
 def test_small_stacks(kib):
-    """RLIMIT_STACK limits the stack of the program's first thread, and is the default size of all others. (Workers have at least 1 MiB.)"""
+    """RLIMIT_STACK limits the stack of the program's first thread, and is the default for all other threads' stacks.
+    (Workers have at least 1 MiB.)"""
     limit = (kib << 10, kib << 10)
     run(SMALL_STACK, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, limit))
 

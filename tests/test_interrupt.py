@@ -126,8 +126,8 @@ def test_an_interrupted_append_can_be_repeated(threads):
 def test_a_call_goes_on_after_a_handler_that_does_not_raise(threads):
     """The result is right, and so are results of calls that the handler makes.
 
-    The next signal is sent a fixed time after the handler has ended. A program that hangs is ended after 20 seconds and 50 times
-    what the call takes without signals.
+    The next signal is sent a fixed time after the handler has ended. A program that hangs is ended after 20 seconds plus 50
+    times what the call takes without signals.
     """
     program = """
         import faulthandler

@@ -72,7 +72,7 @@ def test_gradients_of_queries_before_and_behind_others_that_see_no_key(first, is
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_keys_that_neither_the_first_nor_the_last_query_sees(dtype):
-    """So many queries share keys that are packed once, and every key that any of these queries sees must be packed."""
+    """With so many queries, keys are packed once for all of them, and every key that any of these queries sees must be packed."""
     q, k, v = testing.make_qkv(1, 8, 2, 700, 2600, 32, dtype=dtype)
     runs = np.broadcast_to([0, 2600], (700, 2)).copy()
     runs[:9], runs[-9:] = (1400, 1410), (1200, 1205)
@@ -120,7 +120,7 @@ def test_an_image_in_a_paged_prompt(dtype, kv_dtype, window, kv_split):
     place = 50 + np.arange(20)  # positions of request 0's queries; tokens 55 to 64 are the image
     runs = np.stack([np.zeros(21, int), np.r_[np.where((place >= 55) & (place < 65), 65, place + 1), 1]], axis=-1)
     seen, _ = check_paged(case, kv_ranges=runs, window=window, kv_split=kv_split)
-    causal = np.stack([np.zeros(21, int), np.r_[place + 1, 1]], axis=-1)  # as ranges: causal calls may take other kernels for short splits
+    causal = np.stack([np.zeros(21, int), np.r_[place + 1, 1]], axis=-1)  # calls without ranges may take other kernels for short splits
     without_image, _ = attend_paged(case, kv_ranges=causal, window=window, kv_split=kv_split)
     differ = (without_image != seen).any(axis=(1, 2))
     assert np.flatnonzero(differ).tolist() == list(range(5, 14))  # the image's last token sees the same keys in both calls

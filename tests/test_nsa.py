@@ -153,7 +153,7 @@ def test_upstream_uniform_gates():
 
 @pytest.mark.parametrize("lengths", [[512, 256], [777, 1, 300], [512]])
 def test_upstream_varlen(lengths):
-    """A single packed sequence has the results and gradients of the call that is not packed."""
+    """Each packed sequence has the results of a call of that sequence alone. If it is the only one, its gradients are compared, too."""
     dtype = "bfloat16" if len(lengths) > 1 else "float32"
     q, k, v, options = problem(lengths, 4, 2, 64, packed=True, dtype=dtype, size=0.1)
     sizes = {"mode": "mslk", "num_selected_blocks": 4, "window_size": 128}
@@ -179,7 +179,8 @@ def test_upstream_varlen(lengths):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_queries_that_share_blocks_get_the_same_bits_alone_and_in_threads(dtype, size, heads, kv_heads):
     """Many queries that choose the same blocks are attended block by block. Blocks here are longer or shorter than a kernel attends at a time.
-    Results and gradients have the same bits with other threads and without the other batch entry, results also beside other neighbours."""
+    Results and gradients have the same bits with another number of threads and without the other batch entry. With the queries in another
+    order, results have the same bits, too."""
     rules = {"compress_block_size": size, "num_selected_blocks": 5, "window_size": 16}
     q, k, v, _ = problem(650, heads, kv_heads, 40, 56, dtype=dtype, batch=2)
     check(q, k, v, **rules)

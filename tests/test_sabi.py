@@ -34,7 +34,8 @@ def test_document_ranges(lengths):
 
 
 def upstream_rows(rows, columns, sparsity, seed, frame):
-    """The rule restated: rows at the top and bottom are full. The others have the forced columns, and all as many sampled ones."""
+    """The rule restated: rows at the top and bottom are full. The others have the forced columns and sampled ones, the same number
+    in each of these rows."""
     left, right, top, bottom = frame
     forced = {c for c in range(columns) if c < left or c >= columns - right}
     full = {r for r in range(rows) if r < top or r >= rows - bottom}

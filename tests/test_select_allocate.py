@@ -24,7 +24,7 @@ def captures(weights, tokens=160, heads=4, kv_heads=2, seed=0):
 
 
 def test_blocks_are_shared_as_brute_force_shares_them():
-    """No other choice costs less with as many blocks, among which the work of the choosers counts."""
+    """No choice with at most as many blocks costs less. The work of choosers is counted in blocks, too."""
     rng = np.random.default_rng(1)
     for _ in range(200):
         kept = np.cumsum(rng.integers(0, 4, (2, 2, 2, 3)), axis=3) + 1.0

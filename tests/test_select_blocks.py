@@ -88,7 +88,7 @@ def test_decode_loop():
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("method", METHODS)
 def test_block_size_of_arrays_that_only_export_dlpack(method, kv_layout):
-    """For select_blocks, a block has as many tokens as a page of the source has rows, and for select_and_attend, as a page of the cache."""
+    """A block has as many tokens as there are rows in a page: of the source in select_blocks, of the cache in select_and_attend."""
     problem = Problem(kv_layout=kv_layout)
     case, (source, tables) = problem.case, problem.source(method)
     hidden = tuple(OnlyDlpack(x) for x in source) if method == "quest" else OnlyDlpack(source)

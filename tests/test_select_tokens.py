@@ -1,5 +1,5 @@
-"""Tokens that an indexer chooses are compared with the float64 twin at every level. Other tests make changes that change no bit, and
-wrong calls. Random problems with all options are in tests/fuzz/token_problems.py."""
+"""Tokens that an indexer chooses are compared with the float64 twin at every level. Other tests check changes that must
+change no bit, and refusals. Random problems with all options are in tests/fuzz/token_problems.py."""
 
 import numpy as np
 import pytest

@@ -118,7 +118,7 @@ def test_choosing_tokens(packed):
 
 
 def several(q, k, v, lists, lengths):
-    """A result of the functions that may be differentiated within a graph."""
+    """A combination of results of functions that may be differentiated within a graph."""
     listed = functions.block_sparse_attention(q, k, v, lists, block_shape=(8, 8), causal=True, kv_lens=lengths)
     causal, lse = functions.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True, scale=0.2)
     shorter = functions.scaled_dot_product_attention(q, k[:, :, :20], v[:, :, :20], is_causal=True, enable_gqa=True)

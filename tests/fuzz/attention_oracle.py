@@ -139,10 +139,10 @@ def growth(weights: np.ndarray, score_error: np.ndarray, bias_error: np.ndarray)
 def forward(a: Attention) -> Forward:
     """The definition, and the errors that arithmetic in the promised precision may have.
 
-    A score is a sum of D products in the dtype `real`, times a number: its error is at most (D + 8) eps times the sum of the products' absolute
-    values. A weight is the exponential of a difference of two scores, so its relative error e follows from the errors of both. A result
-    is a sum of n weighted values, over the sum of the weights: its error is (2 e + n eps) times the sum of the absolute values, and it is
-    rounded to the dtype. The sum of a row's weights has the relative error e + n eps, which is an absolute error of the log-sum-exp.
+    A score is a sum of D products in the dtype `real`, times a number: its error is at most (D + 8) eps times the sum of the products'
+    absolute values. A weight is the exponential of a difference of two scores, so its relative error e follows from the errors of both. A
+    result is a sum of n weighted values, over the sum of the weights: its error is (2 e + n eps) times the sum of the absolute values, and
+    it is rounded to the dtype. The sum of a row's weights has the relative error e + n eps, which is an absolute error of the log-sum-exp.
 
     A bias is rounded as a number, and again as its product with log2(e), a factor that is itself rounded. Two sums round it, too. So the
     score's error grows by 6 eps times the sum of the absolute values of the bias's parts. This error is bounded for each key separately,
@@ -209,7 +209,7 @@ class Gradients(NamedTuple):
         shared = tuple(axis for axis, n in enumerate(shape) if n == 1)
         total, size, error = (x.sum(axis=shared, keepdims=True) for x in (self.dbias, np.abs(self.dbias), self.dbias_error))
         terms = self.dbias.shape[0] * self.dbias.shape[1] + 4
-        count = self.dbias.size / max(total.size, 1) if real == dtype else 1  # for each sum, how many of its numbers are rounded to the mask's dtype
+        count = self.dbias.size / max(total.size, 1) if real == dtype else 1  # per sum: numbers that are rounded to the mask's dtype
         smallest = SMALL + (2.0**-24 * count if dtype == "float16" else 0)
         return total, error + terms * EPSILON[real] * size + 2 * EPSILON[dtype] * np.abs(total) + smallest
 
@@ -221,7 +221,7 @@ class Gradients(NamedTuple):
 
 
 def backward(a: Attention, f: Forward, dout: np.ndarray, out: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None) -> Gradients:
-    """The formulas of the operation's docstring with the given `out` and `lse`, and the errors that arithmetic in the dtype `real` may have.
+    """The formulas of the operation's docstring with the given `out` and `lse`, and the errors that arithmetic in `real` may have.
 
     A probability has the error of its score, of rounding the difference to `lse`, and `weight_error`. dout . v and dout . out are sums
     of Dv products, so a slope (the gradient of a score) has the relative error of its probability, and an error of (Dv + 4) eps times the

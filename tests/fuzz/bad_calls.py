@@ -1,5 +1,5 @@
-"""Bad calls: a valid call of a public function in which one argument, sometimes two, is replaced by an unusual value, or is missing, unknown or
-surplus.
+"""Bad calls: a valid call of a public function in which one argument, sometimes two, is replaced by an unusual value, or is missing,
+unknown or surplus.
 
 Either the call is accepted, or it is refused with a TypeError or a ValueError, whose only sentence names an argument. In both cases nothing
 outside the outputs is written, and the call takes little time and memory.

@@ -20,7 +20,8 @@ LEAST = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": flo
 
 
 def draw_mask(draw: Draw, full: Sequence[int], dtype: str, shown: np.ndarray, *, spoils: bool) -> tuple[np.ndarray, str]:
-    """A mask for arrays of `dtype`, and its own dtype. `full`: its sizes if no axis is shortened to length 1. `shown`: the pairs that the other rules show.
+    """A mask for arrays of `dtype`, and its own dtype. `full`: its sizes if no axis is shortened to length 1. `shown`: the pairs that
+    the other rules show.
 
     Elements of pairs that the other rules hide may be NaN. With `spoils`, elements of shown pairs may be NaN, too.
     """
@@ -42,7 +43,7 @@ def draw_mask(draw: Draw, full: Sequence[int], dtype: str, shown: np.ndarray, *,
     if kind == "bool":
         return np.where(hidden, -np.inf, 0.0), "bool"
     values = rng.standard_normal(shape) * draw.pick("mask.spread", (3.0, 0.1, 30.0))
-    if draw.flag("mask.lifted", 0.25):  # without sinks, no weight changes; but exp() of a float32 score would overflow if nothing were subtracted first
+    if draw.flag("mask.lifted", 0.25):  # exp() of such a float32 score would overflow if nothing were subtracted first
         values += np.where(rng.random((*shape[:3], 1)) < 0.3, 100, 0)
     if kind == "holes":
         values[hidden] = -np.inf

@@ -29,7 +29,7 @@ class Paged:
     ranges: np.ndarray | None = None  # (T, 2): the run of tokens that each query sees, in place of all tokens up to itself
     mask: np.ndarray | None = None  # (B or 1, H or 1, queries or 1, tokens or 1): added to the scores; -inf hides a token
     slopes: np.ndarray | None = None  # (H,): subtracted from the score per token of distance
-    selected_size: int | None = None  # tokens of a block if each query has a list of its own; None: blocks are pages, and each request has one list
+    selected_size: int | None = None  # tokens of a block if each query has a list; None: blocks are pages, and each request has a list
 
     @property
     def real(self) -> str:

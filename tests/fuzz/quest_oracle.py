@@ -1,8 +1,8 @@
 """Summaries of blocks, their scores, and the rules of a selection: token by token and block by block in float64.
 
 A score has a bound for the error of the package's score: a sum of K products in float32 has an error of at most ``(K + c) u`` times the sum of
-the products' absolute values, in any order. Two blocks whose scores differ by at most the sum of their bounds may come in either order. If the
-scores are equal and the bounds 0 (for small integers), or if the blocks hold the same numbers, the lower block must come first.
+the products' absolute values, in any order. Two blocks whose scores differ by at most the sum of their bounds may come in either order. If
+the scores are equal and the bounds 0 (for small integers), or if the blocks hold the same numbers, the lower block must come first.
 """
 
 from __future__ import annotations
