@@ -309,7 +309,7 @@ def selected_attention(
     ----------
     q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``; with `cu_seqlens`, B is left out. float32, float16, bfloat16 or
-        float64. If `q` has fewer tokens than `k` and `v`, they are the last tokens of `k` and `v`.
+        float64. A `q` with fewer tokens than `k` and `v` has the last of these tokens.
     block_indices : array_like of int
         ``(B, H or Hkv, tiles, n)``, with `cu_seqlens` ``(H or Hkv, all tiles, n)``. A row names no block twice and ends at its first -1.
     block_size : int
@@ -434,7 +434,7 @@ def window_attention(
     ----------
     q, k, v : array
         ``(B, N, H, D)``, ``(B, N, Hkv, D)`` and ``(B, N, Hkv, Dv)``; with `cu_seqlens`, B is left out. float32, float16, bfloat16 or
-        float64. If `q` has fewer tokens than `k` and `v`, they are the last tokens of `k` and `v`.
+        float64. A `q` with fewer tokens than `k` and `v` has the last of these tokens.
     window_size : int
         Number W of keys in the window, at least 1. The last is the query's own key.
     causal : bool

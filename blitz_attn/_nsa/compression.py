@@ -233,7 +233,7 @@ def compress_kv_backward(
     Returns
     -------
     dk, dv : array
-        Of the shape, dtype and kind of `k` and `v`.
+        Of the shapes of `k` and `v`, and of the dtype and kind of `k`.
     dw_k, dw_v : array or None
         Of the shape and dtype of `w_k` and `w_v`; None for a weight that was not given.
 

@@ -57,7 +57,7 @@ def compute_gates(q: Any, gate_proj_weight: Any = None, *, dtype: Any = None, nu
     q : array
         ``(B, N, H, D)`` or ``(T, H, D)``: float32, float16, bfloat16 or float64.
     gate_proj_weight : array, optional
-        ``(H, 3, D)``, any of these dtypes (float64 only with float64). Default: every gate is 1/3.
+        ``(H, 3, D)``: float64 for float64 queries, else any of the other three dtypes. Default: every gate is 1/3.
     dtype : str or dtype, optional
         ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits. Any other value is only checked against the arrays.
     num_threads : int, optional

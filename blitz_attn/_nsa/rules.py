@@ -51,7 +51,7 @@ class Rules:
     count: int  # n: entries of a row of a selection
     tile: int  # queries that share a selection
     init: int  # always selected: blocks at the start of the keys
-    local: int  # always selected: blocks that end with the query's own (not causal: around it)
+    local: int  # always selected: blocks up to and with the query's own (not causal: around it)
     causal: bool
 
     @property

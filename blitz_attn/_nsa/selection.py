@@ -49,7 +49,7 @@ def select_into(
 
 
 def lse_of(q: np.ndarray, k_cmp: np.ndarray, common: Common, rules: Rules, sequences: Sequences) -> np.ndarray:
-    """Log-sum-exp of the compressed branch, with only one dimension of the branch's output."""
+    """Log-sum-exp of the compressed branch. Of the branch's output, only one channel is computed."""
     out, lse = np.empty((*q.shape[:-1], 1), storage(common.kind)), np.empty(q.shape[:-1], real_of(common.kind))
     attend(q, k_cmp, k_cmp[..., :1], out, lse, common, compressed_branch(rules, sequences))
     return lse
@@ -82,9 +82,10 @@ def score_and_select_blocks(
     cu_seqlens : sequence of int, optional
         ``(sequences + 1,)`` numbers of tokens that rise from 0 to T.
     mode : {"paper", "mslk"}
-        In paper mode, there is one row per query and KV head. The score of a block is the sum of the probabilities of the compressed keys
-        that overlap the block, over the heads of the group (Eq. 9 and 10 of the paper that `nsa` cites). In mslk mode, there is one row per
-        tile and query head. The score is the product of the compressed key and the mean query of the tile.
+        In paper mode, there is one row per query and KV head. The score of a block is the sum, over the heads of the group, of the
+        probabilities of the compressed keys that overlap the block, each times the number of strides that it shares with the block (Eq. 9
+        and 10 of the paper that `nsa` cites). In mslk mode, there is one row per tile and query head. The score is the product of the
+        compressed key and the mean query of the tile.
     compress_stride, select_block_size, init_blocks, local_blocks : int
         Paper mode, see `nsa`.
     lse : array, optional

@@ -76,7 +76,7 @@ class Sequences(NamedTuple):
         return cls(None, None, None, None, begin, lengths)
 
     def runs(self, batch: int) -> list[tuple[int, int, int]]:
-        """(first, end, number of queries) of each run of sequences of a batch with equally many queries. Queries must be the last
+        """(first, end, number of queries) of each run of sequences, in a batch, that have equally many queries. Queries must be the last
         tokens."""
         counts = np.broadcast_to(np.asarray(self.lengths) - self.begin, batch)
         ends = [*(np.flatnonzero(np.diff(counts)) + 1).tolist(), batch]
@@ -191,8 +191,8 @@ def pieces_of_heads(sequences: Sequences, rows: int, most: int, heads: tuple[int
 def pieces(batch: int, sequences: Sequences, tile: int, most: int, heads: tuple[int, int]) -> Iterator[Piece]:
     """The whole call in pieces of about `most` rows of queries, cut between sequences, heads and tiles.
 
-    Each piece reads all keys of its heads. So heads are separated first, and queries are cut only where one KV head has too many. The cuts
-    of a sequence, and with them the bits of its result, depend on its own shape alone, never on other sequences of the batch.
+    Each piece reads all keys of its heads. So heads are separated first, and queries are cut last. The cuts of a sequence, and with
+    them the bits of its result, depend on its own shape alone, never on other sequences of the batch.
     """
     if sequences.queries is None:
         begins, lengths = sequences.begin, sequences.lengths

@@ -14,7 +14,7 @@ from .rules import Rules
 from .sequences import Sequences, block_count, lengths_within
 
 MOST = (1 << 30) - 1  # queries of a call
-LEAST = 64  # tokens that a store has room for, as soon as it holds any
+LEAST = 64  # a store that holds any tokens has room for at least so many
 COPIED_AT_A_TIME = 1 << 24  # bytes: a few milliseconds
 
 
@@ -52,7 +52,7 @@ def copy(source: np.ndarray, into: np.ndarray) -> None:
 
 
 class Store:
-    """Arrays of a batch that have room for more than they hold. Full arrays are copied into arrays of twice the size.
+    """Arrays of a batch that have room for more than they hold. Full arrays are copied into arrays of at least twice the size.
 
     Each method writes new data where they are not visible yet: in other arrays, or behind the tokens that are held. One assignment at the
     method's end makes the data visible. Any exception before this assignment leaves the store as it was.
@@ -71,7 +71,7 @@ class Store:
         """The present record, and the keys, values and their compressed blocks up to the end of the longest sequence. Before the first
         tokens, there are no arrays.
 
-        In a batch of 0 sequences, the arrays have `queries` tokens, so that any number of queries fits.
+        In a batch of 0 sequences, the arrays have `queries` tokens, so that the queries fit (unless they are more than MOST).
         """
         held = self._held
         longest = held.longest if len(held.lens) else min(queries, MOST)

@@ -19,8 +19,8 @@ __all__ = ["block_sparse_attention_backward", "dense_same_precision_backward"]
 
 
 class _BiasSums:
-    """The gradients of a mask (B or 1, H or 1, Sq or 1, Skv or 1) and of the slopes (H,), None for a bias that is not given or is of
-    bool."""
+    """The gradients of a mask (B or 1, H or 1, Sq or 1, Skv or 1) and of the slopes (H,). None for a bias that is not given, and
+    for a mask of bool."""
 
     def __init__(self, attn_mask, alibi_slopes):
         self.shape = None if attn_mask is None or dtype_name(attn_mask.dtype) == "bool" else np.shape(attn_mask)
@@ -47,7 +47,7 @@ def _numbers(x: Any, real: type, layout: str, offsets: Any, entries: int) -> lis
 
 def _gradients(name: str, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sabi: Any, o: dict[str, Any]) -> tuple[Any, ...]:
     """The gradients as a program in dtype `name` computes them, written to `grads` if given. With `accumulate`, dk and dv are added
-    to the numbers there."""
+    to the numbers in `grads`."""
     layout, real, inputs = o["layout"], real_of(name), name_of(q, o["dtype"])
     dout, q, k, v, out = (to_float64(x, o["dtype"]).astype(real) for x in (dout, q, k, v, out))
     sequences = sequences_of(q, k, v, sabi, o, inputs)

@@ -111,7 +111,7 @@ def add_biases(sequences: Sequence[core.Sequence], attn_mask: Any, alibi_slopes:
         given = attn_mask if hasattr(attn_mask, "detach") else array(attn_mask, "attn_mask", "an array")
         if dtype_name(given.dtype) not in ("bool", *FLOATS):
             raise TypeError(f"attn_mask: expected bool, float32, float16, bfloat16 or float64, got {dtype_name(given.dtype)}")
-        # An array keeps its dtype: each strip widens the part that it needs.
+        # A NumPy array keeps its dtype: each strip widens the part that it needs.
         mask = np.asarray(given) if dtype_name(given.dtype) == "bool" or isinstance(given, np.ndarray) else to_float64(given)
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         fits = [n in (1, full) or (longer and axis > 1 and n > full) for axis, (n, full) in enumerate(zip(mask.shape, sizes, strict=False))]

@@ -170,7 +170,7 @@ def nsa_same_precision(q, k, v, *, name=None, **options):
 
 
 def nsa_backward(dout, ctx, *, num_threads=None):
-    """See `blitz_attn.nsa.nsa_backward`. Takes a context of the `nsa` of this module."""
+    """See `blitz_attn.nsa.nsa_backward`. Takes a context of `nsa` or `nsa_same_precision` of this module."""
     if not isinstance(ctx, NSAContext):
         raise TypeError(f"ctx: expected the context that nsa returned, got {type(ctx).__name__}")
     if ctx.shapes[0][:-2] != ctx.shapes[1][:-2]:

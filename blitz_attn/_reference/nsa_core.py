@@ -141,7 +141,8 @@ def _mslk_scores(q: Array, k_cmp: Array, rules: Rules, scale: float, begin: int,
 
 
 def _paper_scores(q: Array, k_cmp: Array, rules: Rules, scale: float, begin: int, tokens: int) -> Array:
-    """(KV heads, queries, blocks): the sum over the group's heads of the probabilities of the compressed keys that overlap a block."""
+    """(KV heads, queries, blocks): the sum over the group's heads of the probabilities of the compressed keys that overlap a block, each
+    times the number of strides that it shares with the block."""
     blocks, compressed, rows = -(-tokens // rules.select), k_cmp.shape[1], q.shape[1]
     scores = np.zeros((len(k_cmp), rows, blocks))
     first = np.arange(blocks) * (rules.select // rules.stride)

@@ -1,5 +1,5 @@
 """float64 twins of the parts of native sparse attention: compression, selection, the three branches, gating, and the
-gradient of each. Public through `blitz_attn.reference`; `nsa.py` has the twin of the whole.
+gradients of all of these except the selection. Public through `blitz_attn.reference`; `nsa.py` has the twin of the whole.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def quantize_rows(x, kv_dtype, *, dtype=None):
         heads, numbers = [d], np.minimum(15, np.floor(_quotients(cells, d) + 8.5)).astype(np.uint8)
     else:
         first = cells.argmin(axis=-1)[..., None] if cells.size else np.zeros((*cells.shape[:-1], 1), int)
-        low = np.take_along_axis(cells, first, axis=-1)  # of 0 and -0, which count as equal, the first one; so does argmax below
+        low = np.take_along_axis(cells, first, axis=-1)  # argmin takes the first of 0 and -0, which are equal, and so does argmax below
         last = cells.argmax(axis=-1)[..., None] if cells.size else first
         d = (np.take_along_axis(cells, last, axis=-1) - low) / np.float32(15)
         quotients = _quotients(cells - low, d).astype(np.float32)
@@ -156,8 +156,8 @@ def by_token(cache: Any, kv_layout: str) -> np.ndarray:
 
 
 def scale_by_token(scale: Any, cache: np.ndarray, kv_layout: str) -> np.ndarray:
-    """Scales broadcast to the axes (pages, page_size, heads) of `cache`. `scale` has one for each token and head (axes in the order of
-    `kv_layout`), one per head, or one in all."""
+    """Scales broadcast to the axes (pages, page_size, heads) of `cache`. `scale` has a number for each token and head (axes in the order
+    of `kv_layout`), one per head, or one in all."""
     return by_token(scale, kv_layout) if np.ndim(scale) == 3 else np.broadcast_to(np.asarray(scale, np.float32), cache.shape[:3])
 
 

@@ -122,8 +122,8 @@ def _page_scores(
     query, sources, tables, seq_lens, page_size, *, method, per_query_head=False, kv_layout="NHD", k_scale=None, dtype=None, kv_dtype=None,
     q_lens=None,
 ) -> list[np.ndarray]:  # fmt: skip
-    """(rows, pages) scores of each request's own pages: the largest score by any of its queries, or NaN if one of these scores is NaN. A
-    request without queries has no pages.
+    """(rows, pages) scores of each request's own pages: the largest score by any of its queries, or NaN if one of these scores is NaN. The
+    array of a request without queries has no pages.
 
     `sources` are the arrays that the method reads: (maxblocks, minblocks) for quest, (meanblocks,) for mean, (k_cache,)
     for max, where `tables` are block tables.
@@ -156,7 +156,8 @@ def _scores_of_query(q: np.ndarray, parts: list[np.ndarray], method: str, page_s
 
 
 def _choose(scores: np.ndarray, slots: int, sink: int, recent: int, ascending: bool) -> np.ndarray:
-    """Selected pages of one row of scores: sinks, others by falling score (of equal scores, the lower page first), newest; or sorted."""
+    """Selected pages of one row of scores: sinks, others by falling score (of equal scores, the lower page first), newest. If `ascending`,
+    they are sorted."""
     n = len(scores)
     slots = min(slots, n)
     recent = min(recent, slots)
@@ -181,14 +182,15 @@ def _select(
 
 
 def _unsummarised(seq_lens: Any, since: Any, size: int) -> np.ndarray:
-    """Number of pages of each request that were not complete `since` tokens ago, when their summaries were made; 0 where `since` is -1."""
+    """Number of pages of each request that were not complete `since` tokens ago, when summaries were made; 0 where `since` is -1."""
     tokens = np.asarray(seq_lens, np.int64)
     since = np.broadcast_to(np.asarray(since), tokens.shape)
     return np.where(since < 0, 0, -(-tokens // size) - np.maximum(tokens - since, 0) // size)
 
 
 def _newest(recent: Any, tokens: np.ndarray, q_lens: Any, size: int) -> np.ndarray:
-    """Number of newest pages of each request, among them `recent` pages up to that of each query's own token."""
+    """How many newest pages of each request include, for each of its queries, the last `recent` pages up to the query's own; 0 if `recent`
+    is 0."""
     recent = np.broadcast_to(np.asarray(recent), tokens.shape)
     if q_lens is None:
         return recent
@@ -234,7 +236,7 @@ def select_blocks(
     dtype=None, kv_dtype=None, num_threads=None,
 ):  # fmt: skip
     """See `blitz_attn.select_blocks`. Scores are summed in float64: blocks whose scores differ by less than float32 rounding may be
-    ranked differently."""
+    ranked otherwise than by the library."""
     sources = source if method == "quest" else (source,)
     tokens = np.asarray(seq_lens, np.int64)
     size = by_token(sources[0], kv_layout if method == "max" else "NHD").shape[1] if block_size is None else int(block_size)

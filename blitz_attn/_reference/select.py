@@ -156,8 +156,8 @@ def _joined(shares: np.ndarray, over: str, inside: np.ndarray) -> np.ndarray:
 
 
 def _forced(row: int, rows: int, inside: np.ndarray, s: Sequence, visible, block_shape, frame: tuple[int, ...]) -> np.ndarray:
-    """The blocks that a row of blocks always keeps: of those that it sees, all in the first and last rows, else the last columns
-    and those that are sink or recent for a query that sees them."""
+    """The blocks that a row of blocks always keeps: of those that it sees, all if it is one of the first or last rows, else the last
+    columns and those that are sink or recent for a query that sees them."""
     block_q, block_kv = block_shape
     sink, recent, last_columns, first_rows, last_rows = frame
     column = np.arange(inside.size)

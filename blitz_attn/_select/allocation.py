@@ -75,9 +75,9 @@ def allocate(
     -----
     If the labels of the loss are drawn from the model's own predictions, half of the estimate equals, to second order, the divergence
     between the predictions of the dense and the sparse model (Fisher information). This holds for heads taken one by one. One price per
-    block, the same for all heads, decides which mass each head keeps; the lowest price that meets the density is found. A layer takes one
-    dense call and, for each chooser, ``len(masses)`` choices and sparse calls per capture. Texts for which a result is reported should not
-    be among the captures.
+    block, the same for all heads, decides which mass each head keeps; the lowest price that meets the density is found. Each capture of a
+    layer takes one dense call, one choice of all blocks and, for each chooser, ``len(masses)`` choices and as many sparse calls. Texts for
+    which a result is reported should not be among the captures.
 
     Examples
     --------

@@ -492,7 +492,7 @@ def select_and_attend_prefill(
     block_shape : (int, int)
         Tokens in a block of queries and in a block of keys.
     scale, layout, causal, window, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, num_heads, num_kv_heads, q_begin, q_total, kv_ranges
-        Options of both steps: see `block_sparse_attention`.
+        Options of both steps (`q_total`: of attention alone): see `block_sparse_attention`.
     attn_mask, alibi_slopes, sinks, softcap
         Further options of attention: see `block_sparse_attention`. The choice of blocks ignores them and looks at queries and keys alone:
         a block that `attn_mask` hides may be chosen in place of a block that the mask shows.

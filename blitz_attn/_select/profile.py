@@ -297,8 +297,8 @@ def calibrate(
     Parameters
     ----------
     layers : iterable of sequence of (q, k, v)
-        For each layer the captures of some texts, as `block_sparse_attention` takes them. Pass a generator to keep only one layer in
-        memory.
+        For each layer the captures of some texts: queries, keys and values as `block_sparse_attention` takes them. Pass a generator to keep
+        only one layer in memory.
     target : float
         The value that each head must meet in the mean over the captures: the kept softmax mass, or the relative error of the output. Over
         the batch entries of one capture, masses are averaged by the mean, and errors by the root mean square.
@@ -337,8 +337,8 @@ def calibrate(
 
     Notes
     -----
-    Numbers are found by binary search, which assumes that a larger budget keeps more. A layer takes one dense attention call and
-    ``steps`` choices and sparse calls per capture; with ``budget="threshold"``, it takes up to ``max(8, steps + 2)`` choices and as many
+    Numbers are found by binary search, which assumes that a larger budget keeps more. Each capture of a layer takes one dense attention
+    call, ``steps`` choices and as many sparse calls; with ``budget="threshold"``, up to ``max(8, steps + 2)`` choices and as many sparse
     calls. Texts for which a result is reported should not be among the captures.
 
     Examples

@@ -105,9 +105,10 @@ def select_tokens(
         ``(B, Sq, H)``, or ``(T, H)``. Weights are read as float32 (float64 for float64 queries), and must be finite. Weights of queries
         behind `q_lens` are not read.
     top_k : int
-        How many keys, pools or blocks each query gets, at least 1.
+        How many keys, pools or blocks a query gets if it sees as many; at least 1.
     scale : float, optional
-        Factor of the products. Default: ``1 / sqrt(D)``. (A positive scale changes no choice, except by rounding.)
+        Factor of the products. Default: ``1 / sqrt(D)``. (Without `min_score`, a positive scale changes no
+        choice, except by rounding.)
     causal : bool
         A query sees the tokens up to its own. The last query stands at the last token, unless `q_begin` says otherwise.
     q_lens, kv_lens : sequence of int, optional

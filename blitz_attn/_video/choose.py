@@ -54,8 +54,8 @@ def choose_rules(
     """For each head, the rule whose list keeps the most softmax mass of sampled queries.
 
     A query's share is ``exp(lse - lse_dense)``, where `lse` is its log-sum-exp over the blocks that its row lists, and `lse_dense` over all
-    valid keys. A rule keeps the mean of these shares over the sampled queries and the batch. Rows of blocks that are dense under every rule
-    have no part in the draw, unless all rows are.
+    valid keys. A rule keeps the mean of these shares over the sampled queries and the batch. Queries in rows of blocks that are dense under
+    every rule, and queries that are padding in all batch entries, are drawn only if there are no others.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def choose_rules(
     block_shape, dense_frames, dense_tokens
         As in `blocks`, for the lists with which attention will be called.
     sampled_rows : int
-        How many queries are sampled, at least 1. All queries, if there are fewer.
+        How many queries are sampled, at least 1. If fewer may be drawn, all of these.
     seed : int
         Seed of the draw, from 0 on.
     scale, layout, num_heads, num_kv_heads, dtype

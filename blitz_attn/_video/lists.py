@@ -44,7 +44,7 @@ class BlockGrid:
         self.own = [np.flatnonzero(self.cubes.grid == g) for g in range(len(self.cubes.counts))]
 
     def _cubes_in(self, size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first and the last cube of each block. Plain tokens count as the last cube; their blocks are dense."""
+        """The first and the last cube of each block. Plain tokens count as tokens of the last cube; their blocks are dense."""
         first = np.arange(count) * size
         last = np.minimum(first + size, self.tokens) - 1
         most = len(self.cubes.grid) - 1
@@ -70,7 +70,7 @@ class BlockGrid:
         sizes, counts = self.cubes.sizes[grid], self.cubes.counts[grid]
         seen = np.zeros(counts, np.bool_)
         places = self.cubes.place[first : last + 1]
-        runs = np.flatnonzero((places[1:, :2] != places[:-1, :2]).any(axis=1)) + 1  # cubes of one frame and row are one run
+        runs = np.flatnonzero((places[1:, :2] != places[:-1, :2]).any(axis=1)) + 1  # consecutive cubes of one layer and row are one run
         for run in np.split(places, runs):
             t, h = int(run[0, 0]), run[:1, 1]
             levels = rule._levels(t, counts, sizes[0])
@@ -134,7 +134,7 @@ def blocks(
     rule : Neighbourhood, SlidingTiles or Radial, or sequence of them
         The rule that says which cubes see each other, or a rule for each head.
     block_shape : (int, int)
-        Number of tokens per block of queries and of keys, at least 1 each. Blocks of a cube's size, or of a multiple, hold whole cubes.
+        Number of tokens per block of queries and of keys, at least 1 each. Blocks of a cube's size, or of a multiple, split no full cube.
     dense_frames : int
         How many of the first frames of each grid see all tokens and are seen by all.
     dense_tokens : array_like of int, optional
@@ -161,7 +161,7 @@ def blocks(
     Notes
     -----
     Memory grows with the list alone: no grid of rows and columns is held. A list is as wide as its fullest row. Rows of plain or dense
-    tokens list all blocks, and make a list as wide as the grid (14 MB per rule for 118806 tokens in blocks of 64).
+    tokens list all blocks, and so the list is as wide as there are columns (14 MB per rule for 118806 tokens in blocks of 64).
 
     Examples
     --------

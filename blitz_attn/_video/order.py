@@ -214,7 +214,7 @@ class TokenOrder:
             object.__setattr__(self, name, value)
 
     def permute(self, *arrays: Any, layout: Layout = "BNSD", out: Any = None) -> Any:
-        """Copies of arrays whose tokens are in this order.
+        """Copies of arrays, with the tokens in this order.
 
         Parameters
         ----------
@@ -251,7 +251,7 @@ class TokenOrder:
         return self._taken(self.indices, arrays, layout, out)
 
     def restore(self, *arrays: Any, layout: Layout = "BNSD", out: Any = None) -> Any:
-        """Copies of arrays whose tokens are back in the model's order: the inverse of `permute`.
+        """Copies of arrays, with the tokens back in the model's order: the inverse of `permute`.
 
         Parameters
         ----------

@@ -176,7 +176,7 @@ class SlidingTiles:
 
     Notes
     -----
-    Near the edges, a cube may see another cube that does not see it.
+    Near the edges, or with a window of an even number of cubes, a cube may see another cube that does not see it.
 
     References
     ----------
@@ -232,8 +232,8 @@ class Radial:
     plus 1, is at most ``sqrt(decay_factor / 2**m)`` times the height of the grid, and the same along the width, all in cubes. So each
     doubling of d halves the product of both limits. If one limit would be less than 1, it is 1, and the other limit is
     ``decay_factor / 2**m`` times the number of cubes in a layer, but at least 1. If ``2**m`` exceeds the number of cubes in a layer, only
-    each n-th frame is seen, where n is the quotient of these two numbers, rounded up. A layer of cubes is then seen if one of its frames
-    has a distance that is a multiple of n.
+    each n-th frame is seen, where n is the quotient of these two numbers, rounded up. A layer of cubes is then seen if a multiple of
+    n is among the numbers from d to ``d + s - 1``, where s is the number of frames of a full cube.
 
     Attributes
     ----------

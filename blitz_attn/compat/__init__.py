@@ -1,1 +1,1 @@
-"""The names, argument order and defaults of upstream packages, computed by this library: one module per package."""
+"""The interfaces of upstream packages (names, order of arguments, defaults) to this library: one module per package."""

@@ -1,10 +1,11 @@
 """The interface of upstream's ``mslk.attention.sparse_attn`` package: ``from blitz_attn.compat import mslk as sparse_attn``.
 
-Names, order of arguments, defaults and shapes are upstream's; results are those of upstream's reference, `blitz_attn.nsa` in mode
-``"mslk"``, which is not strictly causal. Each function names the function of this library that it calls: shapes, dtypes and errors are
-described there, and errors name upstream's arguments. Arrays are ``(B, N, H, D)``, or ``(T, H, D)`` with `cu_seqlens`, an integer array
-``(sequences + 1,)`` of offsets from 0 to T. They may be torch tensors or any other array that `blitz_attn.nsa` takes. Tensors may require
-gradients in `nsa` and `nsa_forward`. `n_block_size`, `chunk_size` and `max_seqlen` tune upstream's kernels and are ignored here.
+Names, order of arguments, defaults and shapes are upstream's. Results are those of upstream's reference, as `blitz_attn.nsa` computes them
+in mode ``"mslk"``. This mode is not strictly causal. Each function names the function of this library that it calls: shapes, dtypes and
+errors are described there, and errors name upstream's arguments. Arrays are ``(B, N, H, D)``, or ``(T, H, D)`` with `cu_seqlens`, an
+integer array ``(sequences + 1,)`` of offsets from 0 to T. They may be torch tensors or any other array that `blitz_attn.nsa` takes. Tensors
+may require gradients in `nsa` and `nsa_forward`. `n_block_size`, `chunk_size` and `max_seqlen` tune upstream's kernels, and are ignored
+here.
 
 Upstream's fast path differs from its own reference, and this module follows the reference: selected blocks are not widened to 128 tokens,
 the window holds `window_size` keys and not one more, the window of a call that is not causal reaches both ways, and no block counts twice.
@@ -275,8 +276,8 @@ def score_and_select_blocks(
     Q: Any, K_cmp: Any, num_selected_blocks: int, compress_block_size: int, causal: bool = True, q_tile_size: int = 256,
     softmax_scale: float | None = None,
 ) -> Any:  # fmt: skip
-    """See `blitz_attn.nsa.score_and_select_blocks`: rows have min(num_selected_blocks, blocks) entries, and unused entries are -1. A block
-    whose score is -inf is not selected, even where a row has entries left."""
+    """See `blitz_attn.nsa.score_and_select_blocks`: rows have min(num_selected_blocks, blocks) entries (num_selected_blocks if there are
+    no blocks), and unused entries are -1. A block whose score is -inf is not selected, even where a row has entries left."""
     return fused_score_and_select_blocks(Q, K_cmp, num_selected_blocks, compress_block_size, causal, q_tile_size, softmax_scale)
 
 

@@ -155,7 +155,8 @@ def blitz_sparse_attention(
     query, key, value : array
         In the layout that `input_layout` names.
     atten_mask : array of bool, optional
-        Ignored with sparse modes 2, 3 and 4, which state the rule of upstream's compressed mask by themselves. Refused with other modes.
+        Only its dtype is checked with sparse modes 2, 3 and 4, which state the rule of upstream's compressed mask by themselves. Refused
+        with other modes.
     sabi : array of int, optional
         ``(B, N, ceil(Sq / block_shape[0]), W)`` or, for one batch entry, ``(N, ceil(Sq / block_shape[0]), W)``: columns of kept key blocks,
         padded with 65535 (uint16) or -1 (signed). None: attention is dense.
@@ -173,7 +174,8 @@ def blitz_sparse_attention(
         Number of key/value heads. Default: 0, which stands for the number of query heads.
     sparse_mode : int, optional
         0 (default): no token rule. 2: causal from the top left (not with layout TND). 3: causal to the bottom right. 4: band around the
-        diagonal to the bottom right. 10 to 14: modes 0 to 4 in high precision, which all modes have here.
+        diagonal to the bottom right. 10, 12, 13 and 14: these modes in high precision, which all modes have here. Modes 1 and 11, which
+        need a full mask, are refused.
     softmax_lse_flag : bool, optional
         Default: False.
     block_shape : sequence of int, optional
@@ -182,7 +184,7 @@ def blitz_sparse_attention(
     Returns
     -------
     attention_out : array
-        An array of the shape, dtype and kind of `query`, with the last dimension of `value`.
+        As `blitz_attn.block_sparse_attention` returns it; with BNSD_BSND, in layout BSND.
     softmax_lse : array
         float32 (float64 for float64) ``(B, N, Sq)``, by the natural log; float32 ``(0,)`` without `softmax_lse_flag`, and with layout TND.
 
