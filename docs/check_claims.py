@@ -118,7 +118,7 @@ def agrees(shown: str, exact: float) -> bool:
 
 def check(file: str, known: dict[str, list[list[float]]], shown_cells: Iterator[list[str]]) -> int:
     """Returns how many rows are wrong or missing."""
-    # Several tables have rows of these names. The tables come in this order.
+    # Several tables have rows of these names. The keys of a name are in the order of these tables.
     order = {"causal": ["causal", "causal (gradients)", "causal (peers)"], "dense": ["dense (gradients)", "dense (peers)"]}
     order["sparsity 0.9, 128 x 128"] = ["sparsity 0.9, 128 x 128 (peers)"]
     order |= {dtype: [dtype, dtype + " (peers)"] for dtype in ("float32", "bfloat16", "float16")}

@@ -59,7 +59,7 @@ html_copy_source = False
 
 
 def own_footnotes(app, what, name, obj, options, lines):
-    """Numbered references of a docstring become footnotes of its own, so that several docstrings share a page."""
+    """Numbered references of a docstring become footnotes of its own, so that several docstrings can share a page."""
     label = name.replace(".", "-").replace("_", "-")
     text = re.sub(r"\[(\d+)\](?=_|\s)", rf"[#{label}-\1]", "\n".join(lines))
     lines[:] = text.split("\n")

@@ -59,7 +59,7 @@ def speed_up() -> None:
 
 
 def lists() -> None:
-    """One list of each maker."""
+    """Lists of seven makers, and the union of two lists."""
     makers = {
         "causal": sabi.causal(TOKENS),
         "sliding_window": sabi.sliding_window(TOKENS, window=(512, 512)),
@@ -79,7 +79,7 @@ def lists() -> None:
 
 
 def shapes() -> None:
-    """The same tokens covered by blocks of three sizes."""
+    """The same pairs of tokens, covered by blocks of three sizes."""
     tokens = 2048
     query, key = np.arange(tokens)[:, None], np.arange(tokens)[None, :]
     wanted = (key <= query) & ((query - key < 96) | (key < 16) | (np.abs(query - key - 700) < 24) | ((key > 900) & (key < 930)))
@@ -121,7 +121,7 @@ def rules() -> None:
 
 
 def cubes() -> None:
-    """What one block of queries sees of a video, by three rules."""
+    """What one block of queries sees of a video, by two rules."""
     order = video.cube_order(video.Geometry([(21, 30, 52)]), (3, 5, 4))
     rules = {"sliding_tiles": (video.SlidingTiles((3, 3, 3)), 12), "radial": (video.Radial(0.3), 21)}
     for name, (rule, most) in rules.items():

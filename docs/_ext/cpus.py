@@ -8,7 +8,7 @@ from typing import Any
 from results_table import MACHINES, RESULTS, Results, read_results
 
 Rows = list[dict[str, str]]
-# A row of the table: its name; the operation, dtype and column in roofline.txt; the digits that are shown.
+# A row of the table: its name; the operation, dtype and column in roofline.txt; the digits after the point.
 RATES = (
     ("dense", "dense", "float32", "GFLOP/s", 0),
     ("dense", "dense", "bfloat16", "GFLOP/s", 0),
@@ -27,7 +27,7 @@ RATES = (
 
 
 def machines() -> dict[str, str]:
-    """The names of all machines that have results, and their folders. Folders without a name in MACHINES come last."""
+    """The names of all machines that have a roofline.txt, and their folders. Folders without a name in MACHINES come last."""
     folders = {path.name: path.name for path in sorted(RESULTS.iterdir()) if (path / "roofline.txt").exists()}
     named = {name: folder for name, folder in MACHINES.items() if folders.pop(folder, None)}
     return named | folders
