@@ -2,6 +2,7 @@
 """Checks that the speeds in tables of README.md and of the summary of docs/performance.rst are those of the files under benchmark/results.
 
 The speeds of the files are rounded as in the documents. The exit code is 1 if one differs. A row of a table is found by its first cell.
+Rows that this script does not name are not checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Sphinx directive that renders a file of benchmark/results as tables, and the reader behind it.
+"""A Sphinx directive that renders a table of a file of benchmark/results, and the reader behind it.
 
     .. results:: <machine>/<file>
        :columns: dtype threads Share_of_F
