@@ -39,8 +39,8 @@ def register() -> None:
     Notes
     -----
     Tensors are read in diffusers' layout (B, S, H, D), without copies: float32, float16, bfloat16 or float64. Masks of bool and of numbers
-    are read as torch reads them, and a mask that only hides keys costs no more than lengths. Gradients are computed here, too, and
-    `torch.compile` takes the attention of a layer into its graph as one operator.
+    are read as torch reads them, and a mask by which each query sees one run of keys costs no more than lengths. Gradients are computed
+    here, too, and `torch.compile` takes the attention of a layer into its graph as one operator.
 
     Calls with options that this library lacks (dropout of weights, other devices, context parallelism) go to diffusers' backend
     ``"native"``, and the reason is logged once, on the logger ``blitz_attn.integrations.diffusers``. Models whose attention does not go
@@ -92,9 +92,9 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
     TypeError
         `model` is not a module of torch, or `config` is not a SparseVideo.
     ValueError
-        The model is compiled, is in a `sparse_video` already, has no such blocks, or is of another class and `config` has no geometry;
-        `config` has rules for another number of heads, or layers that the model lacks. In a forward call: the geometry of `config` has
-        another number of tokens than self-attention.
+        The model is compiled, is in a `sparse_video` already, has no block with an ``attn1`` or ``attn``, or is of another class and
+        `config` has no geometry; `config` has rules for another number of heads, or layers that the model lacks. In a forward call: the
+        geometry of `config` has another number of tokens than self-attention.
     ImportError
         torch or diffusers is not installed.
 
@@ -112,9 +112,9 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
 
     After the first forward call that is sparse, the logger ``blitz_attn.integrations.diffusers`` says how many layers are sparse, by which
     rules, and what share of the blocks these layers attended to. Each reason why attention is dense is logged there once, too: sequences
-    shorter than `min_tokens`, masks that are not the same for all queries, dropout, other devices, arguments that do not say the geometry,
-    gradient checkpointing, `torch.compile`. Each call of `sparse_video` logs anew. Results of dense steps and dense layers are those of
-    `blitz_attn.block_sparse_attention` over all blocks. Attention over a list has gradients; the choice of the list has none.
+    shorter than `min_tokens`, masks that are not the same for all queries and heads, dropout, other devices, arguments that do not say the
+    geometry, gradient checkpointing, `torch.compile`. Each call of `sparse_video` logs anew. Results of dense steps and dense layers are
+    those of `blitz_attn.block_sparse_attention` over all blocks. Attention over a list has gradients; the choice of the list has none.
 
     In each sparse layer, queries, keys and values are copied into the order of cubes, and outputs are copied back.
 

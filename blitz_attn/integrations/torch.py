@@ -3,10 +3,10 @@
 Functions that have the names of the library's functions take their arguments except these: `q_begin` (which only `select_tokens` has),
 `q_total`, `kv_split`, `out`, `out_dtype`, `dtype`, `kv_dtype` (which only the functions over pages have, for caches of bytes) and
 `return_sabi`. `nsa` also lacks `return_context` and the arguments for decoding (`compressed_kv`, `cu_seqlens_q`, `kv_lens`). Where you need
-these arguments, call the library's own functions, which take tensors, too, but only tensors that need no gradient. q, k, v and caches are
-copied only if their last axis is not contiguous, or if torch.autocast casts them. The library computes the gradients; q, k and v have no
-second derivatives. All functions that attend or choose, except `nsa`, call operators (``torch.ops.blitz_attn``), which `torch.compile`
-takes into its graph.
+these arguments, call the library's own functions, which take tensors, too, but only tensors that need no gradient. Caches, and q, k and v
+of up to four axes, are copied only if their last axis is not contiguous, or if torch.autocast casts them. The library computes the
+gradients. Of these, only the gradient of `sinks` can be differentiated again. All functions that attend or choose, except `nsa`, call
+operators (``torch.ops.blitz_attn``), which `torch.compile` takes into its graph.
 """
 
 from ._torch import attention as _attention

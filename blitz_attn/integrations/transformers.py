@@ -55,11 +55,11 @@ def register() -> None:
     static cache when the graph runs. The graph ends at attention that is differentiated, and at a `paged_cache`.
 
     Where a model needs something that this library lacks (dropout, gradients of a position bias, returned weights, packed sequences with a
-    position bias), torch computes attention, and the reason is logged once, on the logger ``blitz_attn.integrations.transformers``.
-    Models with attention code of their own run that code. Code that adds the mask to scores (BLOOM, XGLM, RoFormer) gets the same numbers
-    as with ``"eager"``; for such models, `on_unsupported` of the configuration for all models holds. Code that uses numbers in the mask in
-    another way (MPT) gets a ValueError. Under `torch.compile`, code of both kinds gets an error. transformers itself refuses some
-    models (Falcon, GPT-Neo).
+    position bias), torch computes attention, unless `on_unsupported` is ``"error"``, and the reason is logged once, on the logger
+    ``blitz_attn.integrations.transformers``. Models with attention code of their own run that code. Code that adds the mask to scores
+    (BLOOM, XGLM, RoFormer) gets the same numbers as with ``"eager"``; for such models, `on_unsupported` of the configuration for all models
+    holds. Code that uses numbers in the mask in another way (MPT) gets a ValueError. Under `torch.compile`, code of both kinds gets an
+    error. transformers itself refuses some models (Falcon, GPT-Neo).
 
     Examples
     --------
@@ -86,11 +86,11 @@ def register() -> None:
 def paged_cache(model: PreTrainedModel | PretrainedConfig, *, page_size: int = 64) -> Cache:
     """A cache for a model's `generate` and forward calls that keeps keys and values in pages, which Quest can choose from.
 
-    The cache grows without a copy of all its tokens at every step. Every attention implementation can read it. Layers with a sliding
-    window, and layers with another mechanism than attention, alone or next to attention, get the same layers as in transformers'
-    `DynamicCache`. Under torch.autocast, keys and values are kept in the dtype of autocast, in which attention is computed. For a model of
-    encoder and decoder, the cache is an `EncoderDecoderCache`, which has pages for cross-attention, too. For a model that chooses its own
-    tokens, the keys of its indexer are kept in pages, too.
+    The cache grows without a copy of all its tokens at every step. Every attention implementation can read it. For layers with a sliding
+    window or chunks, and for layers with another mechanism than attention, alone or next to attention, the cache has the same layers as
+    transformers' `DynamicCache`. Under torch.autocast, keys and values are kept in the dtype of autocast, in which attention is computed.
+    For a model of encoder and decoder, the cache is an `EncoderDecoderCache`, which has pages for cross-attention, too. For a model that
+    chooses its own tokens, the keys of its indexer are kept in pages, too.
 
     Parameters
     ----------
@@ -191,11 +191,11 @@ def continuous_batching(model: PreTrainedModel) -> AbstractContextManager[None]:
 def trained_sparse(model: PreTrainedModel) -> Trained:
     """Let a model that was trained to choose its tokens do so here: DeepSeek-V3.2 and its kin, GLM-5.3, Qwen4 and DeepSeek-V4.
 
-    With ``attn_implementation="blitz_attn"``, such a model attends to its own tokens anyway, but its code around attention makes a score
-    for each head, query and key, and the keys and values of all heads for all tokens of the cache. `trained_sparse` replaces both steps, on
-    the modules of this model alone. `blitz_attn.select_tokens` chooses the tokens. The compressed keys and values are attended as they are,
-    and the projection that would expand them is folded into queries and outputs. Keys and values are expanded only for the first
-    tokens of a prompt, where that costs less. While another implementation is set, the model's own code runs.
+    With ``attn_implementation="blitz_attn"``, such a model already attends to the tokens that it chooses, but its code around attention
+    makes a score for each head, query and key, and the keys and values of all heads for all tokens of the cache. `trained_sparse` replaces
+    both steps, on the modules of this model alone. `blitz_attn.select_tokens` chooses the tokens. The compressed keys and values are
+    attended as they are, and the projection that would expand them is folded into queries and outputs. Keys and values are expanded only
+    for the first tokens of a prompt, where that costs less. While another implementation is set, the model's own code runs.
 
     GLM-5.3 and Qwen4 choose pools of tokens, and DeepSeek-V4 attends to a window and to compressed entries, of which it chooses some. Their
     own code makes masks of all queries and keys; here, lists take their place.

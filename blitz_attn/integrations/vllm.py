@@ -30,16 +30,16 @@ def register() -> None:
     Raises
     ------
     TypeError, ValueError, OSError
-        The variable holds something other than options, an option is out of range, or the profile cannot be read.
+        The variable holds neither ``0`` nor ``1`` nor options, an option is out of range, or the profile cannot be read.
     ImportError
-        vLLM is not installed, and the variable is set.
+        vLLM is not installed, and the variable turns the plug-in on.
 
     Notes
     -----
     Without a budget (`density`, `top_p`, `threshold`, `top_k` or `profile`), prompts attend to all keys. With one, layers outside
-    `dense_layers` leave blocks out of prompts, and of chunks of prompts, that have at least `min_tokens` tokens so far. In these layers,
-    each new token of a request with more tokens than `decode_budget` attends to `decode_budget` tokens; Quest chooses among the engine's
-    own blocks (``--block-size``), which also hold their summaries. Layers with a sliding window keep everything.
+    `dense_layers` leave blocks out of prompts, and of chunks of prompts, that have at least `min_tokens` tokens so far. If there is a
+    `decode_budget`, then in the same layers each new token of a request with more tokens than that attends to `decode_budget` tokens; Quest
+    chooses among the engine's own blocks (``--block-size``), which also hold their summaries. Layers with a sliding window keep everything.
 
     The cache's dtype (``--kv-cache-dtype``) may be ``auto``, ``float16``, ``bfloat16``, ``fp8``, ``fp8_e4m3``, ``fp8_per_token_head`` or
     ``int8_per_token_head``. With ``auto``, the option `kv_dtype` keeps keys and values in rows of 8.5, 4.5 or 5 bits per number:

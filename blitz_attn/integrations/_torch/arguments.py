@@ -32,7 +32,8 @@ from .tensors import (
 
 Reader = Callable[[Any, str], Any]
 
-# Arguments of the library's functions that the functions for torch do not take.
+# Arguments of the library's functions that the functions for torch do not take. (`select_tokens` takes `q_begin`, and functions over pages
+# take `kv_dtype`.)
 NOT_TAKEN = ("q_begin", "q_total", "kv_split", "out", "out_dtype", "dtype", "kv_dtype", "return_sabi")
 
 

@@ -81,7 +81,7 @@ def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_l
     TypeError, ValueError
         As `blitz_attn.block_sparse_attention`.
     RuntimeError
-        In ``backward``, where the gradient of a gradient of q, k or v is requested.
+        In ``backward``, where the gradient of a gradient is requested; only the gradient of `sinks` has one.
 
     Notes
     -----
@@ -211,11 +211,11 @@ def scaled_dot_product_attention(
         ``(..., H, Sq, D)``: a CPU tensor, float32, float16, bfloat16 or float64.
     key, value : torch.Tensor
         ``(..., Hkv, Skv, D)`` and ``(..., Hkv, Skv, Dv)``, same dtype. Leading axes of the three broadcast, and so does a single head of
-        `key` and `value`, or of `query`; with up to four axes, without copies.
+        `query`, of `key` or of `value`. Tensors of up to four axes are not copied for this.
     attn_mask : torch.nn.attention.bias.CausalBias or torch.Tensor, optional
         ``causal_upper_left`` means the same as `is_causal`; ``causal_lower_right`` aligns the diagonal to the last query and the last key.
-        A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats that are added to the
-        scores, and may need a gradient. It is read once. It is expanded only where `query` has several axes before H, and some, but not
+        A tensor that torch can expand to ``(..., H, Sq, Skv)``: bool, True where a query sees a key, or of floats, which are added to
+        the scores and may need a gradient. It is read once. It is expanded only where `query` has several axes before H, and some, but not
         all, of these are missing or 1 in the mask.
     dropout_p : float
         Must be 0.
@@ -224,7 +224,7 @@ def scaled_dot_product_attention(
     scale : float, optional
         Factor of ``query key^T``. Default: ``1 / sqrt(D)``.
     enable_gqa : bool
-        Allows fewer heads in `key` and `value` than in `query`, and more than one.
+        Allows `key` and `value` to have more than one head, but fewer than `query`.
     sabi : torch.Tensor or array of int, optional
         Block list ``(B or 1; H, Hkv or 1; ceil(Sq / block_shape[0]); W)``: see `blitz_attn.block_sparse_attention`.
     block_shape : (int, int), optional

@@ -117,7 +117,7 @@ def _mask_mod(places: Places, rules: Rules, kept: Any, block_shape: tuple[int, i
 
 
 def _evaluated(mask_mod: Any, blocks: np.ndarray, block_shape: tuple[int, int], sizes: tuple[int, int], device: Any) -> Iterator[Any]:
-    """Evaluates the function of a mask in `blocks`, rows of (batch, head, row, column), some at a time. Yields these blocks; b, i and j,
+    """Evaluates the function of a mask in `blocks`, rows of (batch, head, row, column), a part at a time. Yields the part; b, i and j,
     indices that broadcast to (n, BQ, BKV); `valid`, whether both i and j are tokens; and `seen`, whether the function lets i see j."""
     over_keys = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
     over_pairs = torch.vmap(torch.vmap(over_keys, in_dims=(None, None, 0, None)), in_dims=(0, 0, 0, 0))
@@ -236,7 +236,7 @@ def to_flex_block_mask(
     Raises
     ------
     TypeError, ValueError
-        Lists, lengths or documents that do not fit the sizes.
+        Lists, lengths, documents or ranges that do not fit the sizes.
 
     Examples
     --------
@@ -290,11 +290,11 @@ class _Found(NamedTuple):
 
     seen: np.ndarray
     hidden: np.ndarray
-    ends: np.ndarray  # int64 (2, B): one more than the last query that sees a key, and than the last key that is seen
+    ends: np.ndarray  # int64 (2, B): one more than the last query that sees a key, and one more than the last key that is seen
 
 
 def _has_gap(seen: np.ndarray, hidden: np.ndarray) -> bool:
-    """Whether no window expresses what is seen: a hidden distance lies between two that are seen."""
+    """Whether no window expresses what is seen: some distance from the lowest seen one to the highest is hidden somewhere."""
     where = np.flatnonzero(seen)
     return where.size > 0 and bool(hidden[where[0] : where[-1] + 1].any())
 
@@ -432,8 +432,8 @@ def from_flex_block_mask(
     TypeError
         Not a BlockMask.
     ValueError
-        No causal rule and window, together with the given lengths or documents, cut the partial blocks as the mask does. Or documents begin
-        within a block, and the list leaves out parts of them.
+        With the given lengths or documents, no combination of causal and window cuts the partial blocks as the mask does. Or documents
+        begin within a block, and the list leaves out parts of them.
 
     Examples
     --------

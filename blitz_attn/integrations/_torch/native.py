@@ -69,7 +69,7 @@ def _function() -> Any:
 
 
 def _of_its_own(x: Any) -> Any:
-    """A copy of integers that backward reads, so that the caller cannot change them before backward runs."""
+    """Integers that backward reads: a copy of a tensor or array, so that the caller cannot change them before backward runs."""
     return x.clone() if hasattr(x, "clone") else x.copy() if isinstance(x, np.ndarray) else x
 
 

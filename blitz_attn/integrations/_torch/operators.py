@@ -1,8 +1,8 @@
 """The library's operations as operators of torch, `torch.ops.blitz_attn`, for torch.compile, export and autograd.
 
-Each operator has a schema, an implementation on CPU tensors, which calls the library's function of that name, and a fake implementation,
-which makes results of the right shapes. Operators that torch differentiates have a formula; the others raise an error in `backward`. The
-files of the functions for torch define the operators.
+Each operator has a schema, an implementation on CPU tensors, which calls a function of the library, and a fake implementation, which makes
+results of the right shapes. Operators that torch differentiates have a formula; the others raise an error in `backward`. The files of the
+functions for torch define the operators.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _schema(tensors: dict[str, Argument], options: list[Argument], more: str, re
 # ---- What an operator does ----------------------------------------------------------------------------------------
 
 Told = dict[str, Any]  # the arguments of an operator, by name
-TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: the arguments before the `*` of its schema, as torch needs for gradients
+TENSORS: dict[str, dict[str, Argument]] = {}  # [operator]: its tensors, before the `*` of its schema, where torch finds them for gradients
 _ON_CPU: dict[str, Callable[..., Any]] = {}
 
 
@@ -121,7 +121,7 @@ def define(
     gradient: Callable[..., Any], *, keep: Callable[..., Any] = _nothing, cast: Callable[[Told, Any], None] | None = None, more: str = "",
     results: int = 2,
 ) -> None:  # fmt: skip
-    """Defines an operator, which calls `work` with its arguments and with whether the log-sum-exp is wanted.
+    """Defines an operator, which calls `work` with its arguments and with whether the second result is wanted.
 
     `order` names the tensors whose positions already exported graphs depend on; newer tensors follow. `shapes` makes the fake results,
     `gradient` computes the gradients or refuses to, `keep` saves the tensors that `gradient` needs, and `cast` casts tensors under
@@ -164,8 +164,8 @@ def _needs_dispatch(*given: Any, **options: Any) -> bool:
 
 
 def call(name: str, *given: Any, return_lse: Any, **options: Any) -> Any:
-    """Calls the operator of that name. With `return_lse`, the log-sum-exp is returned, too. Where torch would only pass the call on to the
-    CPU implementation, that is called directly, since the way through torch takes longer than a small call."""
+    """Calls the operator of that name. With `return_lse`, the second result is returned, too. Where torch would only pass the call on to
+    the CPU implementation, that is called directly, since the way through torch takes longer than a small call."""
     return_lse = flag_of(return_lse, "return_lse")
     if _needs_dispatch(*given, **options):
         out, lse = getattr(torch.ops.blitz_attn, name)(*given, **options)

@@ -48,8 +48,8 @@ def _on_cpu(told: dict[str, Any], return_lse: bool) -> Any:
 
 
 def _cast_queries(told: dict[str, Any], dtype: Any) -> None:
-    """Casts queries to the dtype of their cache, but not to float64, or to `dtype` where the cache is quantised. The cache, which holds all
-    tokens so far, is never cast."""
+    """Casts queries to the dtype of their cache, unless that is float64. For caches with elements of one byte, casts them to `dtype`. The
+    cache, which holds all tokens so far, is never cast."""
     kept = told["k_cache"].dtype
     to = dtype if kept.itemsize == 1 else kept
     told["q"] = told["q"] if to == torch.float64 else lowered(told["q"], to)

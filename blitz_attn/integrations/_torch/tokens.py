@@ -58,7 +58,7 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
     q, k, weights : torch.Tensor
         CPU tensors: see `blitz_attn.select_tokens` for shapes and dtypes.
     top_k : int
-        How many keys each query gets.
+        How many keys, pools or blocks each query gets.
     scale, causal, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_tables, q_begin, ascending
         See `blitz_attn.select_tokens`. Under `torch.compile`, arrays must be tensors.
     pool_size, keep_tail, block_size, min_score, k_scale
@@ -71,7 +71,7 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
     Returns
     -------
     selected : torch.Tensor
-        ``(B, Sq, top_k)``, or ``(T, top_k)``, int32: the keys of each query, then -1. With `keep_tail`, one entry more.
+        ``(B, Sq, top_k)``, or ``(T, top_k)``, int32: the keys, pools or blocks of each query, then -1. With `keep_tail`, one entry more.
     scores : torch.Tensor
         With `return_scores`, of the same shape: float32 (float64 for float64).
 

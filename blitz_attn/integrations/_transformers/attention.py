@@ -30,7 +30,7 @@ from .tokens import Appended, Listed, all_seen, as_lists, as_mask, check_indices
 
 __all__ = ["attend_batch", "attend_dense", "attend_sparse"]
 
-_MOST_NEW_TOKENS = 32  # draft tokens that a step of speculative decoding may have; more are a chunk of a prompt
+_MOST_NEW_TOKENS = 32  # new tokens that a step of speculative decoding may have; more are a chunk of a prompt
 
 # Arguments of models to the attention function that change nothing about attention, or whose effect is computed here.
 _HARMLESS = frozenset({
@@ -76,8 +76,8 @@ class _Layer:
 
     @property
     def added(self) -> list[Any]:
-        """Arrays with one element per pair of query and key: the elements of a mask, and a position bias. They are added to the scores;
-        elements of bool hide the key where they are False."""
+        """Arrays with one element per pair of query and key: the elements of a mask without rules, and a position bias. They are added to
+        the scores; elements of bool hide the key where they are False."""
         elements = [self.mask.elements() if isinstance(self.mask, RuleMask) else self.mask] if self.by_elements else []
         bias = self.rest.get("position_bias")
         return elements if bias is None else [*elements, bias]
@@ -217,7 +217,7 @@ def _fall_back(layer: _Layer, reason: str) -> tuple[Any, Any]:
     if layer.numbers or layer.sinks is not None or rest.get("output_attentions") or beyond_sdpa:
         if own is None:
             raise ValueError(f"{kind}: expected a model with an eager attention function to fall back to because of {reason}, got none")
-        beyond_sdpa += [name for name in layer.numbers if name != "softcap"]  # a model that gives a softcap takes it
+        beyond_sdpa += [name for name in layer.numbers if name != "softcap"]  # the eager function of a model that gives a softcap takes one
         unused = [name for name in beyond_sdpa if name not in inspect.signature(own).parameters]
         if unused:
             raise ValueError(f"{kind}: expected arguments that the model's eager attention function takes, got {unused[0]}")
@@ -248,8 +248,8 @@ def _joined(mask: Any, seen: Any) -> Any:
 
 
 def _same_sequence(layer: _Layer, mask: Any) -> Any:
-    """A mask joined by `and` with what cumulative lengths say: queries see their own sequence. Without a mask, causal calls are aligned to
-    the end of each sequence."""
+    """A mask joined by `and` with what cumulative lengths say: queries see only their own sequence. Without a mask, causal calls are
+    aligned to the end of each sequence."""
     numbers, places, lengths = [], [], []
     for cu, x in zip(_cumulative(layer), (layer.query, layer.key), strict=True):
         lengths.append(torch.tensor(cu).diff())
@@ -349,7 +349,7 @@ def _attend_model_lists(layer: _Layer, q: Any, k: Any, v: Any, lists: Any, rules
 
 
 def _decodes_by_quest(layer: _Layer) -> bool:
-    """Whether a call has so few tokens that each is decoded over the pages that Quest chooses for it."""
+    """Whether the configuration wants Quest in this layer, and the call has few tokens and is no prompt."""
     wanted = layer.sparse and layer.config.decode_budget is not None and layer.config._sparse_in(layer.number)
     return wanted and layer.query.shape[2] <= _MOST_NEW_TOKENS and layer.query.shape[2] < layer.key.shape[2]  # else the call is a prompt
 
@@ -416,7 +416,7 @@ def _attend(layer: _Layer) -> tuple[Any, Any]:
             lists = _model_lists(layer, -(-longest // layer.module.indexer.block_size))[call.entries]
             parts.append(_attend_model_lists(layer, q, k, v, lists, options))
             continue
-        # where queries are padded, too, the last query and the last key may stand at different tokens
+        # where queries are padding as well as keys, the last query and the last valid key may be different tokens
         whole = "q_lens" not in options
         lists, shape = _choose(layer, q, k, longest, options, begin=None if whole or rules.aligned else rules.offset - call.start)
         parts.append(_attend_lists(layer, q, k, v, lists, shape, options))
@@ -452,7 +452,7 @@ def _attend_chosen_tokens(layer: _Layer, rules: Rules) -> Any:
             lists, shape = None, (128, 128)
             few = longest <= chosen.shape[2]  # a list has a place for every key, so that it may name all of them
             if few and layer.exact:
-                pass  # and it does
+                pass  # and it names all that its query sees
             elif not few and pays_as_lists(q.shape[1], longest, chosen.shape[2], q.shape[2] // k.shape[2]):
                 lists, shape = chosen.clamp(min=-1).unsqueeze(1) if layer.exact else as_lists(chosen, longest), (1, 1)
             else:
@@ -493,7 +493,7 @@ def _in_two_calls(layer: _Layer) -> bool:
 
 
 def _attend_two_sources(layer: _Layer, rules: Rules, appended: Appended) -> Any:
-    """Attention to the keys of a mask and to the keys appended to them, as one softmax. The call over the first keys takes the sinks."""
+    """Attention to the keys of a mask and to the keys appended to them, as one softmax. Calls over the keys of the mask take the sinks."""
     first, queries = layer.key.shape[2] - appended.keys, layer.query.transpose(1, 2)
     own = replace(layer, key=layer.key[:, :, :first], value=layer.value[:, :, :first])
     given: dict[str, Any] = {"return_lse": True, "num_threads": layer.config.num_threads} | layer.numbers
@@ -625,7 +625,7 @@ _attend_by_quest = _attend_outside("the pages of a paged cache are no tensors of
 
 
 def _attend_traced(layer: _Layer) -> Any:
-    """The call of a layer while torch traces: the operator in the graph, or what ends the graph."""
+    """The call of a layer while torch traces: the operator in the graph, attention by torch in the graph, or a call that ends the graph."""
     mask = layer.mask
     if isinstance(mask, RuleMask):
         return _attend_by_rules(layer)

@@ -1,7 +1,8 @@
 """Continuous batching of transformers: the requests of a step share a cache of pages, which attention reads where they lie.
 
-In each layer, the cache gathers earlier keys and values at the places in the model's argument `read_index`. A hook empties this argument,
-so that nothing is gathered, and adds another argument through which attention gets the pages of the requests.
+In each layer, the cache gathers earlier keys and values at the places in the model's argument `read_index`. Where attention can
+read the pages instead, a hook empties this argument, so that nothing is gathered. The hook adds another argument, by which attention gets
+the pages of the requests.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Batch:
         return [x[:0] if n in own else x for n, x in enumerate(read_index)]
 
     def attend(self, layer: Any) -> Any:
-        """Attention of a layer, (1, T, H, D), over the pages of the requests; None where the layer has all keys that it attends to."""
+        """Attention of a layer, (1, T, H, D), over the pages of the requests; None where the layer is given all keys that it attends to."""
         allocator = self._allocators[layer.number]
         if allocator.layer_type not in self._reads:
             return None

@@ -32,7 +32,7 @@ class Pages(NamedTuple):
     length: int
     views: tuple[Any, Any]  # keys and values as transformers knows them, (B, Hkv, length, D)
     starts: tuple[int, ...] = ()  # the token with which the first page of each entry begins; empty where nobody has asked for pages
-    groups: tuple[Group, ...] = ()  # pages and summaries that begin there
+    groups: tuple[Group, ...] = ()  # the pages from these tokens on, and their summaries
     summarised: int = 0  # number of tokens that the summaries cover
 
     @classmethod
@@ -78,8 +78,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     returns and any attention can read; and pages may begin at any token, behind padding on the left. Keys and values have the dtype in
     which attention is computed: that of torch.autocast where it is on, else that of the latest keys and values.
 
-    Each method writes new data where it is not visible yet, and publishes it by one assignment at its end: an exception before that leaves
-    the layer as it was.
+    Each method writes new data where it is not visible yet, and publishes it by one assignment: an exception before that leaves the layer
+    as it was.
     """
 
     is_sliding = False
@@ -131,7 +131,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         return self.keys, self.values
 
     def _publish(self, pages: Pages) -> None:
-        """Makes `pages` what the layer holds. Attention recognises their keys."""
+        """Makes `pages` what the layer holds, and marks their keys, by which attention finds the layer."""
         # The reference is weak: otherwise, the buffers of a layer that is replaced would wait for Python's garbage collector.
         setattr(pages.views[0], _ATTRIBUTE, weakref.ref(self))
         self._pages = pages
@@ -190,8 +190,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     # ---- Pages
 
     def _with_groups(self, pages: Pages, starts: tuple[int, ...], summaries: bool) -> Pages:
-        """`pages` with groups that begin at `starts`, and with summaries of all pages where they are asked for. Earlier summaries are left
-        alone; a page that is summarised again after an exception gets the same summary."""
+        """`pages` with groups that begin at `starts`, and with summaries of all pages where they are asked for. Summaries of pages without
+        new tokens are left alone; a page that is summarised again after an exception gets the same summary."""
         if starts != pages.starts or not pages.groups:
             pages = pages.with_whole_pages(pages.length, starts, self.page_size)
             groups = groups_of(pages.keys, pages.values, starts, self.page_size)
@@ -238,7 +238,7 @@ class _Indexed(NamedTuple):
 
     pages: Pages | None = None
     indexer: Pages | None = None  # the keys of the indexer, as one head; the values have a last axis of 0
-    positions: Any = None  # (..., tokens): position numbers that some models keep there
+    positions: Any = None  # (..., tokens): position numbers, which some models keep in the layer
 
 
 class IndexedPagedLayer(PagedLayer):
@@ -263,7 +263,7 @@ class IndexedPagedLayer(PagedLayer):
 
     @property
     def indexer_keys(self) -> Any:
-        """The same tensor until the layer's keys change, so that what is made of them can be kept until then."""
+        """The same tensor until these keys change, so that what is made of them can be kept until then."""
         held = self._indexed.indexer
         if self._indexer_view[0] is not held:
             self._indexer_view = held, held and held.views[0][:, 0]
@@ -367,7 +367,7 @@ class PagedCache(cache_utils.DynamicCache):
 class PagedPair(cache_utils.EncoderDecoderCache):
     """Pages for self-attention and for cross-attention, for models of encoder and decoder, whose layers have both.
 
-    Used itself as one of the two caches of an `EncoderDecoderCache`, it stands for its cache of self-attention.
+    Where a pair is itself one of the two caches of an `EncoderDecoderCache`, it stands for its cache of self-attention.
     """
 
     def __init__(self, config: Any, page_size: int) -> None:
@@ -383,7 +383,7 @@ class PagedPair(cache_utils.EncoderDecoderCache):
         return own
 
     def _change_both(self, method: str, *args: Any) -> None:
-        """Makes a pair that has changed, and takes all that it holds by one assignment."""
+        """Changes a copy of the pair, and takes over all that the copy holds by one assignment."""
         changed = copy.copy(self)
         changed.self_attention_cache = copy.copy(self.self_attention_cache)
         changed.cross_attention_cache = copy.copy(self.cross_attention_cache)

@@ -46,11 +46,11 @@ class SparseConfig:
     dense_layers : tuple of int
         Numbers of layers that keep everything, from 0.
     min_tokens : int
-        Sequences of fewer keys than this are computed densely.
+        Calls whose longest sequence has fewer keys than this are computed densely.
     decode_budget : int, optional
-        How many tokens of a `paged_cache` each KV head attends to for each new token, in steps of up to 32 new tokens; Quest chooses
-        the pages. Where this is not possible, new tokens attend to all keys, or a ValueError says so, depending on `on_unsupported`.
-        Default: all tokens.
+        How many tokens of a `paged_cache`, rounded down to whole pages but at least one page, each KV head attends to for each new token,
+        in steps of up to 32 new tokens; Quest chooses the pages. Where this is not possible, new tokens attend to all keys, or a ValueError
+        says so, depending on `on_unsupported`. Default: all tokens.
     on_unsupported : {"fallback", "error"}
         Where a model needs something that the operations lack, either torch computes attention and the reason is logged once, or there
         is a ValueError. This holds for ``"blitz_attn"`` too.

@@ -77,7 +77,7 @@ class _Noted:
 
 
 class _Hidden:
-    """Stands for the mask: a RuleMask, which holds rules in place of elements."""
+    """Stands for the mask of an indexer. The real one is a RuleMask, which holds rules in place of elements."""
 
     dtype = torch.bool
 

@@ -16,7 +16,7 @@ __all__ = ["Latents", "latents_of", "plain_weight"]
 
 _NAME = "_blitz_attn_latents"
 _BY_TORCH = 2  # cost of a product of torch, in products of attention: measured as 2.5 to 3.5 in float32, 1.3 to 2.5 in bfloat16
-_MOST_BYTES = 1 << 26  # of the folded queries of one call
+_MOST_BYTES = 1 << 26  # of the folded queries of one call, unless 64 queries need more
 
 
 def latents_of(key: Any) -> Latents | None:
@@ -64,11 +64,11 @@ class Latents:
 
     @property
     def width(self) -> int:
-        """Numbers of an absorbed key."""
+        """How many numbers an absorbed key has."""
         return self.nope.shape[3] + self.rope.shape[3]
 
     def expanded(self, keys: int) -> tuple[Any, Any]:
-        """The first keys and their values, of all heads."""
+        """The first `keys` keys and their values, of all heads."""
         return self.expand(self.nope[:, :, :keys], self.rope[:, :, :keys])
 
     def rows_expanded(self, first: int, rows: int, most: int) -> int:
@@ -106,7 +106,7 @@ class Latents:
         return products.permute(2, 0, 1).unflatten(0, out.shape[:2])
 
     def joined(self, keys: int) -> Any:
-        """The first keys, (B, 1, keys, C + R), whose first C numbers are their values."""
+        """The first `keys` keys, (B, 1, keys, C + R). The first C numbers of a key are its value."""
         return torch.cat([self.nope[:, :, :keys], self.rope[:, :, :keys]], dim=-1)
 
     def gathered(self, lists: Any) -> Any:

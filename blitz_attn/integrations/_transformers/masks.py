@@ -207,7 +207,7 @@ _MAKERS = {
     "sliding_window_bidirectional_overlay": ("sliding_window",),
     "sliding_window_overlay": ("sliding_window",),
 }
-_MADE_BY = "_blitz_attn_made_by"  # of a function that was made while torch traces: the function that made it, and its arguments
+_MADE_BY = "_blitz_attn_made_by"  # of a mask function that was made while torch traces: the name of its maker, and the maker's arguments
 
 
 def _remember_variables(name: str) -> None:
@@ -320,8 +320,9 @@ def _sequences(packed: Any, batch: int) -> tuple[int, ...]:
 MATRIX = "a mask that was made as a matrix"
 
 _aten = torch.ops.aten
-# Operations that a model may apply to a mask whose elements are True where a query sees a key. Other operations are refused, since most
-# models with attention code of their own expect numbers that are added to scores, and would get wrong results without an error.
+# Operations that a model may apply to a mask whose elements are True where a query sees a key, and that give a mask again. Operations that
+# neither these sets nor `RuleMask.__torch_dispatch__` name are refused, since most models with attention code of their own expect numbers
+# that are added to scores, and would get wrong results without an error.
 _STILL_A_MASK = frozenset({  # views, copies, and masks joined with others
     _aten._unsafe_view, _aten.bitwise_and, _aten.bitwise_or, _aten.clone, _aten.diagonal, _aten.expand, _aten.flip, _aten.gather,
     _aten.index, _aten.index_select, _aten.logical_and, _aten.logical_or, _aten.permute, _aten.repeat, _aten.select, _aten.slice,
@@ -417,7 +418,7 @@ class RuleMask(torch.Tensor):
         if name in _NO_MASK or (name in _SHAPE_ALONE and options.get("dtype") is not None):
             return function(*given, **options)
         if name in (_aten.cat, _aten.stack):
-            if not all(isinstance(x, RuleMask) for x in arguments[0]):  # models append numbers, converted to the mask's dtype, bool
+            if not all(isinstance(x, RuleMask) for x in arguments[0]):  # models append numbers, converted to the mask's dtype: here bool
                 raise _misread(function)
         elif name not in _STILL_A_MASK and name is not _aten._to_copy:
             raise _misread(function)
@@ -427,7 +428,7 @@ class RuleMask(torch.Tensor):
         return [RuleMask.of(x) for x in result] if isinstance(result, (tuple, list)) else RuleMask.of(result)
 
     def elements(self) -> Any:
-        """The mask as transformers makes it for `sdpa`."""
+        """The mask as transformers makes it for `sdpa`, joined by `and` with `listed`."""
         if not self._made:
             skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             shape = (self.shape[0], 1, *self.shape[-2:])
@@ -443,9 +444,9 @@ class RuleMask(torch.Tensor):
 
 
 class AdditiveMask(RuleMask):
-    """A `RuleMask` for models that append columns to their mask, which is a tensor of numbers for them. An operation of torch on it makes
-    the numbers that the model's eager attention adds to scores, and works on those. If the columns are `tokens.Appended`, the result is
-    again a mask with rules.
+    """A `RuleMask` for models that append columns to their mask, which is a tensor of numbers for them. Operations of torch on it, except
+    detach and alias, make the numbers that the model's eager attention adds to scores, and work on those. If the columns are
+    `tokens.Appended`, the result is again a mask with rules.
 
     Attributes
     ----------
@@ -550,7 +551,7 @@ class TracedMask:
     packed : torch.Tensor or None
         (B, Sq) numbers of sequences.
     padding : torch.Tensor or None
-        (B, Skv or more): True for keys that are not padding.
+        (B, tokens): True for keys that are not padding. Keys after its end are padding.
     q_offset : int or torch.Tensor
         The position of the first query.
     kv_offset : int
@@ -668,7 +669,7 @@ def make_mask(
                 rules = replace(rules, sequences=_sequences(said.packed, batch_size))
             else:
                 said = said & _Said(runs=_runs_of_blocks(said.packed, queries._replace(padding=None)))
-        if said.runs is not None:  # runs replace the window, which alone would need queries and keys that end at the same token
+        if said.runs is not None:  # runs replace causal and window; a window without causal needs queries and keys with the same end
             runs = replace(said, packed=None, padding=()).as_runs(queries.positions) - kv_offset
             rules = replace(rules, causal=False, left=None, right=None, ranges=runs)
     except _NoRuleError as error:

@@ -37,7 +37,8 @@ class _Pools:
     """The keys of pools that one call of an indexer makes. Those of complete pools are kept for the next call with the same cache layer.
 
     They are used again only if the cache still holds the tensor of index keys that it held when they were made, and if neither this tensor
-    nor a parameter of the model has been changed in place since. A cache that is cropped or reordered holds another tensor.
+    nor a parameter that the keys of pools depend on has been changed in place since. A cache that is cropped or reordered holds another
+    tensor.
     """
 
     def __init__(self, cache: Any, indexer: Any, *parameters: Any) -> None:
@@ -55,8 +56,8 @@ class _Pools:
         return [(x, x._version, x.data_ptr()) for x in tensors]
 
     def of(self, make: Any, entries: slice, begin: int, end: int, size: int, past: int) -> Any:
-        """The keys of the complete pools of `size` tokens between tokens `begin` and `end`. ``make(entries, tokens)`` makes those of two
-        slices. Before this call, the cache held `past` tokens."""
+        """The keys of the complete pools of `size` tokens between tokens `begin` and `end`. ``make(entries, tokens)`` makes those of a
+        slice of batch entries and a slice of tokens. Before this call of the indexer, the cache held `past` tokens."""
         place, count = (entries.start, entries.stop, begin), (end - begin) // size
         old = self._old.get(place)
         known = 0 if old is None else min(old.shape[1], max(0, past - begin) // size, count)
@@ -83,7 +84,7 @@ def _chosen(
     """The mask, with the `count` pools that each query chooses. `make` makes the keys of pools, see `_Pools.of`, and `rotated`, if given,
     rotates them. `options`: those of `select_tokens`."""
     rules, size, tail = mask.rules, options["pool_size"], options["keep_tail"]
-    assert rules is not None  # or it would have a reason
+    assert rules is not None  # a mask without rules is left to the model
     covers = (count + 1) * size - 1 if tail else 0
     longest = min(max(rules.ends), rules.offset + rules.q_length) - min(rules.starts)
     if longest <= covers:
@@ -122,7 +123,7 @@ def _choose_means(own: Any, indexer: Any, hidden: Any, embeddings: tuple[Any, An
         groups = keys[entries, part.start : part.stop - (part.stop - part.start) % size].unflatten(1, (-1, size))
         return indexer.k_layernorm(groups.float().mean(2).to(keys.dtype))
 
-    def rotated(entries: slice, firsts: slice, means: Any) -> Any:  # in each call: positions are the caller's
+    def rotated(entries: slice, firsts: slice, means: Any) -> Any:  # anew in each call, since positions are the caller's
         cos, sin = (x[entries, firsts] for x in embeddings)
         return rotate(means.unsqueeze(2), cos=cos, sin=sin, unsqueeze_dim=2).squeeze(2)
 

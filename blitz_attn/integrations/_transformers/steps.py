@@ -1,7 +1,7 @@
 """Decoding over chosen pages of a paged cache.
 
-Tables and lengths, which all layers of a step share, are made once. The core gets NumPy arrays, because it reads them much faster than
-tensors.
+Tables and lengths, which layers of one kind share in a step, are made once. The core gets NumPy arrays, because it reads them much faster
+than tensors.
 """
 
 from __future__ import annotations

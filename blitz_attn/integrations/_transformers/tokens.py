@@ -1,6 +1,6 @@
 """Tokens that a model chose itself for each query: DeepSeek-V3.2 and its kin give attention `indices`, (B, Sq, K), for all heads.
 
-Where a query sees fewer than K tokens, its list also names tokens that the mask hides from it: so the rules of the mask hold as well.
+Where a query sees fewer than K tokens, its list may also name tokens that the mask hides from it: so the rules of the mask hold as well.
 
 Some models (GLM-5.3, Qwen4, DeepSeek-V4) give attention their choice in the mask instead. The mask then holds `Listed` or `Appended`.
 """
@@ -20,8 +20,8 @@ __all__ = [
     "pieces",
 ]  # fmt: skip
 
-_MOST_BYTES = 1 << 26  # the most bytes that the mask of one call and the arrays from which it is made take
-_ROWS = 128  # pieces have a multiple of this many queries, since masks are read in blocks of 128 queries
+_MOST_BYTES = 1 << 26  # of the mask of one call and the arrays from which it is made, unless `_ROWS` queries need more
+_ROWS = 128  # pieces between the first and the last have a multiple of this many queries, since masks are read in blocks of 128
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ _EXACT = "_blitz_attn_exact"
 
 
 def mark_exact(indices: Any) -> Any:
-    """Notes on lists that this library made them. Either they name all tokens. Or each list rises, names no token twice, and names only
-    tokens that its query sees; if it has room, it names all of those."""
+    """Marks lists as made by this library. Either each list names all tokens. Or each rises, names no token twice and only tokens that its
+    query sees, and names all of these if it has room for them."""
     setattr(indices, _EXACT, True)
     return indices
 
 
 def is_exact(indices: Any) -> bool:
-    """Whether `mark_exact` has noted that this library made the lists."""
+    """Whether `mark_exact` has marked the lists."""
     return getattr(indices, _EXACT, False)

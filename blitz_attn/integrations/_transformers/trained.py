@@ -2,10 +2,10 @@
 
 A table has a function for each known class of attention, by the class's file and name. The function looks at a module, and returns
 replacements of its methods, by name: ``"expand_kv"``, or ``"indexer.forward"`` for the method of a module inside. The function raises
-`UnsuitedError` for code of a release of transformers that it does not know.
+`UnsuitedError` for a module whose code or weights it does not know.
 
 A replacement is called as ``replacement(own, module, *arguments, **options)``, where ``own`` is the module's own method. It is not called
-while torch.compile traces, nor while the model's ``attn_implementation`` is none of this library's.
+while torch.compile traces, nor while the model's ``attn_implementation`` is not one of `_NAMES`.
 """
 
 from __future__ import annotations
