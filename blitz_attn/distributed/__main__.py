@@ -11,7 +11,8 @@ from ._comm import Alone, communicator
 
 
 def main() -> None:
-    """Report, and with --check also test. Ends with status 1 where ranks use different instruction sets or a check fails."""
+    """Report, and with --check also test. Ends with status 1 if ranks differ in release or instruction set, if a check fails, or if MPI is
+    missing."""
     parser = argparse.ArgumentParser(prog="python -m blitz_attn.distributed", description=__doc__.partition(": ")[2])
     parser.add_argument("--check", action="store_true", help="test bits, bytes and bandwidth")
     parser.add_argument("--alone", action="store_true", help="one process, without MPI")

@@ -275,7 +275,8 @@ def block_type(starts: Iterable[int], lengths: Iterable[int]) -> Any:
     Parameters
     ----------
     starts, lengths : iterable of int
-        Where runs begin, in bytes from the start of the buffer, and their bytes. A run that touches the run before is joined to it.
+        Where runs begin, in bytes from the start of the buffer, and their lengths in bytes. A run that begins where the run before ends is
+        joined to it.
 
     Returns
     -------
@@ -313,7 +314,7 @@ class Waiter:
             self._thread.start()
 
     def submit(self, requests: Sequence[Any]) -> Transfer:
-        """Take transfers that have been started. They are completed in the order of the calls of `submit`."""
+        """Take transfers that have been started. A thread completes them in the order of the calls of `submit`."""
         transfer = Transfer(list(requests))
         if self._jobs is not None:
             transfer.done = threading.Event()
@@ -321,7 +322,7 @@ class Waiter:
         return transfer
 
     def close(self) -> None:
-        """Wait for all transfers and end the thread."""
+        """If there is a thread, wait for all transfers and end it."""
         if self._jobs is not None and self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -433,7 +434,8 @@ def spans_hosts(comm: Any) -> bool:
 
 
 def shared_cpus(ranks: Sequence[Place]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Pairs of ranks of one host that may use the same CPUs: ``(rank, rank, shared cpus)``. A rank has at most one pair with lower ones."""
+    """Pairs of ranks of one host that may use the same CPUs: ``(rank, rank, shared cpus)``. A rank has at most one pair with
+    lower ranks."""
     found = []
     for i, place in enumerate(ranks):
         for j in range(i):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy import ndarray
 
 EVEN = 1.05  # a cut at whole rows is made finer where its busiest rank has more than this many times the mean work
-SNAP = 0.03  # the share of work that the busiest rank may get in addition where a cut of items moves to a border of heads
+SNAP = 0.03  # the share by which the work of the busiest rank may grow so that borders of a cut of items move to borders of heads
 
 
 class Cut(NamedTuple):
@@ -96,7 +96,7 @@ def loads(work: ndarray, computed: tuple[Cut, ...], size: int) -> ndarray:
 
 
 def chain_cut(work: ndarray, parts: int, borders: ndarray | None = None, slack: float = 0.0) -> ndarray:
-    """The ``parts + 1`` borders that cut a chain into runs, so that the fullest run has the least work that is possible.
+    """The ``parts + 1`` borders that cut a chain into runs, so that the fullest run has the least possible work, to within 1e-4 of it.
 
     Among such cuts, the borders are as near to equal shares as possible. With `borders`, a border moves to one of these positions if no
     run then has more than ``1 + slack`` times the least work.
@@ -112,7 +112,7 @@ def chain_cut(work: ndarray, parts: int, borders: ndarray | None = None, slack: 
         low, high = (low, middle) if _fits(before, parts, middle) else (middle, high)
     most = high * (1 + 1e-12) * (1 + slack)
 
-    earliest = [len(work)]  # positions from which the parts that follow can hold the rest
+    earliest = [len(work)]  # of each border: the first position after which the parts that follow can hold the rest
     for _ in range(parts):
         earliest.append(int(np.searchsorted(before, before[earliest[-1]] - most)))
     earliest.reverse()

@@ -132,9 +132,9 @@ class Stages:
     """The stages of one call on one rank: one KV head each.
 
     While a stage is computed, the keys and values of the next stage travel, and so do the queries of rows that other ranks hold. Results of
-    such rows travel back. A rank's stages are in the order of its KV heads. A rank with fewer stages than others has nothing to compute
-    in the last steps, and only sends then. With `comm_type` "all_gather", step n is that of KV head n on every rank instead, and a rank
-    that does not compute this head only sends and gathers.
+    such rows travel back. A rank's stages are in the order of its KV heads. A rank with fewer stages than others computes nothing in
+    the last steps, in which it still sends keys and rows, and receives results and sums. With `comm_type` "all_gather", step n is that of
+    KV head n on every rank instead, also on ranks that do not compute this head.
 
     Parameters
     ----------
@@ -300,8 +300,8 @@ class Stages:
         return [self.comm.Ialltoallw(*sides)], []
 
     def _make_pieces(self, head: int) -> None:
-        """The pieces of a stage. If this rank holds all rows of a piece, its arrays are parts of shards. Otherwise they are buffers, into
-        which this rank copies its own rows."""
+        """The pieces of a stage. If this rank holds all rows of a piece, the piece's arrays are parts of shards. Otherwise they are
+        buffers, into which this rank copies its own rows."""
         made = self.pieces[head] = []
         for first, end in self.routes.computed[head].of(self.rank):
             begin, after = int(self.problem.row_at[first]), int(self.problem.row_at[end])
@@ -322,7 +322,7 @@ class Stages:
         return shard[:, head * self.problem.group : (head + 1) * self.problem.group]
 
     def _buffer(self, shard: ndarray, tokens: int) -> ndarray:
-        """Room for rows of one KV head's query heads, in the order of axes that the layout has."""
+        """Room for rows of one KV head's query heads, with tokens before heads in memory for layout TND, else with heads before tokens."""
         entries, _, _, dims = shard.shape
         group = self.problem.group
         if self.problem.layout == "TND":

@@ -77,7 +77,7 @@ def nsa(
     gates : array, optional
         This rank's tokens of ``(B, N, H, 3)``, given by all ranks or by none.
     comm_type, overlap
-        As in `context_parallel_attention`; "all_gather" and "thread" are not offered.
+        As in `context_parallel_attention`, but without the values "all_gather" and "thread".
     compress_block_size, num_selected_blocks, window_size, w_k_compress, w_v_compress, gate_proj_weight, causal, scale, q_tile_size
         As in `blitz_attn.nsa.nsa`, the same on all ranks, weights included.
     num_cmp_selected_blocks, mode, compress_stride, select_block_size, init_blocks, local_blocks, dtype, num_threads
@@ -91,8 +91,8 @@ def nsa(
     Raises
     ------
     TypeError, ValueError
-        An argument of any rank is of the wrong kind or shape, or is not the same on all ranks. All ranks raise the error, and nothing has
-        been sent.
+        An argument of any rank is of the wrong kind or shape, or differs between ranks although it must not. All ranks raise the error,
+        and no tokens have been sent.
 
     See Also
     --------
@@ -100,9 +100,9 @@ def nsa(
 
     Notes
     -----
-    A rank computes runs of queries of one or a few KV heads, such that all ranks have equal work. It receives the queries of its runs, and
-    the keys and values of their KV heads: in causal calls of mode "paper" up to the last query of a run, otherwise all of them. Results go
-    back. If there are at most as many ranks as KV heads, runs end where heads end, as far as that keeps the work even.
+    A rank computes runs of queries of one or a few KV heads, such that all ranks have about equal work. It receives the queries of its
+    runs, and the keys and values of their KV heads: in causal calls of mode "paper" up to the last query of a run, otherwise all of them.
+    Results go back. If there are at most as many ranks as KV heads, runs end where heads end, as far as that keeps the work even.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def _whole(own: Call, options: Options, tokens: int) -> Call:
 
 
 def _routes(whole: Call, counts: ndarray) -> Routes:
-    """Routes with items of equal work, where rank r holds a run of ``counts[r]`` tokens."""
+    """Routes by the dispatch "items", where rank r holds a run of ``counts[r]`` tokens."""
     rules, (batch, tokens, heads, dim) = whole.rules, whole.q.shape
     kv_heads, dim_v = whole.v.shape[-2:]
     rows = rules.tile * max(1, -(-ROWS // rules.tile))

@@ -154,7 +154,7 @@ class Problem:
         }  # fmt: skip
 
     def call(self) -> dict[str, Any]:
-        """The arguments of one call over the whole sequence, besides arrays."""
+        """The lists, rules, lengths and numbers of heads of one call over the whole sequence."""
         packed = self.layout == "TND"
         heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads} if self.layout == "BSH" else {}
         lengths = {"cu_seqlens_q": self.cu_q, "cu_seqlens_kv": self.cu_kv} if packed else {"q_lens": self.q_lens, "kv_lens": self.kv_lens}

@@ -106,7 +106,7 @@ class Routes:
 
     @computed_once
     def segments(self) -> Segments:
-        """All tokens of keys that some row can see; each token occurs once."""
+        """All valid tokens of keys, each once."""
         entry, begin, end = self.problem.cell_tokens()
         column = np.arange(len(entry))
         # the stretches that hold a column's first and last token
@@ -191,7 +191,7 @@ class Routes:
         p = self.problem
         queries = p.group * ((p.head_dim + 2 * p.head_dim_v) * p.itemsize + p.lse_itemsize)
         results = p.group * p.head_dim * p.itemsize
-        keys = (p.head_dim + p.head_dim_v) * (self.kv_tokens * p.itemsize + self.kv_tokens.T * p.lse_itemsize)  # the second: gradients
+        keys = (p.head_dim + p.head_dim_v) * (self.kv_tokens * p.itemsize + self.kv_tokens.T * p.lse_itemsize)  # kv_tokens.T: gradients
         return keys + self.q_tokens * queries + self.q_tokens.T * results
 
     def all_gather_bytes(self) -> ndarray:

@@ -49,7 +49,7 @@ class RowCall:
         block_q, _ = p.block_shape
         begins, ends = np.maximum(first, p.row_begin[:-1]) - p.row_begin[:-1], np.minimum(end, p.row_begin[1:]) - p.row_begin[:-1]
         inside = np.flatnonzero(ends > begins)
-        span = slice(int(inside[0]), int(inside[-1]) + 1)  # includes sequences without queries, which have keys
+        span = slice(int(inside[0]), int(inside[-1]) + 1)  # includes sequences without queries, which may have keys
         starts, counts = begins[span], np.maximum(ends - begins, 0)[span]
         sizes = np.where(counts > 0, np.minimum(ends[span] * block_q, p.q_sizes[span]) - starts * block_q, 0)
         cu_kv = p.cu_kv[span.start : span.stop + 1]
@@ -81,8 +81,8 @@ class RowCall:
 
 
 def _below(lists: ndarray, columns: int, pad: int) -> ndarray:
-    """Lists without the columns that only longer sequences have. The sequences of this call have no keys in these columns, which it would
-    refuse."""
+    """Lists without the columns that only longer sequences have. The sequences of this call have no keys in these columns, and the
+    call would refuse them."""
     padded = lists == pad if pad > 0 else lists < 0
     kept = ~np.logical_or.accumulate(padded, axis=-1) & (lists < columns)
     if (kept | padded).all():

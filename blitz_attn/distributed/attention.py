@@ -70,7 +70,7 @@ class _Call:
         return by_head(array, self.problem.layout, heads)
 
     def lse_shard(self, x: Any, name: str, written: bool = False) -> ndarray:
-        """A shard of the log-sum-exp, with an axis of 1 at its end."""
+        """A shard of the log-sum-exp, with an axis of length 1 at its end."""
         array, kind = floats(x, name, None, written)
         if kind != real_of(self.problem.dtype):
             raise TypeError(f"{name}: expected {real_of(self.problem.dtype)}, got {kind}")
@@ -188,11 +188,12 @@ def context_parallel_attention(
         See `blitz_attn.block_sparse_attention`; the same on all ranks. Gradients need the same `softcap`, but not the sinks, which
         the log-sum-exp includes.
     comm_type : {"auto", "p2p", "all_gather", "a2a"}
-        How keys and values travel. "p2p": messages between pairs of ranks, of listed blocks alone. "a2a": the same bytes in one collective
-        per stage. "all_gather": all keys and values to all ranks. "auto": "p2p" up to 64 ranks, then "a2a".
+        How keys and values travel. "p2p": messages between pairs of ranks, of the blocks that the receiver needs. "a2a": the same bytes in
+        one collective per stage. "all_gather": all keys and values to all ranks. "auto": "p2p" up to 64 ranks, then "a2a".
     overlap : bool or "thread"
         Whether the keys and values of a KV head travel while the previous head is computed. If ranks run on several machines and MPI allows
-        calls from several threads, a thread then waits for them. With "thread", the thread is started on one machine, too.
+        calls from several threads, a thread then waits for them. With "thread", there is such a thread even if all ranks run on one
+        machine.
     return_lse : bool
         Also return the log-sum-exp.
     dtype : str or dtype, optional
@@ -210,8 +211,8 @@ def context_parallel_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument of any rank is of the wrong kind or shape, or is not the same on all ranks. All ranks raise the error, and nothing has
-        been sent.
+        An argument of any rank is of the wrong kind or shape, or differs between ranks although it must not. All ranks raise the error,
+        and no tokens have been sent.
 
     See Also
     --------
@@ -318,8 +319,8 @@ def context_parallel_attention_backward(
     -------
     dq, dk, dv : array
         Of the shapes, layout and dtype of this rank's q, k and v, and the same kind of array as `q`. `dq` is bit-identical to that of one
-        call over the whole sequence, for any number of ranks. `dk` and `dv` are the same from run to run for a given number of ranks and
-        dispatch. With another number of ranks or dispatch, they differ by rounding.
+        call over the whole sequence, for any number of ranks. `dk` and `dv` are the same from run to run for a given number of ranks,
+        dispatch and `comm_type`. If one of these three changes, they may differ by rounding.
 
     Raises
     ------

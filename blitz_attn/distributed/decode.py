@@ -164,7 +164,7 @@ class _Units(NamedTuple):
 
 
 class DecodePlan:
-    """Page tables and lengths of one decoding step, and which rank holds which pages. All ranks agree on these once, for all layers.
+    """Page tables and lengths of one decoding step, and which rank holds which pages. Ranks agree on the holders once, for all layers.
 
     All ranks make the plan together (this is collective), each with the page tables of its own cache.
 
@@ -173,7 +173,7 @@ class DecodePlan:
     block_tables : array of int32 or int64
         ``(B, W)``, in one of two forms. With `interleave`: this rank's own pages of each request, in order. Without: all pages of each
         request, where -1 stands for pages of other ranks; any rank may hold any chunk. Where several ranks hold a chunk, as
-        copies, the lowest rank computes attention over it.
+        copies, the lowest of them computes attention over it.
     seq_lens : sequence of int
         ``(B,)``: number of tokens of each request, on all ranks together. This argument and all that follow, except `num_threads`, are the
         same on all ranks.
@@ -316,7 +316,7 @@ class DecodePlan:
         Returns
         -------
         request, page : ndarray
-            In rising order: the request and the number of the page, through all ranks.
+            In rising order: the request and the page, numbered through all ranks.
 
         Examples
         --------
@@ -522,8 +522,8 @@ def decode_context_parallel_attention(
     """Attention of each request's newest queries over a paged cache whose tokens several ranks hold. All ranks call it together.
 
     Each rank attends to its own chunks of `kv_split` tokens. It merges the chunks that form complete nodes of a fixed binary tree over the
-    chunks of a request, and sends these nodes; then every rank merges the rest. The result is bit-identical for any number of ranks,
-    whichever rank holds which chunks.
+    chunks of a request, and sends the largest of these nodes; then every rank merges the rest. The result is bit-identical for any number
+    of ranks, whichever rank holds which chunks.
 
     Parameters
     ----------
@@ -575,7 +575,7 @@ def decode_context_parallel_attention(
     -----
     Rank r sends ``plan.states[r]`` rows of ``H * (Dv + 1)`` numbers to all others: float32 (float64 for float64). If each rank holds one
     run of chunks of a request, it sends at most two nodes per level of the tree. If ranks take turns of 1, 2, 4 or another power of two
-    chunks, each rank sends at most one node per turn; with other turns, it sends more nodes.
+    chunks, each rank sends at most one node per turn; with other turns, it may send more nodes.
 
     Examples
     --------

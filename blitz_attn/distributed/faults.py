@@ -49,8 +49,8 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
     """Run a collective piece of work until it has ended well on all ranks that are alive.
 
     Where ranks die, the survivors give up the communicator, agree on a new communicator without the dead, and run the work again on it, as
-    often as necessary. The work makes its plans anew each time: results are bit-identical for any number of ranks. All ranks call this
-    function together.
+    often as necessary. The work must make its plans anew each time. Results, except gradients of keys and values, have the same bits on
+    fewer ranks. All ranks call this function together.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
     Raises
     ------
     RuntimeError
-        The MPI library cannot go on without dead ranks.
+        The communicator has no `Revoke`, and cannot outlive the death of a rank.
 
     See Also
     --------
@@ -81,7 +81,7 @@ def run_with_survivors(work: Callable[[Any, list[int]], T], *, comm: Any = None)
     -----
     A rank that ends well cannot know that others saw a failure. So after each run, all ranks agree whether the run ended well everywhere.
     Revoke makes the ranks that still wait for messages of the run give up. Agree and Shrink work on revoked communicators and in spite of
-    further deaths. If another rank dies, the shrunk communicator is shrunk again.
+    further deaths. If another rank dies meanwhile, the shrunk communicator is shrunk again.
 
     Examples
     --------
@@ -144,8 +144,8 @@ def redistribute(x: ndarray, before: Sequence[Ranges], after: Sequence[Ranges], 
     Raises
     ------
     TypeError, ValueError
-        `x` has another dtype. `x` does not have as many tokens as ``before[rank]``, or no rank has a token that some rank is to have. All
-        ranks raise the error.
+        `x` has elements of another size, or objects. `x` does not have as many tokens as ``before[rank]``, or no rank has a token that some
+        rank is to have. All ranks raise the error.
 
     See Also
     --------

@@ -28,8 +28,8 @@ def register() -> None:
     """Make ``"blitz_attn"`` a name of an attention backend in diffusers: dense attention on CPUs.
 
     The name then works wherever diffusers takes one: in ``model.set_attention_backend("blitz_attn")``, in
-    ``with attention_backend("blitz_attn")``, and in the environment variable ``DIFFUSERS_ATTN_BACKEND``, if `register` is called before
-    diffusers imports its first model. A second call changes nothing.
+    ``with attention_backend("blitz_attn")``, and in the environment variable ``DIFFUSERS_ATTN_BACKEND``. If the variable has the name,
+    `register` must be called before diffusers imports its first model. A second call changes nothing.
 
     Raises
     ------
@@ -105,10 +105,10 @@ def sparse_video(model: ModelMixin, config: SparseVideo) -> Handle:
     Notes
     -----
     A smaller timestep begins the next step. Calls with the same timestep, as guidance makes them, belong to the same step, and each of
-    these calls has lists of its own. A larger timestep begins a new video. Call ``reset()`` before a video whose first timestep is the one
-    with which the video before it ended. A loop whose timesteps rise, as for inversion, stays at step 0: give it a schedule without dense
-    steps. Each thread counts its own steps, and so does each model of a pipeline with several models. Schedulers of second order call a
-    model with two timesteps per step, which count as two steps.
+    these calls has lists of its own. A larger timestep begins a new video. Call ``reset()`` before a video whose first timestep is
+    not larger than the last one of the video before. A loop whose timesteps rise, as for inversion, stays at step 0: give it a schedule
+    without dense steps. Each thread counts its own steps, and so does each model of a pipeline with several models. Schedulers of second
+    order call a model with two timesteps per step, which count as two steps.
 
     After the first forward call that is sparse, the logger ``blitz_attn.integrations.diffusers`` says how many layers are sparse, by which
     rules, and what share of the blocks these layers attended to. Each reason why attention is dense is logged there once, too: sequences

@@ -1,6 +1,6 @@
 """The library for JAX: attention on CPU arrays that `jax.jit` compiles into its computations, and that JAX differentiates and maps.
 
-Functions that have the names of the library's functions take their arguments except these: `kv_split`, `out`, `out_dtype`, `dtype`,
+A function that is named like one of the library's functions takes the same arguments except these: `kv_split`, `out`, `out_dtype`, `dtype`,
 `kv_dtype` and `return_sabi`. Paged calls and those that choose blocks also lack `q_begin` and `q_total`, and `nsa` lacks `return_context`
 and the arguments for decoding (`compressed_kv`, `cu_seqlens_q`, `kv_lens`). Inside a transform of JAX, the library works on the memory of
 the computation. Outside, the library's own functions are called, which take JAX arrays, too. There are first derivatives in reverse mode

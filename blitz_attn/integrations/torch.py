@@ -1,7 +1,7 @@
 """The library for torch: operators on CPU tensors that torch differentiates and compiles, and FlexAttention's masks as block lists.
 
-Functions that have the names of the library's functions take their arguments except these: `q_begin` (which only `select_tokens` has),
-`q_total`, `kv_split`, `out`, `out_dtype`, `dtype`, `kv_dtype` (which only the functions over pages have, for caches of bytes) and
+A function that is named like one of the library's functions takes the same arguments except these: `q_begin` (which only `select_tokens`
+has), `q_total`, `kv_split`, `out`, `out_dtype`, `dtype`, `kv_dtype` (which only the functions over pages have, for caches of bytes) and
 `return_sabi`. `nsa` also lacks `return_context` and the arguments for decoding (`compressed_kv`, `cu_seqlens_q`, `kv_lens`). Where you need
 these arguments, call the library's own functions, which take tensors, too, but only tensors that need no gradient. Caches, and q, k and v
 of up to four axes, are copied only if their last axis is not contiguous, or if torch.autocast casts them. The library computes the

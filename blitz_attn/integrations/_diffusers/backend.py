@@ -39,8 +39,8 @@ def put_in_registry() -> None:
 
 
 def _import_dispatch() -> tuple[Any, bool]:
-    """The module of diffusers that knows its backends, and whether the environment names this one as the default backend. diffusers reads
-    that name while it imports the module, and would refuse it then, because the backend cannot be there yet."""
+    """The module of diffusers that knows its backends; and whether this call imports it while the environment names ``"blitz_attn"`` as
+    the default backend. diffusers reads that name during the import, and would refuse it, because the backend cannot be there yet."""
     from diffusers import __version__
     from diffusers.utils import constants
 

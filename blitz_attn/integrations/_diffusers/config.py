@@ -30,9 +30,9 @@ def _blocks_of(cube: tuple[int, int, int]) -> tuple[int, int]:
 class SparseVideo:
     """Which tokens of a video see each other in self-attention, in which steps and layers.
 
-    A query sees the blocks of keys that `rule` lists, or those that the best rule of `choose_from` lists. A chooser adds blocks; their
-    share is `density`, or comes from the `schedule`. Without a rule, a query sees the blocks that the chooser takes and those of its own
-    cube. Text and other plain tokens see everything and are seen by everything.
+    A query sees the blocks of keys that `rule` lists, or those that the best rule of `choose_from` lists. With a
+    `density`, or densities of the `schedule`, a query also sees the blocks that a chooser takes. Without a rule, it sees these blocks and
+    those of its own cube. Text and other plain tokens see everything and are seen by everything.
 
     Attributes
     ----------
@@ -47,7 +47,8 @@ class SparseVideo:
         Share of the blocks that a chooser takes in each layer and head, above 0 and at most 1. The blocks are chosen in each layer and
         forward call, or when the `schedule` refreshes.
     schedule : blitz_attn.video.Schedule
-        Dense first steps, densities by step, and how many steps use lists that were chosen once. Its densities replace `density`.
+        Dense first steps, densities by step, and how many steps use lists that were chosen once. If it has densities, `density` must be
+        None.
     geometry : blitz_attn.video.Geometry, optional
         Which tokens of self-attention form grids, and which are plain. A forward call whose self-attention has another number of tokens is
         refused. Default: the geometry is found from the arguments of each forward call, for the classes that `sparse_video` names.
@@ -59,8 +60,8 @@ class SparseVideo:
     dense_frames : int
         How many first frames of each grid see all tokens and are seen by all.
     dense_layers : tuple of int
-        Numbers of layers that keep everything, from 0. Single-stream blocks count after double-stream blocks, and blocks of a control
-        branch (Wan VACE) last. A layer that a model uses twice counts once.
+        Numbers, counted from 0, of the layers that keep everything. Single-stream blocks are counted after double-stream blocks, and blocks
+        of a control branch (Wan VACE) last. A layer that a model uses twice is counted once.
     min_tokens : int
         Shorter sequences are attended densely.
     chooser : str or chooser

@@ -3,9 +3,9 @@
 While `sparse_video` holds, the wrapper of the model finds out which tokens and which step a call has. The wrapper of each layer of
 self-attention then takes over the one call of attention inside the layer. The layer may make this call through diffusers' dispatch with the
 backend ``"blitz_attn"``, or as torch's own `scaled_dot_product_attention`, which other backends for CPUs end up calling. In the
-call that is taken over, queries, keys and values are put into the order of cubes, and the output back into the model's order. It would save
-at most a fiftieth of a layer's time to put the hidden states of all layers into the order of cubes once, and one would have to know where
-each model uses the positions of its tokens.
+call that is taken over, queries, keys and values are put into the order of cubes, and the output back into the model's order. To put
+the hidden states into the order of cubes once, before the first layer, would save at most a fiftieth of a layer's time, and one would have
+to know where each model uses the positions of its tokens.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _Now:
     job: Job
     call: Call
     order: video.TokenOrder | None  # None: attention is left as it is, and the reason was logged
-    fits: bool = False  # whether a call of self-attention had the tokens of the order
-    other: int | None = None  # number of queries of a call that did not fit
+    fits: bool = False  # whether a call of self-attention had as many tokens as the order
+    other: int | None = None  # number of queries of the last call that did not fit
     shares: dict[int, float] = field(default_factory=dict)  # [sparse layer]: the share of the blocks that it has attended to
 
 
@@ -105,8 +105,8 @@ def _attend_sdpa(
 
 
 def _put(module: Any, around: Callable[..., Any], before: dict[Any, Any]) -> None:
-    """Set a module's forward method to `around`, which is called with the replaced method and the module; in a copy of the module, with the
-    copy."""
+    """Replace a module's forward method by one that calls `around` with the replaced method and the module. A copy of the module passes
+    itself in place of the module."""
     own = vars(module).get("forward")
 
     @functools.wraps(type(module).forward)
@@ -151,12 +151,13 @@ class Handle:
         return f"Handle({self._kind}, step={self.step}, density={None if share is None else round(share, 4)})"
 
     def reset(self) -> None:
-        """Let the next forward call of this thread begin a new video. A timestep larger than the last one does so by itself."""
+        """Let the next forward call of this thread begin a new video. Without `reset`, only a timestep that is larger than the last one
+        does so."""
         self._local.job, self._local.share = Job(), None
 
     def undo(self) -> None:
         """Give the model its own attention back, and drop the lists that are kept. Calling this again changes nothing."""
-        self._holds = False  # wrappers that something else has wrapped in the meantime stay there, and read this
+        self._holds = False  # wrappers that something else has wrapped in the meantime stay in place, and read this flag
         for module, (own, put) in self._before.items():
             vars(module).pop(_MARK, None)
             if vars(module).get("forward") is not put:
@@ -317,7 +318,7 @@ class Handle:
         return -(-order.geometry.num_tokens // self._config.block_shape[1])
 
     def _dtype(self, order: video.TokenOrder) -> str:
-        """The smallest dtype of lists, because lists of all layers and heads may be kept."""
+        """The smallest dtype that the lists can have, because lists of all layers and heads may be kept."""
         return "int16" if self._columns(order) < 1 << 15 else "int32"
 
     def _known(self, now: _Now, list_key: ListKey, made_for: Any) -> _Lists | None:

@@ -110,7 +110,7 @@ def _differentiable() -> Any:
     def forward(options: Any, primals: dict[str, Any]) -> tuple[Any, Any]:
         arrays = {name: x.value for name, x in primals.items()}
         biases = (name for name, x in _FORWARD.items() if x.differentiable and name not in _FLOATS)
-        followed = {name: () for name in biases if name in primals and primals[name].perturbed}  # names alone
+        followed = {name: () for name in biases if name in primals and primals[name].perturbed}  # JAX keeps no strings as values
         out, lse = without_gradient(lambda given: primal(options, given), no_second("block_sparse_attention"))(arrays)
         return (out, lse), (arrays, out, lse, followed)
 

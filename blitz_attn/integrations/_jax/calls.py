@@ -1,8 +1,8 @@
 """The library's functions as steps of a computation of JAX, on the memory of its arrays.
 
-A call that JAX traces (jit, grad, vmap, scan) becomes a call back into Python, which gets the buffers of the compiled computation as NumPy
-arrays and writes the results into other buffers. Where nothing is traced, the library's function is called directly: no computation is
-compiled, and the function's errors are raised as they are.
+A call that JAX traces (jit, vmap, scan) becomes a call back into Python, which gets the buffers of the compiled computation as NumPy
+arrays and writes the results into other buffers. Where nothing is traced, or only for a gradient outside of jit, the library's function is
+called directly: no computation is compiled, and the function's errors are raised as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ except ModuleNotFoundError:  # without JAX, the module can be imported and docum
 
 Run = Callable[..., Any]
 
-# Arguments of the library's functions that no function for JAX takes; and those that functions which choose blocks or read pages lack.
+# Arguments of the library's functions that attention for JAX does not take; and those that it does not take if it chooses blocks or reads
+# pages.
 NOT_TAKEN = ("kv_split", "out", "out_dtype", "dtype", "kv_dtype", "return_sabi")
 BEYOND_LISTS = (*NOT_TAKEN, "q_begin", "q_total")
 

@@ -147,7 +147,7 @@ class Builder(AttentionMetadataBuilder[cpu_attn.CPUAttentionMetadata]):
                 common.block_table_tensor, common.slot_mapping, None, not dynamic and causal, causal if dynamic else None,
             )  # fmt: skip
         n = common.num_reqs
-        metadata.step = Step(  # vLLM's class is a plain dataclass
+        metadata.step = Step(  # the object of vLLM, a plain dataclass, takes a further attribute
             common.query_start_loc[: n + 1].numpy().astype("int64"), common.seq_lens[:n].numpy().astype("int64"),
             common.block_table_tensor[:n].numpy().copy(), self.kv_cache_spec.block_size, _prefilling(common),
             causal[:n].numpy().copy() if isinstance(causal, torch.Tensor) else bool(causal),
@@ -210,7 +210,7 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         self._rows = self._options.kv_dtype
         kv_dtype: Any = self._rows or (self._quantised if self._quantised == "float8_e4m3" else None)
         self._kv_dtype: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
-        self._leaves_out: bool | None = None  # whether this layer leaves keys out; None until its first call, which tells its number
+        self._leaves_out: bool | None = None  # whether this layer leaves keys out; None until the first call, which has its number
         self._window = None if sliding_window is None else sliding_window - 1
         self._rules = {"scale": self.scale, "softcap": self.logits_soft_cap or None}
         self.sinks: torch.Tensor | None

@@ -2,8 +2,8 @@
 
 vLLM gives each layer one array of blocks. Each block has `heads` slots of ``block_size * bytes_per_token`` bytes. A slot holds the keys of
 all tokens of the block, and then their values. In caches with a scale for each token, the scales of the keys and of the values follow. For
-Quest, the largest and the smallest key follow. As all these parts lie in the block, vLLM's own copies of blocks, its prefix cache and its
-accounting of memory cover them, too.
+Quest, the largest and the smallest number of each dim of the block's keys follow. As all these parts lie in the block, vLLM's own copies of
+blocks, its prefix cache and its accounting of memory cover them, too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Pages:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token and head, with its share of the summaries: a multiple of 16, so that every part is aligned."""
+        """Bytes of a token and head, with its share of the summaries: a multiple of 16, so that slots begin at aligned addresses."""
         used = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in self._parts())
         return -(-used // (16 * self.block_size)) * 16
 

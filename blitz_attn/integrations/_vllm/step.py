@@ -83,8 +83,8 @@ class Step:
         return found
 
     def ranges(self, window: int | None) -> np.ndarray | None:
-        """The tokens that each query sees, where some request is not causal: (queries, 2). `window`: how many tokens before itself a
-        query sees and, if its request is not causal, after itself. None if one flag says that all requests are causal."""
+        """The tokens that each query sees: (queries, 2). Returns None if one flag says that all requests are causal. `window`: how many
+        tokens before itself a query sees and, if its request is not causal, how many after itself; None: all of them."""
         if self.causal is True:
             return None
         found: np.ndarray = self._once(("ranges", window), lambda: self._ranges(window))
