@@ -50,7 +50,7 @@ def say(comm: Any, *words: Any) -> None:
 
 
 def tokens_of(begin: int, end: int, heads: int, dim: int, seed: int) -> np.ndarray:
-    """Random (1, heads, end - begin, dim) for tokens begin to end, the same on every rank: each block of 128 tokens has its own seed."""
+    """Random (1, heads, end - begin, dim) for tokens begin to end - 1, the same on every rank: each 128 tokens have their own seed."""
     parts = []
     for block in range(begin // 128, -(-end // 128)):
         rng = np.random.default_rng([seed, block])

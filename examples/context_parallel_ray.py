@@ -45,7 +45,7 @@ sys.exit(not same)
 
 
 def hosts_of_ray(ranks: int, cpus: int) -> tuple[list[str], object]:
-    """Addresses of the machines that Ray has reserved CPUs on, one entry per rank, and the reservation."""
+    """Addresses of the machines on which Ray has reserved CPUs, one address per rank, and the reservation."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -10,11 +10,11 @@ all-MiniLM-L6-v2 (6 layers, 12 heads, D = 32, bidirectional) embeds the sentence
 1. one by one, by torch's attention, as the reference for the other ways;
 2. in batches that are padded to their longest sentence, in the order of the text, by torch's attention;
 3. in such batches, after the sentences have been sorted by length;
-4. packed: --pack tokens one after the other, cut by cumulative lengths, with ``attn_implementation="blitz_attn"``.
+4. packed: at most --pack tokens one after the other, cut by cumulative lengths, with ``attn_implementation="blitz_attn"``.
 
 The table has the seconds of the fastest repeat, the sentences per second, the share of the tokens that are padding, and the largest
-difference of an element of an embedding (of length 1) from way 1. The exit code is 1 if the packed embeddings differ by more than 1e-4.
-Torch and this library use the same number of threads.
+difference of an element of an embedding (a vector of length 1) from way 1. The exit code is 1 if the packed embeddings differ by more than
+1e-4. Torch and this library use the same number of threads.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Embedder:
         return self.finished(means)
 
     def packed(self, tokens: list[list[int]], most: int) -> Any:
-        """One sequence of at most about `most` tokens at a time."""
+        """One sequence at a time, of at most `most` tokens or of a single longer sentence."""
         torch = self.torch
         self.model.set_attn_implementation("blitz_attn")
         means, begin = [], 0

@@ -47,7 +47,7 @@ class Request:
 
     @property
     def missing(self) -> int:
-        """Tokens that are not in the cache: one in decode, more in prefill."""
+        """Tokens that are not in the cache: one in decode, mostly more in prefill."""
         return len(self.tokens) - self.cached
 
     def hash_pages(self, page_size: int) -> list[bytes]:
@@ -224,7 +224,7 @@ class Arrival:
 
 
 def drawn_load(rng: np.random.Generator, requests: int, vocabulary: int, longest: int = 96, new_tokens: int = 32) -> list[Arrival]:
-    """Requests that arrive one after the other. Half of them begin with one of three prefixes, and one in eight is cancelled."""
+    """Requests that arrive one after the other. About half begin with one of three prefixes, and about one in eight is to be cancelled."""
     prefixes = [rng.integers(vocabulary, size=n).tolist() for n in rng.integers(longest // 4, longest // 2, size=3)]
     load, step = [], 0
     for _ in range(requests):

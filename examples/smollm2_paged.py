@@ -13,9 +13,9 @@ values then go into paged caches, and it continues greedily:
 3. over chosen blocks (`select_blocks` and `paged_select_attention`), at several budgets. Here each step is fed the dense run's token,
    so that every step is one comparison: does the sparse step choose the token that the dense step chose?
 
-The table has the tokens/s that attention alone would allow (to select and attend in all layers), and its speed-up over the dense paged
-run. Agreement is the share of steps that choose the dense run's token. Recall is the share of the softmax mass that the chosen blocks hold:
-its mean over steps, layers and heads, and the least of any layer. As in Quest's paper, the first two layers stay dense: recall leaves them
+The table has the tokens/s that attention alone would allow (to select and attend in all layers), and the speed-up over the dense paged run.
+Agreement is the share of steps that choose the dense run's token. Recall is the share of the softmax mass that the chosen blocks hold: its
+mean over steps, layers and heads, and the least mean of a layer. As in Quest's paper, the first two layers stay dense: recall leaves them
 out.
 Methods: `quest`, `mean` (the block's mean key) and `max` (its largest q.k, which reads all keys) are selectors of the library; `recent`
 takes the first block and the newest ones, whatever the query.

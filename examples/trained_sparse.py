@@ -11,9 +11,9 @@ has 128 heads over one latent of 512 + 64 numbers per token, and an indexer of 6
 Each row is measured in a process of its own. `what` is a prompt of `tokens` tokens ("prompt"), or one new token after such a prompt
 ("step"). `way` is transformers' own attention ("eager", "sdpa"), this library inside the model's own code ("blitz_attn"), or
 `trained_sparse` ("ours"), where this library also chooses the tokens. "dense" is "ours" with a budget that covers all tokens. `seconds` is
-the time of the whole layer. `attention` is the processor time of its attention without projections. `MiB` is the most memory that the
-layer takes beyond the memory of its model and its cache. A row has no numbers if its way needs more memory than --memory allows, or is
-not for this model.
+the time of the whole layer. `attention` is the processor time of its attention without projections, except the one that expands keys and
+values. `MiB` is the most memory that the layer takes beyond the memory of its model and its cache. A row has no numbers if its way needs
+more memory than --memory allows, or is not for this model.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def block_sparse_attention(q: Any, k: Any, v: Any, sabi: Any = None, *, return_l
     TypeError, ValueError
         As `blitz_attn.block_sparse_attention`.
     jax.errors.JaxRuntimeError
-        Under a transform of JAX, in place of these errors, if the library refuses an argument when the computation runs. The library's
+        Under `jax.jit` or `jax.vmap`, in place of these errors, if the library refuses an argument when the computation runs. The library's
         sentence is part of the text.
 
     Examples
@@ -301,7 +301,7 @@ def dot_product_attention(
     TypeError, ValueError
         What `blitz_attn.block_sparse_attention` refuses.
     jax.errors.JaxRuntimeError
-        Under a transform of JAX, as for `block_sparse_attention`.
+        Under `jax.jit` or `jax.vmap`, as for `block_sparse_attention`.
 
     Notes
     -----
@@ -418,7 +418,7 @@ def select_and_attend_prefill(q: Any, k: Any, v: Any, *, return_lse: Any = False
         As `blitz_attn.select_and_attend_prefill`. TypeError also where JAX requests a derivative: the function has none. For training, give
         the list of `blitz_attn.select_blocks_prefill` to `block_sparse_attention`.
     jax.errors.JaxRuntimeError
-        Under a transform of JAX, as for `block_sparse_attention`.
+        Under `jax.jit` or `jax.vmap`, as for `block_sparse_attention`.
 
     Examples
     --------

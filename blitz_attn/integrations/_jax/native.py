@@ -85,7 +85,7 @@ def nsa(q: JaxArray, k: JaxArray, v: JaxArray, **rules: Unpack[NSARules]) -> Jax
     TypeError, ValueError
         As `blitz_attn.nsa.nsa`. TypeError also where JAX requests the gradient of a gradient.
     jax.errors.JaxRuntimeError
-        Under a transform of JAX, as for `block_sparse_attention`.
+        Under `jax.jit` or `jax.vmap`, as for `block_sparse_attention`.
 
     Notes
     -----

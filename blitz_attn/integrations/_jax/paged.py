@@ -98,7 +98,7 @@ def paged_attention(
     TypeError, ValueError
         As `blitz_attn.paged_attention`. TypeError also where JAX requests a derivative: the function has none.
     jax.errors.JaxRuntimeError
-        Under a transform of JAX, as for `block_sparse_attention`.
+        Under `jax.jit` or `jax.vmap`, as for `block_sparse_attention`.
 
     Examples
     --------
@@ -160,7 +160,7 @@ def paged_select_attention(
     TypeError, ValueError
         As `blitz_attn.paged_select_attention`. TypeError also where JAX requests a derivative: the function has none.
     jax.errors.JaxRuntimeError
-        Under a transform of JAX, as for `block_sparse_attention`.
+        Under `jax.jit` or `jax.vmap`, as for `block_sparse_attention`.
 
     Examples
     --------

@@ -70,7 +70,7 @@ def select_tokens(q: Any, k: Any, weights: Any, top_k: Any, *, return_scores: An
     TypeError, ValueError
         As `blitz_attn.select_tokens`. TypeError also where JAX requests a derivative: the function has none.
     jax.errors.JaxRuntimeError
-        Under a transform of JAX, as for `block_sparse_attention`.
+        Under `jax.jit` or `jax.vmap`, as for `block_sparse_attention`.
 
     Examples
     --------
