@@ -70,7 +70,7 @@ BA_API const char *ba_layout_name(ba_layout layout);
  * j lies in a block that is listed for the query; j < kv_len; with `causal`, j <= d, where d = i + kv_len - q_len is the position of the
  * diagonal in row i (or d = i + q_begin[b], where that is given); d - window[0] <= j <= d + window[1], where -1 in `window` sets no bound;
  * kv_ranges[b][i][0] <= j < kv_ranges[b][i][1], where kv_ranges is given; attn_mask, where it is given, does not hide j. A query that sees no key
- * gets output 0 and lse -inf. */
+ * gets output 0 and, unless its head has a sink, lse -inf. */
 typedef struct ba_block_sparse_args {
     ba_tensor q, k, v; /* float32, float16, bfloat16 or float64; all three have the same dtype */
     ba_tensor out;     /* written: the shape of q with v's last dim; the dtype of q, or as `unrounded` says */
