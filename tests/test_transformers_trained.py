@@ -329,6 +329,21 @@ def test_what_is_expanded_is_what_costs_less():
     assert latents.rows_expanded(2049, 2048, 2048) == 2048  # a chunk
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("queries", [1, 3, 100])
+def test_folded_queries_and_expanded_outputs(queries, dtype):
+    """Two batch entries; in bfloat16, 200 outputs are expanded by another product than 2 or 6."""
+    draw = torch.Generator().manual_seed(queries)
+    of_keys, of_values = (torch.randn(5, n, 24, generator=draw).to(dtype) for n in (16, 12))
+    latents = Latents(None, torch.empty(2, 1, 1, 24), torch.empty(2, 1, 1, 8), of_keys, of_values)
+    query, out = torch.randn(2, 5, queries, 24, generator=draw).to(dtype), torch.randn(2, queries, 5, 24, generator=draw).to(dtype)
+    folded = torch.einsum("bhqd,hdc->bhqc", query[..., :16].double(), of_keys.double())
+    expected = torch.einsum("bqhc,hdc->bqhd", out.double(), of_values.double())
+    tolerance = {"rtol": 0, "atol": 30 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(latents.folded(query).double(), torch.cat([folded, query[..., 16:].double()], dim=-1), **tolerance)
+    torch.testing.assert_close(latents.unfolded(out).double(), expected, **tolerance)
+
+
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
 MEMORY = """
