@@ -131,10 +131,10 @@ class Piece(NamedTuple):
 class Stages:
     """The stages of one call on one rank: one KV head each.
 
-    While a stage is computed, the keys and values of the next stage travel, and so do the queries of rows that other ranks hold. Results of
-    such rows travel back. A rank's stages are in the order of its KV heads. A rank with fewer stages than others computes nothing in
-    the last steps, in which it still sends keys and rows, and receives results and sums. With `comm_type` "all_gather", step n is that of
-    KV head n on every rank instead, also on ranks that do not compute this head.
+    With `ahead`, the keys and values of the next stage travel while a stage is computed, and so do the queries of rows that other ranks
+    hold. Results of such rows travel back. A rank's stages are in the order of its KV heads. A rank with fewer stages than others computes
+    nothing in the last steps, in which it still sends keys and rows, and receives results and sums. With `comm_type` "all_gather", step n
+    is that of KV head n on every rank instead, also on ranks that do not compute this head.
 
     Parameters
     ----------

@@ -669,7 +669,8 @@ def make_mask(
                 rules = replace(rules, sequences=_sequences(said.packed, batch_size))
             else:
                 said = said & _Said(runs=_runs_of_blocks(said.packed, queries._replace(padding=None)))
-        if said.runs is not None:  # runs replace causal and window; a window without causal needs queries and keys with the same end
+        # Runs replace causal and window: attention takes a window without causal only where queries and keys end at the same token.
+        if said.runs is not None:
             runs = replace(said, packed=None, padding=()).as_runs(queries.positions) - kv_offset
             rules = replace(rules, causal=False, left=None, right=None, ranges=runs)
     except _NoRuleError as error:

@@ -31,7 +31,8 @@ typedef struct slice {
     int64_t splits;
 } slice;
 
-/* The size of a round: how many slices it has, how many rows their queries have, and how many splits the longest of its requests has. */
+/* The size of a round: how many slices it has, how many rows, and how many splits the longest of its requests has. Here a row is one token of the
+ * queries, with all of its heads. */
 typedef struct round_size {
     int64_t slices, rows, splits;
 } round_size;

@@ -275,7 +275,8 @@ static void run_panel(const ba_backward_call *c, const ba_backward_scratch *scra
     sl->data = slopes;
 }
 
-/* Prefetches the rows of dK and dV of keys [first, end) of the chunk. run_panels() calls this function after each panel, for a part of the keys. */
+/* Prefetches the rows of dK and dV of keys [first, end) of the chunk. Until the item has its turn, run_panels() calls this function after each
+ * panel, for a part of the keys. */
 static void prefetch_sums(const ba_backward_call *c, const ba_backward_scratch *w, int64_t first, int64_t end) {
     const int64_t real = c->family->real_size, n = end - first;
     const int level = ba_prefetch_level(c->family->isa);
