@@ -1,6 +1,6 @@
 /* The table of operations: their names, their arguments in order, and, in comments, their results. An operation whose comment names no result returns
- * None. The table decides how arguments are read, held, compared and released (call.c). It also tells the package (blitz_attn/_operations.py) which
- * arguments torch and JAX take as tensors, which have a gradient, and which belong to sequences or heads.
+ * None. The table decides how arguments are read, held, checked for shared memory, and released (call.c). It also tells the package
+ * (blitz_attn/_operations.py) which arguments torch and JAX take as tensors, which have a gradient, and which belong to sequences or heads.
  *
  * A(T, name, role, traits, member) is an argument that goes to `member` of T, the library's arguments. O(T, name, role) is an argument that the
  * function's own code reads, or that says how other arguments are read. Where several operations share a list of arguments, the list is a macro of

@@ -59,8 +59,8 @@ class Pages(NamedTuple):
         return Pages.of(keys, values, self.length, self.starts)
 
     def with_whole_pages(self, end: int, starts: tuple[int, ...], size: int) -> Pages:
-        """These pages, if from each of `starts` on the buffers have room for whole pages of `size` tokens, at least one, up to the page
-        with token `end` - 1. Otherwise the same in larger buffers, which have this room."""
+        """These pages, if the buffers have room for whole pages of `size` tokens behind each of `starts`: at least one page, and as many as
+        reach token `end` - 1. Otherwise the same in larger buffers, which have this room."""
         needed = max((start + max(1, -((start - end) // size)) * size for start in starts), default=end)
         if needed <= self.keys.shape[1]:
             return self

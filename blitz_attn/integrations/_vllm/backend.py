@@ -210,7 +210,7 @@ class Layer(cpu_attn.CPUAttentionBackendImpl):
         self._rows = self._options.kv_dtype
         kv_dtype: Any = self._rows or (self._quantised if self._quantised == "float8_e4m3" else None)
         self._kv_dtype: dict[str, Any] = {} if kv_dtype is None else {"kv_dtype": kv_dtype}
-        self._leaves_out: bool | None = None  # whether this layer leaves keys out; None until the first call, which has its number
+        self._leaves_out: bool | None = None  # whether this layer leaves keys out; None until the first call, which names the layer
         self._window = None if sliding_window is None else sliding_window - 1
         self._rules = {"scale": self.scale, "softcap": self.logits_soft_cap or None}
         self.sinks: torch.Tensor | None

@@ -56,8 +56,8 @@ ba_tile ba_plan_tile(const ba_plan *plan, int64_t batch, int64_t kv_head, int64_
     /* the lanes are spread evenly, so that no tile of a row is nearly empty */
     int64_t begin = lanes * tile / tiles, end = lanes * (tile + 1) / tiles;
     /* Tiles of gradients are full, except the last of a row. dK and dV are summed tile by tile in this order: all heads over the first tokens, then
-     * all heads over the next. Calls without lists sum in the same order. Where rows consist of whole tiles, a list of all blocks thus gives dK and
-     * dV the bits that no list gives them. */
+     * all heads over the next. Calls without lists sum in the same order. Where rows consist of whole tiles, dK and dV thus have the same bits with
+     * a list of all blocks as without a list. */
     if (t->gradients) {
         list = rest % lists;
         tile = rest / lists;

@@ -2,7 +2,8 @@
  *
  * The keys of all listed blocks form one sequence, in rising order, which is cut into chunks of chunk_keys keys. A key's position in this sequence
  * alone decides its chunk; neither the borders of blocks nor the keys that a tile sees have any influence. So of all lists, a query's result depends
- * on its own alone: a list of all blocks gives the bits that no list gives, and threads, other batch entries and tile shapes change no bit. */
+ * on its own alone; threads, other batch entries and tile shapes change no bit. A list of all blocks gives the same bits as a call without a list.
+ * (In families with has_cuts, whose chunks may be smaller with a list, weights below real's normal range may differ.) */
 #ifndef BA_OPS_WALK_H
 #define BA_OPS_WALK_H
 
