@@ -204,7 +204,8 @@ def nsa(
     compress_block_size : int
         Number l of tokens per compressed block. Tokens after the last complete block are in no compressed block.
     num_selected_blocks : int
-        Largest number n of blocks that are selected, including forced ones. Lists that this call selects have n entries in its context.
+        Largest number n of blocks that are selected, including forced ones. In the context of a call, each list that the call has
+        selected has n entries; unused ones are -1.
     window_size : int
         Number W of keys in the window, which ends with the query's own key. If not `causal`, the window has ``W // 2`` keys before the
         query, as many after it, and the query's own key.

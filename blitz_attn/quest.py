@@ -54,8 +54,8 @@ def quest_prefill_metadata(
     Parameters
     ----------
     k_cache : array
-        ``(pages, block_size, N, D)``: float32, float16, bfloat16 or float64, or, with `k_scale`, int8 or float8 e4m3. block_size is from 1
-        to 1024.
+        ``(pages, block_size, N, D)``: float32, float16, bfloat16 or float64, or, with `k_scale`, int8 or float8 e4m3. A cache of rows of
+        llama.cpp's blocks is uint8, with the bytes of a row as its last axis, see `quantize_rows`. block_size is from 1 to 1024.
     block_tables : array of int32 or int64
         ``(B, W)``: page numbers of each request.
     seq_lens : sequence of int
@@ -64,9 +64,9 @@ def quest_prefill_metadata(
         ``(B, M)``: numbers of the summary pages of each request, where M is at least ``ceil(ceil(seq_len / block_size) / rows)``. No page
         is named twice.
     maxblocks, minblocks : array
-        ``(summary pages, rows, N, D)``, of the dtype of `k_cache` (for 8-bit caches float32), written in place. Either may be None. If rows
-        equals block_size, as it does upstream [2]_, one of these arrays may be `k_cache` itself (layout NHD): the summaries then lie in
-        pages of the cache that hold no keys.
+        ``(summary pages, rows, N, D)``, of the dtype of `k_cache` (float32 for caches of 8 bits and fewer), written in place. Either may be
+        None. If rows equals block_size, as it does upstream [2]_, one of these arrays may be `k_cache` itself (layout NHD): the summaries
+        then lie in pages of the cache that hold no keys.
     start_lens : sequence of int, optional
         ``(B,)``: only blocks with tokens from ``start_lens[b]`` on are summarised. Default: all blocks.
     kv_layout : {"NHD", "HND"}
@@ -74,7 +74,8 @@ def quest_prefill_metadata(
     k_scale : array of float32, or float, optional
         The factors of int8 and float8 e4m3 keys, see `paged_attention`: one for each token and head, one for each head, or one number.
     dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits, and ``"float8_e4m3"`` that a cache of uint8 holds bits of float8 e4m3.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits, ``"float8_e4m3"`` that a cache of uint8 holds bits of float8 e4m3, and
+        ``"q8_0"``, ``"q4_0"`` or ``"q4_1"`` that it holds rows of this format.
     meanblocks : array, optional
         Like `maxblocks`: the mean of each block's keys, for ``select_blocks(method="mean")``.
     num_threads : int, optional
@@ -93,7 +94,7 @@ def quest_prefill_metadata(
     -----
     Summaries cover the valid tokens of a block, so the last block of a request is summarised as far as it is filled. Largest and smallest
     values are elements of the keys, unrounded. They ignore NaN, unless a channel has nothing else; a mean with NaN is NaN. The keys of
-    8-bit caches are the products of numbers and scales in float32, as `dequantize_kv` gives them.
+    caches of 8 bits and fewer are the float32 numbers that `dequantize_kv` or `dequantize_rows` gives.
 
     Upstream [2]_ always summarises whole requests, with block_size and D of 128, in float16 and bfloat16. `start_lens`, other sizes and
     other dtypes are additions.
@@ -329,7 +330,8 @@ def quest_block_select_paged_in_out_w(
     Parameters
     ----------
     query, maxblocks, minblocks, metadata_block_tables, seq_lens, dtype
-        See `quest_block_select_paged`. `seq_lens` are the present lengths, which `metadata_block_tables` covers.
+        See `quest_block_select_paged`. `seq_lens` are the present lengths. `metadata_block_tables` has summary pages for all blocks of
+        these lengths, also for the newest blocks.
     tokens_since_metadata_update : int or sequence of int
         Number of tokens that each request has got since its summaries were last made: one number for all, or ``(B,)``. A single -1
         for all turns the whole rule off; a -1 among ``(B,)`` numbers forces no newest block of its own request.
@@ -441,7 +443,7 @@ def select_blocks(
         float16, bfloat16 or float64.
     source : array or tuple of array
         The arrays from which scores are computed: for quest the pair ``(maxblocks, minblocks)`` and for mean the ``meanblocks`` of
-        `quest_prefill_metadata`; for max the key cache, which may be one of 8 bits.
+        `quest_prefill_metadata`; for max the key cache, which may be one of 8 bits or fewer.
     tables : array of int32 or int64
         ``(B, M)``: page numbers of `source`: the ``metadata_block_tables``, or for max the ``block_tables``.
     seq_lens : sequence of int
@@ -482,8 +484,8 @@ def select_blocks(
     k_scale : array of float32, or float, optional
         The factors of int8 and float8 e4m3 keys for max, see `paged_attention`.
     dtype, kv_dtype : str or dtype, optional
-        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; ``kv_dtype="float8_e4m3"`` says that a `source` of uint8 holds bits of
-        float8 e4m3. `kv_dtype` defaults to `dtype`.
+        ``"bfloat16"`` says that uint16 arrays hold bfloat16 bits; for a key cache of uint8, `kv_dtype` says what it holds, see
+        `paged_attention`. `kv_dtype` defaults to `dtype`.
     num_threads : int, optional
         Threads for this call. Default: see `set_num_threads`. The result does not depend on it.
 

@@ -1,4 +1,4 @@
-"""Videos: orders of tokens in which cubes are neighbours, and block lists of rules over cubes.
+"""Videos: orders of tokens in which the tokens of a cube stand side by side, and block lists that rules over cubes make.
 
 The tokens of a video model are a grid of frames, height and width, often with text before or after it. `Geometry` describes these tokens,
 and `cube_order` sorts them into cubes. Rules (`Neighbourhood`, `SlidingTiles`, `Radial`) say which cubes see each other, and `blocks` turns

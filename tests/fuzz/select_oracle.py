@@ -17,7 +17,8 @@ class Choice:
     """How blocks are scored and kept, for an `Attention` without lists."""
 
     kind: str  # pooled, antidiagonal, sampled_rows, vertical_slash
-    rows: int  # pooled: queries in a row; antidiagonal: the stride; otherwise: the number of queries
+    # pooled: queries of a pooled row; antidiagonal: the stride; sampled_rows: sampled queries of a block; vertical_slash: last queries looked at
+    rows: int
     keys: int  # keys in a pooled group
     term: str
     over: str
@@ -36,8 +37,8 @@ def _parts(tokens: int, size: int) -> list[np.ndarray]:
 
 
 def _pair_scores(c: Choice, dtype: str, q: np.ndarray, k: np.ndarray, rows: list[np.ndarray], groups: list[np.ndarray]) -> np.ndarray:
-    """Unscaled scores of each row of queries and group of keys. For bfloat16 inputs, means, and the vectors that are made from means and ranges,
-    are bfloat16."""
+    """Unscaled scores of each row of queries and group of keys. Where inputs are bfloat16, so are the means, and the vectors that are made
+    from means and ranges."""
     scores = np.zeros((len(rows), len(groups)))
     if c.kind == "pooled":
         mean, largest, smallest = (np.array([x(k[g], axis=0) for g in groups]).reshape(len(groups), k.shape[1]) for x in (np.mean, np.max, np.min))
