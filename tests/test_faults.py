@@ -295,7 +295,7 @@ assert bits(6) == alone
 assert threads_now() - before <= 5
 assert _core._fail_thread(0) >= n
 assert bits(6) == alone
-assert threads_now() - before == 5  # the threads that could not be made at first
+assert threads_now() - before == 5  # now with the threads that could not be made at first
 """
 
 
