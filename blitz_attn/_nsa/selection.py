@@ -180,12 +180,12 @@ def lists_of(block_indices: Any, rules: Rules, heads: tuple[int, ...], q: np.nda
     """The selection that the caller gave, after checks: it has the rows that the call needs, and each row names blocks that exist, none
     of them twice."""
     lists = _arrays.array(block_indices, "block_indices", "an integer array")
-    if lists.dtype.kind not in "iu" or lists.dtype.itemsize < 2:
+    if lists.dtype.kind not in "iu" or lists.dtype.itemsize < 2 or lists.dtype == np.uint64:
         raise TypeError(f"block_indices: expected int16, int32 or int64, got {lists.dtype}")
     shapes = [list_shape(q, head, rules, sequences) for head in heads]
     if lists.ndim != len(shapes[0]) + 1 or lists.shape[:-1] not in shapes:
         raise ValueError(f"block_indices: expected shape {' or '.join(f'({str(shape)[1:-1]}, n)' for shape in shapes)}, got {lists.shape}")
-    lists = lists.astype(np.int32 if lists.dtype.itemsize < 8 else np.int64, copy=False)
+    lists = lists.astype(np.promote_types(lists.dtype, np.int32), copy=False)  # no pad of an unsigned dtype becomes -1
     if ((lists[..., 1:] != -1) & (lists[..., :-1] == -1)).any():  # entries after a row's first -1 do not count
         lists = np.where(np.logical_or.accumulate(lists == -1, axis=-1), lists.dtype.type(-1), lists)
     for some, tokens in _of_sequences(lists, sequences):
