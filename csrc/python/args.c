@@ -245,7 +245,8 @@ static int allocate_list(arg_list *list, Py_ssize_t count) {
     return -1;
 }
 
-/* Reads one integer of any width. Unsigned values of 2^63 and more become INT64_MAX: later checks refuse this number, unless it is a mere limit. */
+/* Reads one integer of any width. Unsigned values of 2^63 and more become INT64_MAX: later checks refuse this number, except in arguments
+ * that only set an upper limit, such as a budget. */
 static int64_t read_element(const raw_array *raw, const char *at) {
     const bool is_signed = raw->kind == KIND_INT;
     switch (raw->size) {

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..._paged.plan import PagedPlan
 
-# The most queries of a request that decodes: its new token and drafts. A request with more queries was preempted and computes tokens again.
+# The most queries of a request that decodes: its new token and drafts. A request that is past its prompt and has more queries
+# was preempted, and computes tokens again.
 MOST_NEW_TOKENS = 32
 
 
