@@ -1,6 +1,6 @@
 /* Decides from the scores which blocks are kept. ba_budget_block_row() decides for one block row: it keeps the forced blocks first, and then the
- * further blocks that the budget asks for. Where block rows share a density, this function only outlines how the other blocks compete, by their tails
- * (select_prefill_call.h), and ba_budget_share() keeps the best of all block rows together. */
+ * further blocks that the budget asks for. Where block rows share a density, it only notes the scores of the other blocks and draws an outline of
+ * their tails (select_prefill_call.h). Later, ba_budget_share() compares the tails of all block rows, and keeps the blocks with the largest. */
 #include <math.h>
 #include <string.h>
 
