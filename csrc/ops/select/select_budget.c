@@ -278,7 +278,7 @@ static double budget_of(const ba_prefill *c, int64_t list_head) {
     return ((const double *)t->data)[t->dims[0] > 1 ? list_head * t->strides[0] : 0];
 }
 
-/* Tails of one class differ by less than a 32nd of an octave. Class 0 also holds all tails below 2^-OCTAVES. */
+/* The tails from one power of two to the next fall into 32 classes of equal width. Class 0 also holds all tails below 2^-OCTAVES. */
 enum { OCTAVES = 16, CLASS_SHIFT = 18, CLASS_ZERO = (127 - OCTAVES) << (23 - CLASS_SHIFT) };
 
 static int class_of(double tail) { return (int)ba_min(BA_TAIL_CLASSES - 1, ba_max(0, (bits_of((float)tail) >> CLASS_SHIFT) - CLASS_ZERO)); }
