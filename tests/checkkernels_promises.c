@@ -240,7 +240,7 @@ void check_heads(test_case *c) {
     const int64_t real = c->s.f->real_size;
     for (int n = 0; n < 60; n++) {
         if (!is_drawn()) continue;
-        const bool common = n % 4 == 0; /* dims of 128, which may have code of their own, or close to it */
+        const bool common = n % 4 == 0; /* dims of 127 to 129: kernels may have code of their own for 128 */
         const int64_t heads = 2 + pick(common ? 2 : HEADS - 1), keys = n % 3 ? 1 + pick(70) : 1 + pick(BA_MAX_CHUNK);
         const int64_t k_dim = common ? 128 + pick(2) : 1 + pick(SHORT_DIMS), v_dim = common ? 128 + pick(2) : 1 + pick(SHORT_DIMS);
         make_case(c, n % FILLS, pick(MASKS), 1 + pick(BA_FEW_QUERIES), keys, heads * k_dim, heads * v_dim);
