@@ -342,7 +342,7 @@ class Progress:
 
 # ---- Timing ----------------------------------------------------------------------------------------------------
 
-SHORTEST_SAMPLE = 2e-3  # seconds; quicker calls are repeated until a sample lasts this long
+SHORTEST_SAMPLE = 2e-3  # seconds; warm-up turns find how often quicker calls must be repeated for a sample of this length
 SETTLE_UP_TO = 0.25  # seconds; in longer calls, the time to wake threads hardly counts
 
 

@@ -259,7 +259,7 @@ static void wait_for_workers(ba_thread *thread) {
         until.tv_sec += until.tv_nsec / 1000000000;
         until.tv_nsec %= 1000000000;
         if (pthread_cond_timedwait(&pool.done, &pool.lock, &until) == 0) continue;
-        pthread_mutex_unlock(&pool.lock); /* the poll function may call this library, which takes this lock */
+        pthread_mutex_unlock(&pool.lock); /* the poll function may take long, and workers need this lock to leave the job */
         poll_if_due(thread, thread->joined);
         if (thread->joined->forked) return;
         pthread_mutex_lock(&pool.lock);

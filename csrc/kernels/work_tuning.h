@@ -12,7 +12,7 @@ typedef struct ba_work_tuning {
     int64_t few_items;      /* the same for few queries, where an item may have several heads */
     int64_t by_block_items; /* the same where queries are attended block by block */
     int64_t by_block_keys;  /* the fewest keys of a block for attention by block to pay: smaller blocks cost a kernel call for a few keys */
-    int64_t by_block_young; /* list rows that have attended fewer chunks than this attend each chunk last: attend_by_block.c says why */
+    int64_t by_block_young; /* list rows that have attended fewer chunks than this are taken last for each chunk: attend_by_block.c says why */
     int64_t alike_keys;     /* keys per query: with at least so many, all tiles of a call of one sequence without lists take the same time */
     int64_t few_keys;     /* keys per query: with at least so many, queries count as few even if the kernel for few queries cannot take all at once */
     int64_t most_entries; /* the most entries of an item's lists, where the lists are inverted: it bounds the item's scratch memory */

@@ -185,8 +185,9 @@ static ba_chunk open_chunk(const call *c, const block_scratch *s, const ba_item 
                       .softcap = p->softcap * BA_LOG2_E};
 }
 
-/* The list rows of the item that name a column attend its keys [begin, end). Rows that have attended little come last, side by side: their weights
- * may need residuals (what rounding to bfloat16 leaves), and on tiles a whole set of queries gets residuals where one of its queries needs them. */
+/* The list rows of the item that name a column attend its keys [begin, end). Rows that have attended little are taken last, so that their queries
+ * stand side by side: their weights may need residuals (what rounding to bfloat16 leaves), and on tiles a whole set of queries gets residuals where
+ * one of its queries needs them. */
 static void attend_chunk(const call *c, const block_scratch *s, const ba_item *item, int64_t column, int64_t begin, int64_t end) {
     const int64_t room = item->tiles * c->list_row_lanes;
     int64_t unbounded = 0, bounded = 0;
