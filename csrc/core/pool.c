@@ -30,7 +30,7 @@ static struct {
     pthread_mutex_t owner; /* held by the caller whose job the pool runs */
     pthread_mutex_t lock;  /* guards all members below */
     pthread_cond_t wake, done;
-    int workers;                 /* threads made so far */
+    int workers;                 /* threads that have been started and serve as workers */
     _Atomic uint64_t generation; /* counts jobs; also read without the lock */
     int places;                  /* workers that may still join the job */
     int next_worker;             /* the number of the next worker that joins */
