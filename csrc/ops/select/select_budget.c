@@ -175,9 +175,7 @@ static void sort_by_key(uint64_t *sort_keys, uint64_t *other, int64_t n) {
 
 enum {
     BUCKETS = BA_OUTLINE_BUCKETS,
-    /* Of the bits of scores: 16 octaves. Where the scores of a block row spread over less, the buckets divide what they spread over. Where they
-     * spread over as much or more, a bucket takes half an octave, and the last bucket also takes all lower scores. */
-    RANGE = 16 << 23,
+    RANGE = (16 << 23) - 1, /* most bits of scores that the buckets divide, 16 octaves; all lower scores share the last bucket */
 };
 
 static int32_t bits_of(float x) {
