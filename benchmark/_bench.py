@@ -25,7 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 
-# Measure this checkout if it has been built in place, else the installed package. A package that PYTHONPATH names comes before both.
+# Measure this checkout if it has been built in place and PYTHONPATH is not set. Otherwise measure the package that Python finds by
+# itself: one in a folder that PYTHONPATH names, or else the installed package. If it finds none, take this checkout, too.
 if (any((ROOT / "blitz_attn").glob("_core*.so")) and not os.environ.get("PYTHONPATH")) or importlib.util.find_spec("blitz_attn") is None:
     sys.path.insert(0, str(ROOT))
 
