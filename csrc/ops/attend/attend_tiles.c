@@ -69,8 +69,8 @@ static void open_panel(const ba_attend_call *c, const ba_attend_scratch *w, cons
         const int64_t query = ba_lane_query(&t->tile, s->lane + i), head = ba_lane_head(&t->tile, s->lane + i);
         ba_set_lane(s, i, ba_visible_keys(p, item->batch, query), lo, hi);
         w->rows[i] = first_row + (head * p->q.head_stride + query * p->q.token_stride) * p->element_size;
-        ba_prefetch_to_read(w->rows[i],
-                            p->head_dim * p->element_size); /* the rows of one head lie far apart, so the CPU does not prefetch them itself */
+        /* In layouts where a token's heads lie side by side, the rows of one head lie far apart, and the CPU does not prefetch them itself. */
+        ba_prefetch_to_read(w->rows[i], p->head_dim * p->element_size);
     }
     ba_close_lanes(s, room, lo, hi, t);
     const int64_t o_dim = s->width == BA_PANEL_FEW ? BA_FEW_PAD(p->v_dim) : ba_round_up(p->v_dim, f->dim_pad);
