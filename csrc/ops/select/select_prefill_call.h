@@ -17,8 +17,8 @@
 /* An outline of those blocks of a block row that are not always kept, made before they are sorted (select_budget.c). */
 enum { BA_OUTLINE_BUCKETS = 64 };
 typedef struct ba_outline {
-    int32_t highest, shift;                /* the bits of the highest score; a bucket takes 1 << shift different bits */
-    int32_t in_middle;                     /* blocks in the middle of the block row */
+    int32_t highest, shift; /* the bits of the highest score, as an integer; every bucket but the last takes 1 << shift such integers */
+    int32_t in_middle;      /* blocks in the middle of the block row */
     double bounds[BA_OUTLINE_BUCKETS + 1]; /* tails of the blocks in bucket i are at least bounds[i + 1] and at most bounds[i] */
 } ba_outline;
 
