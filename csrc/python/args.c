@@ -114,7 +114,7 @@ int arg_pair(PyObject *object, const char *name, int64_t value[2]) {
     return read_item(object, 0, name, &value[0]) < 0 ? -1 : read_item(object, 1, name, &value[1]);
 }
 
-/* Whether `object` is a complex number of Python or of NumPy. Reading it as a double would drop its imaginary part. */
+/* Whether `object` is a complex number of Python or of NumPy. Reading one of NumPy's as a double would drop its imaginary part. */
 static bool is_complex(PyObject *object) {
     Py_buffer view;
     if (PyFloat_Check(object) || PyLong_Check(object)) return false;
