@@ -11,8 +11,8 @@
  *
  * Some memory comes from malloc instead, and its owner frees it. Opened page tables outlive a call (ops/kv_cache/page_tables.c). Other memory must
  * outlive one use of the arena: the lengths for two runs of a driver (ops/attend/attend_entry.c), the slots for ba_store_rows()
- * (ops/kv_cache/append.c), and the states of KV splits (ops/attend/attend_kv_split.c). Sorting items (ops/plan/plan.c) and probes (ops/probe.c) also
- * allocate memory of their own. */
+ * (ops/kv_cache/append.c), and the lists and states of KV splits (ops/attend/attend_kv_split.c). Sorting items (ops/plan/plan.c) and probes
+ * (ops/probe.c) also allocate memory of their own. */
 void *ba_arena_get(size_t bytes);
 /* Ends the use of the arena. A large arena goes back to the system; a small one is kept for the thread's next call, so that repeated
  * calls do not ask the system for memory. */

@@ -31,7 +31,7 @@ typedef struct block_scratch {
     char *q;            /* the packed queries of all lanes. In the caller's array, the queries of a head may compete for few lines of the cache */
     int32_t *begin;     /* [columns + 1]: list_rows[begin[c] .. begin[c + 1] - 1] list column c */
     int32_t *list_rows; /* list rows of the item, ordered by column */
-    int32_t *attended;  /* [list row]: chunks that the list row has attended, counted up to ba_work.by_block_young */
+    int32_t *attended;  /* [list row]: chunks of its list so far, counted up to ba_work.by_block_young, also those of which it sees no key */
     int32_t *chosen;    /* lanes that attend the current chunk. From the front: lanes that see all its keys. From the back: lanes that see some */
     char *packed_k, *packed_v;
     const void **k_rows, **v_rows, **packed_k_rows, **packed_v_rows;
