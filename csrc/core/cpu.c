@@ -192,8 +192,8 @@ ba_isa ba_isa_detected(void) {
     return detected_level;
 }
 
-/* Where levels are emulated, amx uses kernels that prefetch into L2, and lower levels use kernels that prefetch into L1, so that both kinds are
- * checked. The levels of aarch64 have only kernels that prefetch into L2. */
+/* Where levels are emulated, avx512 and avx512_bf16 use kernels that prefetch into L1, and amx uses kernels that prefetch into L2, so that both kinds
+ * are checked. All other levels have only kernels that prefetch into L2. */
 bool ba_prefetches_reach_l2(ba_isa level) {
     pthread_once(&detection, detect_once);
 #ifdef __aarch64__
