@@ -388,7 +388,7 @@ class Contender:
                 self.values.append(statistics.mean([*around, self.limit()]))
             elif isinstance(result, float):
                 self.values.append(result)
-        elif not isinstance(result, float):  # a call that returns a float, as a measurement of a limit does, runs once per sample
+        elif not isinstance(result, float):  # a call whose result is a float is a measurement itself, and runs once per sample
             self.calls = max(1, math.ceil(SHORTEST_SAMPLE / max(taken, 1e-7)))
 
 

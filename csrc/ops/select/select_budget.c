@@ -175,8 +175,8 @@ static void sort_by_key(uint64_t *sort_keys, uint64_t *other, int64_t n) {
 
 enum {
     BUCKETS = BA_OUTLINE_BUCKETS,
-    RANGE = (16 << 23) - 1, /* the buckets divide the scores whose bits lie at most this far below those of the highest score, which is 16 octaves.
-                             * All lower scores go into the last bucket, too */
+    /* In units of the bits of scores: the buckets divide the 16 octaves below the highest score. All lower scores go into the last bucket, too. */
+    RANGE = (16 << 23) - 1,
 };
 
 static int32_t bits_of(float x) {
