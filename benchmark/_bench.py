@@ -356,7 +356,7 @@ class Contender:
     work: float = 1.0  # relative to the other contenders, for the progress line
     before_last: Callable[[], Any] | None = None  # runs before the last sample, untimed
     settle: float = 0.0  # seconds of untimed calls before each sample, if a call takes less than SETTLE_UP_TO
-    limit: Callable[[], float] | None = None  # measures a limit of the machine, right before and right after each sample
+    limit: Callable[[], float] | None = None  # measures a limit of the machine, right before and right after each timed sample
     samples: list[float] = field(default_factory=list)  # seconds per call
     values: list[float] = field(default_factory=list)  # one per sample: the mean of `limit`, or the float that the call returned
     calls: int = 1  # per sample
