@@ -532,7 +532,8 @@ static void keep_ties(const ba_prefill *c, ba_share *share, int64_t batch, int64
     }
 }
 
-/* Sets the number of blocks that a share keeps in addition to those that are always kept, and the classes that its least tail may have. */
+/* Sets the number of blocks that a share keeps in addition to those that ba_budget_block_row() has kept, and the classes that its least tail may
+ * have. */
 static void open_share(const ba_prefill *c, int64_t batch, int64_t first, int64_t list_heads) {
     int64_t all = 0, kept = 0;
     for (int64_t block_row = 0; block_row < c->p.block_rows; block_row++) {

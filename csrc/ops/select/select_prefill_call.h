@@ -27,7 +27,7 @@ typedef struct ba_share {
     int least_class, most_class; /* the lowest and the highest class that this tail may have */
     uint32_t least;              /* the bits of this tail, as far as they are known: digits that are not known are 0 */
     int64_t to_keep;    /* how many of the blocks whose tails begin with these digits are kept; at the end, how many with exactly the least tail */
-    bool none, has_all; /* only the blocks that are always kept are kept; all blocks with exactly the least tail are kept */
+    bool none, has_all; /* no further block is to be kept; all blocks with exactly the least tail are kept */
 } ba_share;
 
 /* The blocks that block rows see, and those that they always keep. Both are noted where queries have kv_ranges or q_begin; the pointers are NULL
