@@ -194,11 +194,13 @@ def quantize_rows(x: Array, kv_dtype: str, *, dtype: DType | None = None) -> nda
 
     Notes
     -----
-    The integers are those of ggml's reference. Numbers are first rounded to float32, and all arithmetic is in float32. q8_0: d is the
-    largest magnitude of the block divided by 127, and n is ``x * (1 / d)`` rounded to nearest, halves away from 0. q4_0: d is the number of
-    the largest magnitude, with its sign, divided by -8 (the first such number, if several have this magnitude), and n is
-    ``x * (1 / d) + 8.5`` rounded down, at most 15. q4_1: m is the smallest number, d the difference of the largest and the smallest divided
-    by 15, and n is ``(x - m) * (1 / d) + 0.5`` rounded down, at most 15. d and m are rounded to float16 after that.
+    The integers of q8_0 and q4_1 are those of ggml's reference. Numbers are first rounded to float32, and the arithmetic is in float32, but
+    the sum of q4_0 is in float64. q8_0: d is the largest magnitude of the block divided by 127, and n is ``x * (1 / d)`` rounded to
+    nearest, halves away from 0. q4_0: d is the number of the largest magnitude, with its sign, divided by -8 (the first such number, if
+    several have this magnitude), and n is ``x * (1 / d) + 8.5`` rounded down, at most 15. ggml first rounds this sum to float32, so that
+    its n is larger by 1 where the sum is rounded up to a whole number below 16. q4_1: m is the smallest number, d the difference of the
+    largest and the smallest divided by 15, and n is ``(x - m) * (1 / d) + 0.5`` rounded down, at most 15. d and m are rounded to
+    float16 after that.
 
     References
     ----------

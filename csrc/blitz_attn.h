@@ -220,8 +220,9 @@ BA_API ba_status ba_paged_attention(const ba_paged_args *args);
  * is NaN or infinite, or too large for a float32 scale. num_threads 0: as many as ba_get_num_threads() returns.
  *
  * `values` may also be q8_0, q4_0 or q4_1, (N, D / 32 times 34, 18 or 20). Then `scale` is not given, and D is a multiple of 32. From x rounded to
- * float32, ggml's reference (quantize_row_q8_0_ref and so on) makes the same bytes. ba_quantize_kv() then fails where a magnitude is above 65504
- * times 127 (q8_0), 8 (q4_0) or 1 (q4_1). */
+ * float32, ggml's reference (quantize_row_q8_0_ref and so on) makes the same bytes, except that it rounds x / d + 8.5 of q4_0 to float32 before
+ * it rounds down, so that an integer is larger by 1 where the rounded sum is the next whole number. ba_quantize_kv() then fails where a magnitude is
+ * above 65504 times 127 (q8_0), 8 (q4_0) or 1 (q4_1). */
 BA_API ba_status ba_quantize_kv(const ba_tensor *x, const ba_tensor *values, const ba_tensor *scale, int num_threads);
 
 /* Writes new tokens, k (T, H_kv, D) and v (T, H_kv, D_v) in float32, float16, bfloat16 or float64, into the caches of `args`, in their dtype. Token t

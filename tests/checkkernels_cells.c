@@ -86,7 +86,7 @@ static void check_pack(const subject *s) {
     }
 }
 
-/* Quantises a cell as ggml's reference does. */
+/* Quantises a cell as ggml's reference does, except that the sum of q4_0 is not rounded to float. */
 static void quantise_plainly(ba_dtype dtype, const double *x, unsigned char *cell) {
     float low = (float)x[0], high = (float)x[0], most = 0;
     for (int i = 0; i < 32; i++) {

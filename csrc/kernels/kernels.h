@@ -566,7 +566,8 @@ typedef BA_MAGNITUDE((*ba_magnitude_fn));
 
 /* Quantises a row of finite numbers. Without cells: to[d] = the number of the dtype nearest to row[d] / scale, ties to even. Quotients beyond the
  * dtype's largest number, 127 or 448, or beyond its negative become that number. scale is a positive float. With cells, the numbers are first rounded
- * to float, and then quantised as ggml's reference does; scale is not read. No number may be so large that d or m overflows float16. */
+ * to float, and then quantised as ggml's reference does, except that the sum of q4_0 is not rounded to float; scale is not read. No number may be so
+ * large that d or m overflows float16. */
 #define BA_QUANTISE(name) void name(void *to, double scale, const double *row, int64_t dim)
 typedef BA_QUANTISE((*ba_quantise_fn));
 

@@ -175,7 +175,8 @@ static void sort_by_key(uint64_t *sort_keys, uint64_t *other, int64_t n) {
 
 enum {
     BUCKETS = BA_OUTLINE_BUCKETS,
-    /* In units of the bits of scores: the buckets divide the 16 octaves below the highest score. All lower scores go into the last bucket, too. */
+    /* In units of the bits of scores: the buckets divide the range of the scores, or its upper 16 octaves where it is larger. Scores below these
+     * octaves go into the last bucket, too. */
     RANGE = (16 << 23) - 1,
 };
 
