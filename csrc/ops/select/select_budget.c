@@ -401,7 +401,7 @@ static ba_share *share_of(const ba_prefill *c, int64_t batch, int64_t list_head)
 
 static int64_t *bins_of(const ba_prefill *c, const ba_share *share) { return c->bins + (share - c->shares) * BA_BUDGET_BINS; }
 
-/* Adds the counts of one thread to those of a share. */
+/* Adds the counts that one item has made to those of a share. */
 static void add_to_bins(int64_t *all, const int64_t *bins, int64_t n) {
     for (int64_t i = 0; i < n; i++)
         if (bins[i]) __atomic_fetch_add(&all[i], bins[i], __ATOMIC_RELAXED);

@@ -24,7 +24,7 @@ static lines lines_of(const ba_prefill *c, int64_t batch, int64_t here) {
     double *begin = c->lines + here * ba_lines_doubles(c);
     lines l = {.columns = begin, .slash = begin + c->p.block_columns, .distances = keys + queries - 1, .shift = ba_diagonal(&c->p, batch, 0)};
     l.slash_sums = l.slash + l.distances;
-    l.behind = keys - 1 - (q_valid - queries + l.shift); /* how far the last key lies behind the first of these queries */
+    l.behind = keys - 1 - (q_valid - queries + l.shift); /* how many tokens after the first of these queries the last key stands */
     return l;
 }
 
