@@ -286,6 +286,8 @@ NEED_NO_CASE = {
     "_reference/backward.py _BiasSums": OF_ONE_CALL,
     "_sabi/function.py _Found": OF_ONE_CALL,
     "_select/profile.py _Capture": OF_ONE_CALL,
+    "integrations/_transformers/latents.py Latents": OF_ONE_CALL,
+    "integrations/_transformers/pools.py _Pools": OF_ONE_CALL,
     "distributed/_check.py Counting": "counts messages of a check",
     "distributed/_comm.py Transfer": OF_ONE_CALL,
     "distributed/_comm.py Waiter": OF_ONE_CALL,

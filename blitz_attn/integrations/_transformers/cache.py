@@ -264,7 +264,9 @@ class IndexedPagedLayer(PagedLayer):
     @property
     def indexer_keys(self) -> Any:
         """The same tensor until these keys change, so that what is made of them can be kept until then."""
-        held = self._indexed.indexer
+        return self._view_of(self._indexed.indexer)
+
+    def _view_of(self, held: Pages | None) -> Any:
         if self._indexer_view[0] is not held:
             self._indexer_view = held, held and held.views[0][:, 0]
         return self._indexer_view[1]

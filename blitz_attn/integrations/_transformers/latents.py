@@ -7,7 +7,6 @@ list gathers each row once for all heads.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +49,8 @@ class Latents:
         (B, 1, T, R): the parts of keys that know their position.
     of_keys, of_values : torch.Tensor
         (H, D, C): the projection.
+    turned : torch.Tensor, optional
+        `of_values` as (H, C, D), once it has been made.
     """
 
     expand: Any
@@ -57,6 +58,7 @@ class Latents:
     rope: Any
     of_keys: Any
     of_values: Any
+    turned: Any = None
 
     def as_key(self) -> Any:
         """A tensor that stands for the expanded keys until it reaches attention."""
@@ -102,16 +104,13 @@ class Latents:
         products = torch.bmm(rows.flatten(1, 2), self.of_keys).unflatten(1, rows.shape[1:3]).transpose(0, 1)
         return torch.cat([products, query[..., split:]], dim=-1)
 
-    @functools.cached_property
-    def _values_turned(self) -> Any:
-        """`of_values` as (H, C, D)."""
-        return self.of_values.transpose(1, 2).contiguous()
-
     def unfolded(self, out: Any) -> Any:
         """The result of attention to latents, (B, Sq, H, C), expanded to the dims of values: (B, Sq, H, D)."""
         rows = out.flatten(0, 1)
         if rows.dtype == torch.bfloat16 and len(rows) >= _TURNED_FROM:
-            return torch.bmm(rows.transpose(0, 1), self._values_turned).transpose(0, 1).unflatten(0, out.shape[:2])
+            if self.turned is None:
+                self.turned = self.of_values.transpose(1, 2).contiguous()
+            return torch.bmm(rows.transpose(0, 1), self.turned).transpose(0, 1).unflatten(0, out.shape[:2])
         products = torch.bmm(self.of_values, rows.permute(1, 2, 0))  # in this order torch is quicker, above all for one query
         return products.permute(2, 0, 1).unflatten(0, out.shape[:2])
 
